@@ -1,0 +1,33 @@
+"""Rewrite a Hugging Face checkpoint with fewer (or more) key/value heads.
+
+    from gqa.convert import convert_checkpoint, plan_conversion
+
+Torch and transformers are imported when one of these is first used, so that `gqa-convert --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gqa.convert.api import Conversion, Plan, convert_checkpoint, plan_conversion
+    from gqa.convert.errors import CorruptError, OutputError, RefusedError
+
+__all__ = [
+    "Conversion",
+    "CorruptError",
+    "OutputError",
+    "Plan",
+    "RefusedError",
+    "convert_checkpoint",
+    "plan_conversion",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    home = "gqa.convert.errors" if name.endswith("Error") else "gqa.convert.api"
+    return getattr(import_module(home), name)

@@ -1,0 +1,102 @@
+"""The Python interface: the same two steps as the command, plan and convert."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from gqa.convert.hub import open_model
+from gqa.convert.plan import Plan, make_plan
+from gqa.convert.rewrite import Conversion, run_plan
+
+__all__ = ["Conversion", "Plan", "convert_checkpoint", "default_output", "plan_conversion"]
+
+
+def plan_conversion(
+    model: str | os.PathLike[str],
+    groups: int,
+    *,
+    method: str = "mean",
+    seed: int = 0,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    revision: str | None = None,
+    headers_only: bool = True,
+) -> Plan:
+    """Decide everything about a conversion from config and headers; nothing is written.
+
+    Args:
+        model: A local directory or a hub id.
+        groups: G, the key/value heads of the result: a divisor of the source's Hk (merging; arXiv 2305.13245,
+            section 2.1) or a multiple of Hk that divides the query heads H (repeating, exact). Query head i reads
+            KV head i // (H // G).
+        method: `mean` or `first` of the heads of each group, or `random` draws from N(0, initializer_range).
+        seed: Of `random`.
+        dtype: Storage dtype of the result (`float32`, `bfloat16`, `float16`, `float64`); None keeps each tensor's.
+        max_shard_bytes: Bytes of one output file at most; None keeps the source's partition.
+        revision: Branch, tag or commit of a hub id.
+        headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
+
+    Returns:
+        The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
+        before and after in bytes.
+
+    Raises:
+        RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
+        CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
+    """
+    checkpoint = open_model(os.fspath(model), revision, headers_only=headers_only)
+    return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes)
+
+
+def convert_checkpoint(
+    model: str | os.PathLike[str],
+    groups: int,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    method: str = "mean",
+    seed: int = 0,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    checksums: bool = False,
+    load: bool = False,
+    jobs: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> Conversion:
+    """Convert a checkpoint: stream its shards into `out`, verify the result from disk, then make it visible.
+
+    Memory stays near 4 x the largest changed tensor per job; what does not change is copied by the kernel. Merging is
+    done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
+
+    Args:
+        model, groups, method, seed, dtype, max_shard_bytes, revision: See `plan_conversion`.
+        out: Directory to make; default as `default_output` says.
+        overwrite: Replace a checkpoint that is at `out`, after the new one is complete.
+        checksums: Compare every untouched byte and record the SHA-256 of all shards.
+        load: Also load the result with transformers and run one forward pass.
+        jobs: Shards written at a time.
+        progress: Called with the number of bytes written, from any job's thread.
+
+    Raises:
+        RefusedError: Before anything is written.
+        OutputError: The result could not be written or did not verify; nothing is left at `out`.
+    """
+    plan = plan_conversion(
+        model, groups, method=method, seed=seed, dtype=dtype, max_shard_bytes=max_shard_bytes, revision=revision,
+        headers_only=False,
+    )  # fmt: skip
+    target = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
+    return run_plan(plan, target, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
+
+
+def default_output(model: str, groups: int) -> Path:
+    """`MODEL-gqa4` (`MODEL-mqa` for 1) beside a local model, in the working directory for a hub id."""
+    suffix = "-mqa" if groups == 1 else f"-gqa{groups}"
+    path = Path(model)
+    if path.is_dir():
+        path = path.resolve() if path.name in ("", "..") else path
+        return path.with_name(path.name + suffix)
+    return Path(model.split("/")[-1] + suffix)

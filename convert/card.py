@@ -1,0 +1,111 @@
+"""What the result says about itself: a model card for people and a provenance file for programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+from datetime import UTC, datetime
+from typing import Any
+
+from gqa.convert.checkpoint import TORCH_DTYPES
+from gqa.convert.plan import Plan
+from gqa.convert.summary import kv_line, size
+
+PROVENANCE = "gqa_conversion.json"
+
+
+def version() -> str:
+    """This tool's version."""
+    return importlib.metadata.version("gqa-convert")
+
+
+def command(plan: Plan) -> str:
+    """The command that makes the same result, without the paths of the machine that made this one."""
+    words = ["gqa-convert", "--groups", str(plan.groups)]
+    if plan.groups < plan.config.main.kv:
+        words += ["--method", plan.merging.method]
+        words += ["--seed", str(plan.merging.seed)] if plan.merging.method == "random" else []
+    words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
+    words += ["--revision", plan.checkpoint.revision] if plan.checkpoint.revision else []
+    return shlex.join([*words, plan.checkpoint.hub_id or plan.checkpoint.name])
+
+
+def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
+    """How the result was made, as JSON: enough to make it again."""
+    main = plan.config.main
+    record: dict[str, Any] = {
+        "tool": "gqa-convert",
+        "version": version(),
+        "command": command(plan),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "source": {"model": plan.checkpoint.hub_id or plan.checkpoint.name, "revision": plan.checkpoint.revision},
+        "model_type": plan.config.text.model_type,
+        "family": plan.config.family.name,
+        "options": {
+            "groups": plan.groups,
+            "method": "repeat" if plan.groups > main.kv else plan.merging.method,
+            "seed": plan.merging.seed if plan.merging.method == "random" else None,
+            "dtype": plan.dtype,
+        },
+        "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
+        "config_edits": [{"key": e.key, "before": e.before, "after": e.after} for e in plan.config_edits],
+        "changed_tensors": [t.name for t in plan.changed],
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+        | {"python": platform.python_version()},
+    }
+    if checksums:
+        record["sha256"] = checksums
+    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+
+
+def model_card(plan: Plan, name: str) -> str:
+    """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    metadata, source_card = _source_card(plan)
+    base = plan.checkpoint.hub_id
+    kept = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
+    tags = [*metadata.get("tags", []), "gqa", "grouped-query-attention" if plan.groups > 1 else "multi-query-attention"]
+    data = ModelCardData(
+        **{
+            **kept,
+            "base_model": base or metadata.get("base_model"),
+            "base_model_relation": "finetune" if base else None,
+            "library_name": metadata.get("library_name", "transformers"),
+            "tags": list(dict.fromkeys(tags)),
+        }
+    )
+    main = plan.config.main
+    what = "repeating" if plan.groups > main.kv else f"{plan.merging.method} pooling of"
+    lines = [
+        f"# {name}",
+        "",
+        f"`{base or plan.checkpoint.name}` with {plan.groups} instead of {main.kv} key/value heads "
+        f"({main.query} query heads), made by {what} heads with gqa-convert {version()}.",
+        "",
+        f"- KV cache: {kv_line(plan)}",
+        f"- Parameters: {plan.parameters_before:,} before, {plan.parameters_after:,} after; "
+        f"{size(plan.total_bytes)} of weights",
+        f"- Provenance: `{PROVENANCE}`",
+    ]
+    if plan.groups < main.kv:
+        lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
+    lines += ["", "```", command(plan), "```"]
+    if source_card:
+        lines += ["", "# The source model's card", "", source_card]
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"))
+
+
+def _source_card(plan: Plan) -> tuple[dict[str, Any], str]:
+    from huggingface_hub import ModelCard
+
+    if "README.md" not in plan.checkpoint.side_files:
+        return {}, ""
+    text = plan.checkpoint.path("README.md").read_text(encoding="utf-8", errors="replace")
+    try:
+        loaded = ModelCard(text, ignore_metadata_errors=True)
+        return dict(loaded.data.to_dict()), loaded.text.strip()
+    except Exception:  # a card that cannot be parsed is carried along as it is
+        return {}, text.strip()

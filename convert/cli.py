@@ -1,0 +1,218 @@
+"""gqa-convert: options, what is printed, exit codes. Nothing here imports torch before it is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from gqa.convert.errors import RefusedError
+from gqa.convert.methods import METHODS
+
+if TYPE_CHECKING:
+    from gqa.convert.plan import Plan
+    from gqa.convert.rewrite import Conversion
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class ByteSize(click.ParamType[int]):
+    """`5GB`, `500MiB`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+            self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from gqa.convert.support import families_text
+
+        click.echo(families_text())
+        ctx.exit()
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        click.echo(f"gqa-convert {version('gqa-convert')}")
+        ctx.exit()
+
+
+_EPILOG = """\b
+Examples:
+  gqa-convert --groups 8 ./Llama-2-7b-hf
+  gqa-convert --groups 8 --dry-run meta-llama/Llama-2-7b-hf
+  gqa-convert --groups 1 --method first -o ./mqa ./Llama-2-7b-hf
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=_EPILOG)
+@click.argument("model", metavar="MODEL")
+@click.option(
+    "-g",
+    "--groups",
+    type=click.IntRange(min=1),
+    required=True,
+    metavar="G",
+    help="Key/value heads of the result: a divisor of the model's own, or a multiple to expand.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    metavar="DIR",
+    help="Directory to make.  [default: MODEL-gqa<G> beside MODEL, MODEL-mqa for 1]",
+)
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    default="mean",
+    show_default=True,
+    help="How the heads of a group become one.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of --method random.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16", "float64"]),
+    help="Store all weights so.  [default: as they are]",
+)
+@click.option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]")
+@click.option("--revision", help="Branch, tag or commit of a hub id.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a hub id only headers are fetched.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, everything else on stderr.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DIR once the new one is complete.")
+@click.option("--checksums", is_flag=True, help="Compare every untouched byte; record SHA-256 of all shards.")
+@click.option("--verify-load", is_flag=True, help="Also load the result with transformers and run it once.")
+@click.option("--tensor-parallel", type=click.IntRange(min=1), metavar="N", help="Say whether N ranks can hold it.")
+@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Shards written at a time.")
+@click.option("--push-to-hub", metavar="REPO", help="Upload the finished result to this repository.")
+@click.option("--public", is_flag=True, help="Make the pushed repository public.  [default: private]")
+@click.option("-v", "--verbose", is_flag=True, help="List every changed tensor.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@click.option(
+    "--families",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_families,
+    help="Print what is supported and exit.",
+)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+              help="Print the version and exit.")  # fmt: skip
+def command(model: str, groups: int, **options: Any) -> None:
+    """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
+
+    Keys and values of neighbouring heads are merged, everything else is copied byte for byte; the result loads with
+    plain transformers and its KV cache is smaller by the same factor.
+    """
+    from gqa.convert.hub import open_model
+    from gqa.convert.plan import make_plan
+
+    checkpoint = open_model(model, options["revision"], headers_only=options["dry_run"])
+    plan = make_plan(
+        checkpoint, groups, options["method"], options["seed"], options["dtype"], options["max_shard_size"]
+    )
+    if options["dry_run"]:
+        _report(plan, None, options)
+        return
+    _convert(plan, model, options)
+
+
+def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
+    from pathlib import Path
+
+    from gqa.convert.api import default_output
+    from gqa.convert.rewrite import run_plan
+
+    out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
+    start = time.monotonic()
+    with _progress_bar(plan.total_bytes, options["quiet"]) as bar:
+        result = run_plan(
+            plan,
+            Path(out),
+            overwrite=options["overwrite"],
+            checksums=options["checksums"],
+            load=options["verify_load"],
+            jobs=options["jobs"],
+            progress=bar.update,
+        )
+    _report(plan, result, options, time.monotonic() - start)
+    if options["push_to_hub"]:
+        from gqa.convert.hub import push
+
+        address = push(result.out, options["push_to_hub"], private=not options["public"])
+        _say(f"pushed      {address}", options)
+
+
+def _progress_bar(total: int, quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr, leave=False,
+        disable=quiet or not sys.stderr.isatty(),
+    )  # fmt: skip
+
+
+def _say(text: str, options: dict[str, Any]) -> None:
+    if not options["quiet"]:
+        click.echo(text, err=options["as_json"])
+
+
+def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> None:
+    from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
+
+    _say(plan_text(plan, options["verbose"]), options)
+    record = plan_record(plan)
+    if ranks := options["tensor_parallel"]:
+        fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)
+        record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
+        _say(text, options)
+    for warning in result.warnings if result else plan.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if result:
+        record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
+        _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
+    else:
+        _say("dry run     nothing was written", options)
+    if options["as_json"]:
+        click.echo(json.dumps(record | {"dry_run": result is None}))
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"gqa-convert: {message}", err=True)
+    sys.exit(code)
+
+
+def _terminated(number: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted, 1 anything else."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted; nothing was written", 130)
+    except RefusedError as error:
+        _fail(str(error), 2)
+    except OSError as error:
+        _fail(str(error), 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""What a user can cause: one clear line each, never a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RefusedError(ValueError):
+    """A checkpoint or an option that cannot be converted; raised before a byte is written. Exit code 2."""
+
+
+class CorruptError(RefusedError):
+    """A checkpoint whose files are broken or hostile."""
+
+
+class OutputError(OSError):
+    """The output could not be written or did not verify. Exit code 1."""
+
+
+def listing(names: Iterable[object], limit: int = 5) -> str:
+    """`a, b, c` in sorted order, truncated with a count: `a, b, c, d, e and 7 more`."""
+    ordered = sorted(str(n) for n in names)
+    shown = ", ".join(ordered[:limit])
+    return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+
+
+def alternatives(numbers: Iterable[int]) -> str:
+    """`1, 2, 4 or 8`."""
+    texts = [str(n) for n in sorted(numbers)]
+    return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)

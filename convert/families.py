@@ -1,0 +1,498 @@
+"""Every supported architecture, as data: the only file that a new one touches.
+
+A family says which modules are attention, which stored tensors below them hold key/value heads (and how they lie),
+and where the config counts heads. What it does not name inside an attention module is an error, not a guess.
+Layouts verified against transformers 5.23, one tiny model per model type, by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gqa.convert.layout import Fused, LayerHeads, Layout, Numbered, ReadsValues, Separate
+
+Edits = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
+
+    `projection` tells keys and values themselves from what belongs to their heads (norms, convolutions, gates).
+    `when` is a config field and the value it must have for the rule to hold.
+    """
+
+    tensor: str
+    layout: Layout
+    projection: bool = True
+    when: tuple[str, Any] | None = None
+
+
+SEPARATE = (Rule("k_proj", Separate("key")), Rule("v_proj", Separate("value")))
+FULL_WIDTH_K_NORM = Rule("k_norm", Separate("key"), projection=False)
+PER_HEAD_K_NORM = Rule("k_norm", Separate("key", width="one"), projection=False)
+
+# Below an attention module, whatever the number of KV heads: per query head, or shared by all heads.
+QUERY_SIDE = (
+    "q_proj", "o_proj", "out_proj", "dense", "q_norm", "query_layernorm", "q_layernorm", "sinks", "gate_proj", "g_proj",
+)  # fmt: skip
+# One vector of the head dimension, shared by all heads; the plan checks that it is that.
+SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
+# Buffers that old versions of transformers stored; nothing reads them.
+BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "bias", "masked_bias")
+
+
+def uniform_heads(config: Any) -> LayerHeads:
+    """What nearly every config says: `config` is that of one layer."""
+    query = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // query
+    return LayerHeads(query, getattr(config, "num_key_value_heads", None) or query, dim, dim)
+
+
+def layer_heads(config: Any, layer: int) -> LayerHeads:
+    """Heads of one layer where counts may differ between layers (`per_layer_config` of transformers)."""
+    per_layer = getattr(config, "per_layer_config", None)
+    if per_layer is None or not getattr(config, "is_heterogeneous", False):
+        return uniform_heads(config)
+    return uniform_heads(per_layer[layer])
+
+
+@dataclass(frozen=True)
+class Family:
+    """One way in which attention heads are stored and counted."""
+
+    name: str
+    model_types: tuple[str, ...]
+    note: str = ""
+    attention: tuple[str, ...] = ("self_attn",)
+    rules: tuple[Rule, ...] = SEPARATE
+    unchanged: tuple[str, ...] = ()
+    # Config fields that count KV heads, dotted below the owner: the first is always written, the others are kept in
+    # proportion where the config has them.
+    kv_fields: tuple[str, ...] = ("num_key_value_heads",)
+    heads: Callable[[Any, int], LayerHeads] = layer_heads
+    when: Mapping[str, Any] = field(default_factory=dict)
+    allows: Callable[[int, LayerHeads, Any], bool] = lambda groups, heads, config: True
+    edits: Callable[[int, LayerHeads], Edits] | None = None
+    # KV heads that transformers' cache holds, where that is not the number of KV heads.
+    cached_heads: Callable[[LayerHeads], int] = lambda heads: heads.kv
+    refusal: Callable[[Any], str | None] = lambda config: None
+    # Whether a layer's values are its keys (no v_proj of its own).
+    keys_only: Callable[[Any, int], bool] = lambda config, layer: False
+
+    def matches(self, model_type: str, config: Any) -> bool:
+        return model_type in self.model_types and all(
+            getattr(config, name, None) == value for name, value in self.when.items()
+        )
+
+
+def _mimo_heads(config: Any, layer: int) -> LayerHeads:
+    heads = uniform_heads(config)
+    sliding = layer < len(config.layer_types) and config.layer_types[layer] == "sliding_attention"
+    return LayerHeads(heads.query, heads.kv * (2 if sliding else 1), heads.key_dim, config.v_head_dim)
+
+
+def _laguna_heads(config: Any, layer: int) -> LayerHeads:
+    heads, per_layer = uniform_heads(config), getattr(config, "num_attention_heads_per_layer", None)
+    query = per_layer[layer] if per_layer and layer < len(per_layer) else heads.query
+    return LayerHeads(query, heads.kv, heads.key_dim, heads.value_dim)
+
+
+def _inkling_heads(config: Any, layer: int) -> LayerHeads:
+    if layer < len(config.layer_types) and "sliding" in config.layer_types[layer]:
+        dim = config.swa_head_dim
+        return LayerHeads(config.swa_num_attention_heads, config.swa_num_key_value_heads, dim, dim)
+    return uniform_heads(config)
+
+
+def _falcon_heads(config: Any, layer: int) -> LayerHeads:
+    query, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    if config.new_decoder_architecture:
+        return LayerHeads(query, config.num_kv_heads, dim, dim)
+    return LayerHeads(query, 1 if config.multi_query else query, dim, dim)
+
+
+def _falcon_old_allows(groups: int, heads: LayerHeads, config: Any) -> bool:
+    return groups in (1, heads.query) or bool(config.parallel_attn)
+
+
+def _falcon_old_edits(groups: int, heads: LayerHeads) -> Edits:
+    if groups in (1, heads.query):
+        return {"multi_query": groups == 1, "num_kv_heads": groups}
+    return {"new_decoder_architecture": True, "num_kv_heads": groups, "num_ln_in_parallel_attn": 1}
+
+
+def _falcon_old_order(groups: int) -> Literal["stacked", "grouped"]:
+    return "stacked" if groups == 1 else "grouped"
+
+
+def _bigcode_heads(config: Any, layer: int) -> LayerHeads:
+    query, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+    return LayerHeads(query, 1 if config.multi_query else query, dim, dim)
+
+
+def _bigcode_edits(groups: int, heads: LayerHeads) -> Edits:
+    return {"multi_query": groups == 1}
+
+
+def _dbrx_heads(config: Any, layer: int) -> LayerHeads:
+    query, dim = config.n_heads, config.d_model // config.n_heads
+    return LayerHeads(query, config.attn_config.kv_n_heads, dim, dim)
+
+
+def _all_query_heads(heads: LayerHeads) -> int:
+    return heads.query
+
+
+def _one_or_all(groups: int, heads: LayerHeads, config: Any) -> bool:
+    return groups in (1, heads.query)
+
+
+def _even(groups: int, heads: LayerHeads, config: Any) -> bool:
+    return groups % 2 == 0
+
+
+def _gemma4_keys_only(config: Any, layer: int) -> bool:
+    return bool(config.attention_k_eq_v) and config.layer_types[layer] != "sliding_attention"
+
+
+def _zamba2_refusal(config: Any) -> str | None:
+    if getattr(config, "use_shared_attention_adapter", False):
+        return "its shared attention adapters keep full-size keys and values, which transformers cannot run with fewer"
+    return None
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "separate k_proj and v_proj",
+        (
+            "afmoe",
+            "apertus",
+            "arcee",
+            "aria_text",
+            "bamba",
+            "beam",
+            "bitnet",
+            "cohere_compass_text",
+            "cosmos3_edge_text",
+            "cwm",
+            "deepseek_ocr2_text",
+            "dots1",
+            "embedding_gemma2_text",
+            "emu3_text_model",
+            "ernie4_5",
+            "ernie4_5_moe",
+            "ernie4_5_vl_moe_text",
+            "eurobert",
+            "exaone4",
+            "exaone_moe",
+            "falcon_h1",
+            "flint",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gemma3n_text",
+            "glm",
+            "glm4",
+            "glm4_moe",
+            "glm4v_moe_text",
+            "glm4v_text",
+            "glm_image_text",
+            "glm_ocr_text",
+            "gpt_oss",
+            "granite",
+            "granite4_vision_text",
+            "granite_docling_text",
+            "granite_swa",
+            "granitemoe",
+            "granitemoe_swa",
+            "granitemoehybrid",
+            "granitemoeshared",
+            "helium",
+            "higgs_audio_v2",
+            "hunyuan_v1_dense",
+            "hunyuan_v1_moe",
+            "hunyuan_vl_text",
+            "hy_v3",
+            "hyperclovax",
+            "internlm3",
+            "iquestcoder",
+            "jais2",
+            "jamba",
+            "kolibri1",
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+            "llama",
+            "llama4_text",
+            "mellum",
+            "minimax",
+            "minimax_m3_vl_text",
+            "ministral",
+            "ministral3",
+            "mistral",
+            "mixtral",
+            "muse_glimmer_text",
+            "muse_spark_text",
+            "nanochat",
+            "nemotron",
+            "olmo",
+            "openai_privacy_filter",
+            "paddleocr_vl_text",
+            "phi",
+            "phimoe",
+            "qwen2",
+            "qwen2_5_omni_text",
+            "qwen2_5_vl_text",
+            "qwen2_moe",
+            "qwen2_vl_text",
+            "qwen3",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_moe",
+            "qwen3_next",
+            "qwen3_omni_moe_text",
+            "qwen3_vl_moe_text",
+            "qwen3_vl_text",
+            "seed_oss",
+            "smollm3",
+            "solar_open",
+            "starcoder2",
+            "step3p5",
+            "ultrabert",
+            "unlimited_ocr_text",
+        ),
+        note="Llama and its kin: biases go with their heads",
+        kv_fields=("num_key_value_heads", "num_attention_groups"),
+    ),
+    Family(
+        "k norm per head",
+        ("cohere", "cohere2", "cohere2_moe", "chameleon"),
+        note="k_norm (H, d) is merged with the heads",
+        rules=(*SEPARATE, PER_HEAD_K_NORM),
+    ),
+    Family(
+        "k norm over all heads",
+        ("olmo2", "olmo3", "flex_olmo", "olmoe", "olmo_hybrid", "minimax_m2"),
+        note="k_norm (H * d) is merged with the heads; its RMS is taken over all of them",
+        rules=(*SEPARATE, FULL_WIDTH_K_NORM),
+    ),
+    Family(
+        "k norm over all heads, optional",
+        ("molmo2_text",),
+        rules=(*SEPARATE, Rule("k_norm", Separate("key"), projection=False, when=("qk_norm_type", "olmo"))),
+    ),
+    Family(
+        "numbered k norms",
+        ("stablelm",),
+        note="k_layernorm.norms.0 ... H-1 become 0 ... G-1",
+        rules=(*SEPARATE, Rule("k_layernorm.norms.{head}", Numbered("key"), projection=False)),
+        unchanged=("q_layernorm.norms.{head}",),
+    ),
+    Family(
+        "fused [Q | K | V]",
+        ("phi3", "phi4_multimodal"),
+        rules=(Rule("qkv_proj", Fused("stacked")),),
+    ),
+    Family(
+        "fused [Q | K | V], nested config",
+        ("dbrx",),
+        attention=("norm_attn_norm.attn",),
+        rules=(Rule("Wqkv", Fused("stacked")),),
+        kv_fields=("attn_config.kv_n_heads",),
+        heads=_dbrx_heads,
+    ),
+    Family(
+        "Falcon, new architecture",
+        ("falcon",),
+        note="transformers' cache holds all H heads; other engines keep G",
+        when={"new_decoder_architecture": True},
+        rules=(Rule("query_key_value", Fused("grouped")),),
+        kv_fields=("num_kv_heads",),
+        cached_heads=_all_query_heads,
+        attention=("self_attention",),
+        heads=_falcon_heads,
+    ),
+    Family(
+        "Falcon, old multi-query",
+        ("falcon",),
+        note="already G = 1; up to H, or to 1 < G < H in the new architecture where attention is parallel",
+        when={"new_decoder_architecture": False, "multi_query": True},
+        rules=(Rule("query_key_value", Fused("stacked", target=_falcon_old_order)),),
+        kv_fields=("num_kv_heads",),
+        allows=_falcon_old_allows,
+        edits=_falcon_old_edits,
+        attention=("self_attention",),
+        heads=_falcon_heads,
+    ),
+    Family(
+        "Falcon, old multi-head",
+        ("falcon",),
+        note="G = 1, or 1 < G < H in the new architecture where attention is parallel (its cache holds H heads)",
+        when={"new_decoder_architecture": False, "multi_query": False},
+        rules=(Rule("query_key_value", Fused("grouped", target=_falcon_old_order)),),
+        kv_fields=("num_kv_heads",),
+        allows=_falcon_old_allows,
+        edits=_falcon_old_edits,
+        attention=("self_attention",),
+        heads=_falcon_heads,
+    ),
+    Family(
+        "GPTBigCode, multi-head",
+        ("gpt_bigcode",),
+        note="G = 1 only",
+        when={"multi_query": False},
+        rules=(Rule("c_attn", Fused("grouped", target=_falcon_old_order)),),
+        unchanged=("c_proj",),
+        edits=_bigcode_edits,
+        attention=("attn",),
+        heads=_bigcode_heads,
+        allows=_one_or_all,
+    ),
+    Family(
+        "GPTBigCode, multi-query",
+        ("gpt_bigcode",),
+        note="already G = 1; up to H",
+        when={"multi_query": True},
+        rules=(Rule("c_attn", Fused("stacked", target=_falcon_old_order)),),
+        unchanged=("c_proj",),
+        edits=_bigcode_edits,
+        attention=("attn",),
+        heads=_bigcode_heads,
+        allows=_one_or_all,
+    ),
+    Family(
+        "dynamic mask per KV head",
+        ("doge",),
+        note="A is merged, dt_proj's rows too, its columns are summed",
+        rules=(
+            *SEPARATE,
+            Rule("A", Separate("key", width="one"), projection=False),
+            Rule("dt_proj", ReadsValues(), projection=False),
+        ),
+    ),
+    Family(
+        "differential heads",
+        ("diffllama",),
+        note="G must be even: value heads are paired with those half the heads away",
+        unchanged=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
+        allows=_even,
+    ),
+    Family(
+        "depthwise convolution per KV head",
+        ("inkling_text", "inkling2_text"),
+        rules=(
+            *SEPARATE,
+            Rule("k_sconv.conv1d", Separate("key"), projection=False),
+            Rule("v_sconv.conv1d", Separate("value"), projection=False),
+        ),
+        unchanged=("r_proj", "sink_proj"),
+        kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
+        heads=_inkling_heads,
+    ),
+    Family(
+        "sliding layers with twice the KV heads",
+        ("mimo_v2_flash",),
+        note="G is that of the full-attention layers",
+        heads=_mimo_heads,
+    ),
+    Family(
+        "query heads per layer",
+        ("laguna",),
+        heads=_laguna_heads,
+    ),
+    Family(
+        "KV heads and head dimension per layer",
+        ("gemma4_text", "gemma4_unified_text"),
+        note="G is that of the sliding layers; K = V layers have keys only",
+        kv_fields=("num_key_value_heads", "num_global_key_value_heads"),
+        keys_only=_gemma4_keys_only,
+    ),
+    Family(
+        "other names for self_attn",
+        ("nemotron_h", "recurrent_gemma", "zamba"),
+        attention=("mixer", "temporal_block", "shared_transf.self_attn"),
+    ),
+    Family(
+        "shared transformer blocks",
+        ("zamba2",),
+        attention=("shared_transformer.self_attn",),
+        refusal=_zamba2_refusal,
+    ),
+    Family(
+        "k_proj.linear and v_proj.linear",
+        ("moshi", "kyutai_speech_to_text"),
+        rules=(Rule("k_proj.linear", Separate("key")), Rule("v_proj.linear", Separate("value"))),
+        unchanged=("q_proj.linear", "o_proj.linear"),
+    ),
+    Family(
+        "self- and cross-attention",
+        ("mllama_text_model", "t5_gemma_module", "t5gemma2_decoder"),
+        attention=("self_attn", "cross_attn"),
+    ),
+)
+
+_NO_FIELD = (
+    "transformers' class has no number of key/value heads, so a checkpoint with fewer would not load "
+    "(or, worse, would run and be wrong); use a sister model with grouped-query support"
+)
+_MLA = "multi-head latent attention: its cache holds one compressed vector a token, there are no KV heads to merge"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots3_note",
+         "dots3_note_text", "glm4_moe_lite", "glm5_next", "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_linear",
+         "kimi_k25", "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "mistral_large4_text", "youtu"),
+        _MLA,
+    ),
+    **dict.fromkeys(
+        ("gpt2", "gpt_neox", "gpt_neox_japanese", "gptj", "gpt_neo", "codegen", "opt", "bloom", "mpt", "t5", "mt5",
+         "umt5", "longt5", "switch_transformers", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot",
+         "blenderbot-small", "plbart", "biogpt", "mvp", "led", "fsmt", "xglm", "persimmon", "openai-gpt", "ctrl",
+         "imagegpt", "bert", "roberta", "modernbert", "modernbert-decoder", "hrm_text", "xlnet", "xlm"),
+        _NO_FIELD,
+    ),
+    "whisper": "its num_key_value_heads is another name of the encoder's heads; the decoder has no number of KV heads",
+    "jetmoe": "it has H = G x top-k query heads by construction and repeats K and V in tiles, not in groups",
+    "zaya": "its convolutions mix the channels of queries and keys, which do not merge head by head",
+    "moonshine": "transformers reshapes its queries with the number of KV heads, so fewer of them fail in forward",
+    "moonshine_streaming": "transformers reshapes its queries with the number of KV heads, so fewer fail in forward",
+    "esmc": "transformers requires as many KV heads as query heads",
+    **dict.fromkeys(
+        ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
+        "it has no attention: nothing to merge",
+    ),
+}  # fmt: skip
+
+# Models whose text part is one of the above: where in config.json it is described.
+_TEXT = ("text_config",)
+NESTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
+         "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "gemma3",
+         "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2",
+         "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3",
+         "inkling2", "inkling_mm_model", "internvl", "janus", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava",
+         "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+         "minimax_m3_vl", "mistral3", "mllama", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2",
+         "paddleocr_vl", "paligemma", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl",
+         "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm", "step3p7", "unlimited_ocr",
+         "video_llama_3", "video_llava", "vipllava", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
+         "moss_transcribe_diarize", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral", "audioflamingo3",
+         "musicflamingo", "gemma4_unified_assistant"),
+        _TEXT,
+    ),
+    "qwen2_5_omni": ("thinker_config", "text_config"),
+    "qwen2_5_omni_thinker": _TEXT,
+    "qwen3_omni_moe": ("thinker_config", "text_config"),
+    "qwen3_omni_moe_thinker": _TEXT,
+    "t5gemma": ("decoder",),
+    "t5gemma2": ("decoder",),
+}  # fmt: skip
+
+
+def find_family(model_type: str, config: Any) -> Family | None:
+    """The family of a text config of transformers, by its model type and the flags a family names."""
+    return next((family for family in FAMILIES if family.matches(model_type, config)), None)

@@ -1,0 +1,68 @@
+"""KV-cache size from the config: what a conversion saves.
+
+bytes = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a sliding-window layer holds at
+most its window (ecosystem.md, section 2, "Memory and speed").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gqa.convert.safetensors_header import BITS
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from gqa.convert.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """KV heads of one layer, the numbers one token takes in one head (key and value), and the window, if any."""
+
+    heads: int
+    numbers: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class KVCache:
+    layers: tuple[CachedLayer, ...]
+    bytes_per_number: int
+    context: int | None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token takes while no window is full."""
+        return sum(layer.heads * layer.numbers for layer in self.layers) * self.bytes_per_number
+
+    def bytes_at(self, tokens: int) -> int:
+        """Bytes of one sequence of `tokens`."""
+        numbers = sum(layer.heads * layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
+        return numbers * self.bytes_per_number
+
+
+def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
+    """The cache of a model whose layers `found` have keys and values of their own, kept in `dtype`."""
+    text, family = config.text, config.family
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    block_types = getattr(text, "layers_block_type", None) or []
+    if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
+        found = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
+    layers = []
+    for layer in sorted(layer for layer in found if layer < config.layers - shared):
+        heads = config.heads(layer)
+        numbers = heads.key_dim + heads.value_dim
+        layers.append(CachedLayer(family.cached_heads(heads), numbers, _window(text, layer)))
+    return KVCache(tuple(layers), BITS[dtype] // 8, getattr(text, "max_position_embeddings", None))
+
+
+def _window(text: Any, layer: int) -> int | None:
+    types = getattr(text, "layer_types", None)
+    if types and layer < len(types):
+        if "chunked" in types[layer]:
+            return getattr(text, "attention_chunk_size", None)
+        return getattr(text, "sliding_window", None) if "sliding" in types[layer] else None
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None

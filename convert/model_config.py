@@ -1,0 +1,227 @@
+"""config.json: who owns the head counts, what they effectively are, and the smallest edit that changes them.
+
+The file is read through transformers' config classes (absent keys have class defaults: 32 heads for LLaVA's text part)
+but only ever edited as the JSON it is: transformers 5 writes configs that version 4 misreads.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gqa.convert.errors import CorruptError, RefusedError, listing
+from gqa.convert.families import FAMILIES, NESTED, REFUSED, Edits, Family, find_family
+from gqa.convert.layout import LayerHeads
+
+_QUANTISED = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True)
+class ConfigEdit:
+    """One changed key, dotted from the top of config.json."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The raw config.json with what transformers makes of its text part."""
+
+    raw: dict[str, Any]
+    owner: tuple[str, ...]  # where in `raw` the head counts are
+    text: Any  # transformers' config object of the text model
+    family: Family
+
+    @property
+    def layers(self) -> int:
+        return int(self.text.num_hidden_layers)
+
+    def heads(self, layer: int) -> LayerHeads:
+        """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
+        return self.family.heads(self.text, layer) if layer < self.layers else self.main
+
+    @property
+    def main(self) -> LayerHeads:
+        """Heads of the main layer type, whose KV heads `--groups` counts: what the config says without overrides."""
+        counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
+        stated = getattr(self.text, "num_key_value_heads", None) if self.family.edits is None else None
+        return next((h for h in counts if h.kv == stated), counts[0])
+
+    def cast(self, dtype: str) -> dict[str, Any]:
+        """`raw` with every stated storage dtype replaced."""
+        raw = copy.deepcopy(self.raw)
+        for part in [raw, _descend(raw, self.owner)]:
+            for key in ("torch_dtype", "dtype"):
+                if isinstance(part.get(key), str):
+                    part[key] = dtype
+        return raw
+
+
+def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
+    """Find the family and the owner of the head counts. Raises RefusedError with the reason."""
+    for part in _parts(raw):
+        if found := [key for key in _QUANTISED if part.get(key)]:
+            method = part[found[0]].get("quant_method", "unknown") if isinstance(part[found[0]], dict) else "unknown"
+            raise RefusedError(
+                f"{name} is quantised ({found[0]}: {method}): packed numbers cannot be averaged; "
+                "convert the original and quantise the result, or dequantise first"
+            )
+    top_type = raw.get("model_type")
+    if not isinstance(top_type, str):
+        raise CorruptError(f"{name}: config.json has no model_type")
+    top = _effective(top_type, raw, name)
+    path = NESTED.get(top_type, ())
+    text, model_type = top, top_type
+    for step in path:
+        text = getattr(text, step)
+        model_type = text.model_type
+    refuse_model_type(model_type, text, name)
+    family = find_family(model_type, text)
+    if family is None:
+        known = listing((t for f in FAMILIES for t in f.model_types), 8)
+        raise RefusedError(f"{name} is of model type {model_type}, which is not supported ({known}; see --families)")
+    if reason := family.refusal(text):
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
+    owner = path if _has_path(raw, path) else ()
+    return ModelConfig(raw, owner, text, family)
+
+
+def refuse_model_type(model_type: str, text: Any, name: str) -> None:
+    """Raise for architectures known not to be convertible, with the reason."""
+    if reason := REFUSED.get(model_type):
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
+    if getattr(text, "kv_lora_rank", None):
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {REFUSED['deepseek_v3']}")
+
+
+def valid_groups(config: ModelConfig) -> list[int]:
+    """Every G that the family can represent: divisors of Hk, and multiples of Hk that divide H."""
+    main = config.main
+    layers = {config.heads(layer) for layer in range(config.layers)}
+    return [
+        groups
+        for groups in range(1, main.query + 1)
+        if groups == main.kv
+        or (
+            (main.kv % groups == 0 or groups % main.kv == 0)
+            and all(_scaled(h, groups, main.kv) is not None for h in layers)
+            and config.family.allows(groups, main, config.text)
+        )
+    ]
+
+
+def target_heads(config: ModelConfig, layer: int, groups: int) -> LayerHeads:
+    """Heads of a layer after the conversion: the ratio between layer types is kept."""
+    heads = config.heads(layer)
+    kv = _scaled(heads, groups, config.main.kv)
+    if kv is None:
+        raise RefusedError(f"{groups} groups leave layer {layer} with {heads.kv} KV heads no whole number of heads")
+    return heads.with_kv(kv)
+
+
+def _scaled(heads: LayerHeads, groups: int, main_kv: int) -> int | None:
+    kv, rest = divmod(heads.kv * groups, main_kv)
+    fits = kv and not rest and heads.query % kv == 0 and (heads.kv % kv == 0 or kv % heads.kv == 0)
+    return kv if fits else None
+
+
+def edit_config(
+    config: ModelConfig, groups: int, name: str, dtype: str | None = None
+) -> tuple[dict[str, Any], list[ConfigEdit]]:
+    """The new config.json and the keys that changed. What it means is read back through transformers and checked."""
+    raw = config.cast(dtype) if dtype else copy.deepcopy(config.raw)
+    owner = _descend(raw, config.owner)
+    for dotted, value in _new_counts(config, owner, groups).items():
+        *steps, key = dotted.split(".")
+        part = owner
+        for step in steps:
+            part = part.setdefault(step, {})
+        part[key] = value
+    for override in (owner.get("per_layer_config") or {}).values():
+        if override.get("num_key_value_heads") is not None:
+            override["num_key_value_heads"] = override["num_key_value_heads"] * groups // config.main.kv
+    again = read_config(raw, name)
+    for layer in range(config.layers):
+        if again.heads(layer) != target_heads(config, layer, groups):
+            raise RefusedError(
+                f"{name}: transformers reads {again.heads(layer).kv} KV heads in layer {layer} from the edited config, "
+                f"{target_heads(config, layer, groups).kv} were meant; please report this config"
+            )
+    return raw, list(_difference("", config.raw, raw))
+
+
+def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits:
+    if config.family.edits is not None:
+        return config.family.edits(groups, config.main)
+    first, *others = config.family.kv_fields
+    return {first: groups} | {
+        key: owner[key] * groups // config.main.kv for key in others if isinstance(owner.get(key), int)
+    }
+
+
+def _difference(prefix: str, before: Any, after: Any) -> Iterator[ConfigEdit]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in after:
+            if key not in before or before[key] != after[key]:
+                yield from _difference(f"{prefix}.{key}" if prefix else key, before.get(key), after[key])
+    else:
+        yield ConfigEdit(prefix, before, after)
+
+
+def format_config(raw: dict[str, Any]) -> str:
+    """As transformers lays config.json out, keys in the order they had."""
+    return json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
+
+
+def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield raw
+    yield from (value for value in raw.values() if isinstance(value, dict))
+
+
+def _has_path(raw: dict[str, Any], path: tuple[str, ...]) -> bool:
+    part: Any = raw
+    for step in path:
+        part = part.get(step) if isinstance(part, dict) else None
+    return isinstance(part, dict)
+
+
+def _descend(raw: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for step in path:
+        raw = raw[step]
+    return raw
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """transformers comments on configs that it only reads; the user sees our lines."""
+    logging = importlib.import_module("transformers.utils.logging")
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
+    """transformers' config object; no code of the checkpoint is ever imported."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if reason := REFUSED.get(model_type):
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
+    if model_type not in CONFIG_MAPPING:
+        remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
+        raise RefusedError(f"{name} is of model type {model_type!r}, which transformers does not have{remote}")
+    try:
+        with _quiet_transformers():
+            return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(raw))
+    except Exception as error:  # whatever a config class raises on nonsense is the config's fault
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CorruptError(f"{name}: transformers cannot read config.json as {model_type}: {reason}") from None

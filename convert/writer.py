@@ -1,0 +1,201 @@
+"""Write side: a directory that appears complete or not at all, and bytes moved by the kernel.
+
+Work happens in a hidden sibling of the output; a rename at the very end makes it visible. A run that is killed leaves
+only the hidden directory, which the next run removes: a lock in it tells a dead run from a live one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from gqa.convert.errors import OutputError, RefusedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK = 32 << 20
+Progress = Callable[[int], None]
+
+
+class CancelledError(Exception):
+    """Another job failed or the user interrupted: stop between two chunks."""
+
+
+class OutputDirectory:
+    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`."""
+
+    def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
+        self.out = out.absolute()
+        self.work = self.out.with_name(f".{self.out.name}.gqa-partial")
+        self._old = self.out.with_name(f".{self.out.name}.gqa-replaced")
+        self._lock = FileLock(self.work / ".lock")
+        self._committed = False
+        self._check(source, overwrite)
+
+    def _check(self, source: Path | None, overwrite: bool) -> None:
+        if source is not None:
+            real, inside = self.out.resolve(), source.resolve()
+            if real == inside or inside in real.parents:
+                raise RefusedError(f"the output {self.out} is the model itself or inside it; give another with -o")
+            if real in inside.parents:
+                raise RefusedError(f"the output {self.out} contains the model {source}; give another with -o")
+        if self.out.is_symlink():
+            raise RefusedError(f"{self.out} is a link; give the directory itself with -o")
+        if not self.out.exists():
+            return
+        if not self.out.is_dir():
+            raise RefusedError(f"{self.out} exists and is not a directory; give another output with -o")
+        entries = {p.name for p in self.out.iterdir()}
+        if entries and not overwrite:
+            raise RefusedError(f"{self.out} exists; choose another output with -o, or replace it with --overwrite")
+        if entries and "config.json" not in entries:
+            raise RefusedError(f"{self.out} holds no checkpoint (no config.json); --overwrite will not remove it")
+
+    def __enter__(self) -> OutputDirectory:
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            if self._old.exists() and not self.out.exists():
+                self._old.rename(self.out)  # an earlier --overwrite was killed between its two renames
+            self.work.mkdir(exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise RefusedError(f"another conversion is writing {self.out}; wait for it or give another -o") from None
+        except OSError as error:
+            raise OutputError(
+                f"cannot write beside {self.out}: {error.strerror}; give another output with -o"
+            ) from None
+        for leftover in self.work.iterdir():
+            if leftover.name != ".lock":
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        shutil.rmtree(self._old, ignore_errors=True)
+        return self
+
+    def commit(self) -> None:
+        """Make everything durable and visible under the final name."""
+        for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
+            fsync_directory(directory)
+        self._lock.release()
+        (self.work / ".lock").unlink(missing_ok=True)
+        if self.out.exists():
+            self.out.rename(self._old)
+        self.work.rename(self.out)
+        self._committed = True
+        fsync_directory(self.out.parent)
+        shutil.rmtree(self._old, ignore_errors=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._committed:
+            self._lock.release()
+            shutil.rmtree(self.work, ignore_errors=True)
+        if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
+            ) from None
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make names durable; systems without directory handles (Windows) need none."""
+    if os.name == "posix":
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, durable."""
+    with path.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A side file: its bytes and its executable bit, durable; links are followed, times are not kept."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("wb", buffering=0) as write:
+        copy_range(read, write, 0, source.stat().st_size, lambda n: None, threading.Event())
+        os.fsync(write.fileno())
+    if source.stat().st_mode & 0o100:
+        target.chmod(target.stat().st_mode | 0o111 & ~_umask())
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def copy_range(
+    source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress, stop: threading.Event
+) -> None:
+    """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
+    copiers = [copier for copier in (_copy_file_range, _sendfile, _read_write) if copier is not None]
+    done = 0
+    while done < count:
+        if stop.is_set():
+            raise CancelledError
+        try:
+            moved = copiers[0](source.fileno(), target.fileno(), offset + done, min(CHUNK, count - done))
+        except OSError as error:
+            if len(copiers) == 1 or error.errno not in _UNSUPPORTED:
+                raise
+            copiers.pop(0)  # this file system or kernel cannot: the next way down
+            continue
+        if moved == 0:
+            raise OutputError(f"{source.name} became shorter while it was copied")
+        done += moved
+        progress(moved)
+
+
+_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
+Copier = Callable[[int, int, int, int], int]
+
+
+def _via_copy_file_range(source: int, target: int, offset: int, count: int) -> int:
+    return os.copy_file_range(source, target, count, offset_src=offset)
+
+
+def _via_sendfile(source: int, target: int, offset: int, count: int) -> int:
+    return os.sendfile(target, source, offset, count)
+
+
+def _read_write(source: int, target: int, offset: int, count: int) -> int:
+    os.lseek(source, offset, os.SEEK_SET)
+    data = os.read(source, min(count, 8 << 20))
+    view, written = memoryview(data), 0
+    while written < len(data):
+        written += os.write(target, view[written:])
+    return len(data)
+
+
+_copy_file_range: Copier | None = _via_copy_file_range if hasattr(os, "copy_file_range") else None
+# Between two files only Linux has it.
+_sendfile: Copier | None = _via_sendfile if os.uname().sysname == "Linux" else None
+
+
+def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress, stop: threading.Event) -> None:
+    """Append a tensor's bytes (row-major, little-endian as every system torch runs on)."""
+    import torch
+
+    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for start in range(0, len(data), CHUNK):
+        if stop.is_set():
+            raise CancelledError
+        piece = data[start : start + CHUNK]
+        written = 0
+        while written < len(piece):
+            written += target.write(piece[written:]) or 0
+        progress(len(piece))

@@ -1,0 +1,1 @@
+"""Text for training, calibration and evaluation; imports nothing else of this project."""

@@ -1,0 +1,58 @@
+"""The corpus that every user already has: the source of Python's standard library.
+
+Documents are split by a hash of the module's *name*, so the same modules are held out under every Python version and
+on every machine, and what a checkpoint was trained on in one place is never what it is evaluated on in another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "heldout"]
+
+HELDOUT_PER_MILLE = 50
+# Tests, vendored wheels and generated tables: not prose that a person wrote in Python.
+_EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
+_EXCLUDED_PACKAGES = frozenset({"encodings", "pydoc_data", "turtledemo", "lib2to3"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with the name it is known by."""
+
+    name: str
+    text: str
+
+
+def is_heldout(module: str) -> bool:
+    """Whether a module (dotted name) belongs to the held-out split, by the SHA-256 of its name."""
+    digest = hashlib.sha256(module.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 1000 < HELDOUT_PER_MILLE
+
+
+def stdlib_documents(split: Split, root: Path | None = None) -> Iterator[Document]:
+    """The modules of one split in the order of their names.
+
+    `root` is the library's directory (default: the running Python's). Files that are not UTF-8 are left out.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if _EXCLUDED_PARTS.intersection(parts) or parts[0] in _EXCLUDED_PACKAGES:
+            continue
+        if parts[0].startswith(("_sysconfigdata", "config-")):  # describes one machine
+            continue
+        module = ".".join(parts)
+        if is_heldout(module) != (split == "heldout"):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text.strip():
+            yield Document(module, text)

@@ -1,0 +1,1 @@
+"""What a conversion cost and saved. Not there yet: the next issues fill it."""

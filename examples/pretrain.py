@@ -1,0 +1,262 @@
+"""Train the embedded checkpoint `examples/stdlib-mha`: a small multi-head Llama on Python's standard library.
+
+    python examples/pretrain.py --minutes 80 --out examples/stdlib-mha
+
+Everything it needs is on the machine: the corpus is the running Python's own source (`gqa.corpus.stdlib`; held-out
+modules are never read here except to report the loss). Needs the `dev` extra for sentencepiece. The learning rate
+follows the elapsed share of `--minutes`, so the run ends with a finished decay on a fast and on a slow machine alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gqa.corpus.stdlib import stdlib_documents
+
+BOS, EOS = 1, 2
+# Written by hand and not by `save_pretrained`: transformers 4 does not find the rotary base that version 5 writes.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "hidden_size": 256,
+    "initializer_range": 0.02,
+    "intermediate_size": 688,
+    "max_position_embeddings": 512,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 4096,
+}
+
+
+def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceProcessor:
+    """A SentencePiece BPE model (what llama.cpp's converter reads) and the same tokenizer as `tokenizer.json`."""
+    model = io.BytesIO()
+    lines = (line for text in texts for line in text.split("\n") if line.strip() and len(line) < 2000)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=CONFIG["vocab_size"],
+        byte_fallback=True,
+        character_coverage=0.9999,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=["\n"],
+        max_sentence_length=8192,
+        minloglevel=2,
+    )
+    (out / "tokenizer.model").write_bytes(model.getvalue())
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    write_fast_tokenizer(processor, out)
+    return processor
+
+
+def write_fast_tokenizer(processor: sentencepiece.SentencePieceProcessor, out: Path) -> None:
+    """The SentencePiece model once more in the `tokenizers` format; `main` checks that both agree."""
+    pieces = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = []
+    for piece in pieces:  # a merge is known by its result; SentencePiece numbers results in the order of merging
+        if len(piece) > 1:
+            splits = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
+            merges += sorted(
+                ((a, b) for a, b in splits if a in vocab and b in vocab), key=lambda ab: (vocab[ab[0]], vocab[ab[1]])
+            )
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.add_tokens([AddedToken("\n", normalized=False, special=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "bos_token": "<s>",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "</s>",
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (out / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
+
+
+def token_stream(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) -> torch.Tensor:
+    """All documents as one stream, each between BOS and EOS. Shape (tokens,), int64."""
+    ids = np.concatenate([[BOS, *processor.encode(text), EOS] for text in texts])
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def windows(stream: torch.Tensor, length: int, offset: int) -> torch.Tensor:
+    """Disjoint windows of `length` tokens from `offset` on. Shape (windows, length)."""
+    count = (len(stream) - offset) // length
+    return stream[offset : offset + count * length].view(count, length)
+
+
+@torch.no_grad()
+def heldout_loss(model: LlamaForCausalLM, stream: torch.Tensor, context: int, device: str) -> float:
+    """Mean nats per token over disjoint windows, the first token of each unscored."""
+    model.eval()
+    nats, count = 0.0, 0
+    for batch in windows(stream, context, 0).split(8):
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(input_ids=batch.to(device)).logits[:, :-1].float()
+        targets = batch[:, 1:].to(device)
+        nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        count += targets.numel()
+    model.train()
+    return nats / count
+
+
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    embedding = [p for n, p in model.named_parameters() if "embed" in n]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    muon = torch.optim.Muon(matrices, lr=4e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [
+            {"params": embedding, "lr": 4e-3, "weight_decay": 0.0},
+            {"params": norms, "lr": 2e-3, "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return [muon, adamw]
+
+
+def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
+    """bfloat16 weights under the names transformers reads; the tied output layer is not stored twice."""
+    state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    del state["lm_head.weight"]
+    partial = out / "model.safetensors.partial"
+    save_file(state, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)
+    partial.replace(out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    generation = {"bos_token_id": BOS, "eos_token_id": EOS}
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def rate(progress: float) -> float:
+    """Share of the peak learning rate: 1 % warm-up, flat, linear decay to zero over the last 60 %."""
+    return min(progress / 0.01, 1.0) * min((1 - progress) / 0.6, 1.0) if progress < 1 else 0.0
+
+
+def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.Tensor) -> None:
+    torch.manual_seed(args.seed)
+    order = random.Random(args.seed)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(args.device)
+    optimizers = make_optimizers(model)
+    log = (args.out / "training_log.jsonl").open("w")
+    sample = windows(heldout, args.context, 0)[::7].flatten()  # a seventh of the held-out text, for the log
+    start, step, tokens, epoch = time.monotonic(), 0, 0, 0
+    while True:
+        blocks = windows(train_stream, args.context, order.randrange(args.context))
+        indices = list(range(len(blocks)))
+        order.shuffle(indices)
+        for first in range(0, len(indices) - args.batch + 1, args.batch):
+            elapsed = time.monotonic() - start
+            progress = elapsed / (args.minutes * 60)
+            scale = rate(progress)
+            if scale == 0.0 and step:
+                final = heldout_loss(model, heldout, args.context, args.device)
+                record = {"step": step, "tokens": tokens, "epoch": epoch, "minutes": round(elapsed / 60, 2)}
+                log.write(json.dumps(record | {"heldout_loss": round(final, 4)}) + "\n")
+                log.close()
+                save_checkpoint(model, args.out)
+                print(f"done: {step} steps, {tokens:,} tokens, held-out {final:.4f} nats/token")
+                return
+            batch = blocks[indices[first : first + args.batch]].to(args.device)
+            with torch.autocast(args.device, torch.bfloat16):
+                loss = model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * scale
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step, tokens = step + 1, tokens + batch.numel()
+            if step % args.log_every == 0:
+                record = {
+                    "step": step,
+                    "tokens": tokens,
+                    "minutes": round(elapsed / 60, 2),
+                    "loss": round(loss.item(), 4),
+                    "tokens_per_s": round(tokens / max(elapsed, 1e-9)),
+                }
+                if step % (10 * args.log_every) == 0:
+                    record["heldout_sample"] = round(heldout_loss(model, sample, args.context, args.device), 4)
+                    save_checkpoint(model, args.out)
+                log.write(json.dumps(record) + "\n")
+                log.flush()
+                print(record, flush=True)
+        epoch += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("examples/stdlib-mha"))
+    parser.add_argument("--minutes", type=float, default=80.0)
+    parser.add_argument("--batch", type=int, default=16, help="windows a step")
+    parser.add_argument("--context", type=int, default=512, help="tokens a window")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    texts = [d.text for d in stdlib_documents("train")]
+    processor = train_tokenizer(texts, args.out)
+    heldout_texts = [d.text for d in stdlib_documents("heldout")]
+    fast = Tokenizer.from_file(str(args.out / "tokenizer.json"))
+    for text in heldout_texts:
+        if fast.encode(text, add_special_tokens=False).ids != processor.encode(text):
+            raise SystemExit("tokenizer.json and tokenizer.model disagree")
+    train_stream, heldout = token_stream(processor, texts), token_stream(processor, heldout_texts)
+    characters = sum(map(len, texts))
+    print(
+        f"{len(train_stream):,} training tokens ({characters / len(train_stream):.2f} characters each), "
+        f"{len(heldout):,} held out; uniform loss {math.log(CONFIG['vocab_size']):.2f}"
+    )
+    train(args, train_stream, heldout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Continued training of a converted checkpoint. Not there yet: the next issues fill it."""
