@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.errors import CorruptError, RefusedError, listing
+from gqa.convert.errors import CorruptError, RefusedError, first_line, listing
 from gqa.convert.safetensors_header import TensorSpec, read_header
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ WEIGHT_SUFFIXES = frozenset(
     {
         ".safetensors",
         ".bin",
-        ".pt",
         ".pth",
         ".ckpt",
         ".h5",
@@ -35,7 +35,6 @@ WEIGHT_SUFFIXES = frozenset(
         ".onnx_data",
         ".tflite",
         ".mlmodel",
-        ".npz",
     }
 )
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -43,6 +42,12 @@ _STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Ends of the names that GPTQ, AWQ, bitsandbytes and compressed-tensors give to packed weights and their scales.
+_PACKED = (
+    ".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_packed", ".weight_scale", ".weight_scale_inv",
+    ".weight.absmax", ".weight.quant_map",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,18 +93,22 @@ class Checkpoint:
 def member_path(directory: Path, name: str) -> Path:
     """The real path of a file of the checkpoint. Links may lead to the same hub cache entry's blobs, nowhere else."""
     if not name or name.startswith(("/", "\\")) or ".." in Path(name).parts or Path(name).drive:
-        raise CorruptError(f"{name!r} is not the name of a file inside {directory}")
+        raise CorruptError(f"{name!r} is not the name of a file inside {directory}; download the checkpoint again")
     try:
         real = (directory / name).resolve(strict=True)
-    except (OSError, RuntimeError):
+    except PermissionError:
+        raise
+    except (OSError, RuntimeError, ValueError):  # not there, a link to itself, a name no file can have
         raise CorruptError(f"{directory} has no file {name}; download it again") from None
     roots = [directory.resolve()]
     if roots[0].parent.name == "snapshots":
         roots.append(roots[0].parent.parent / "blobs")
     if not any(real.is_relative_to(root) for root in roots):
-        raise CorruptError(f"{name} is a link that leaves {directory}: it points to {real}")
+        raise CorruptError(
+            f"{name} is a link that leaves {directory}: it points to {real}; put the file itself in its place"
+        )
     if not real.is_file():
-        raise CorruptError(f"{name} in {directory} is not a regular file")
+        raise CorruptError(f"{name} in {directory} is not a regular file; download it again")
     return real
 
 
@@ -109,11 +118,14 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        value = json.loads(text.decode("utf-8"))
+        if b"\\u" in text:  # half of a surrogate pair is a string that no file can hold
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name} is not JSON: {error}") from None
+        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); download it again") from None
     if not isinstance(value, dict):
-        raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object")
+        raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; download it again")
     return value
 
 
@@ -133,22 +145,24 @@ def read_checkpoint(directory: Path, name: str | None = None, **provenance: str 
 
 def _read_checkpoint(directory: Path, present: set[str], name: str, provenance: Mapping[str, str | None]) -> Checkpoint:
     if "config.json" not in present:
-        hint = "an adapter is merged into its base model first" if "adapter_config.json" in present else "not a model?"
-        raise RefusedError(f"{directory} has no config.json; {hint}")
+        raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
     config = read_json(directory, "config.json")
     pickled: dict[str, dict[str, Tensor]] = {}
-    if INDEX in present or SINGLE in present:
-        index = read_json(directory, INDEX) if INDEX in present else None
-        files = index_files(index, INDEX, ".safetensors") if index else [SINGLE]
+    # A single file goes before an index, as transformers takes them.
+    if SINGLE in present or INDEX in present:
+        index = read_json(directory, INDEX) if SINGLE not in present else None
+        files = [SINGLE] if index is None else index_files(index, INDEX, ".safetensors")
         tables = {file: _safetensors_table(directory, file) for file in files}
-    elif TORCH_INDEX in present or TORCH_SINGLE in present:
-        index = read_json(directory, TORCH_INDEX) if TORCH_INDEX in present else None
-        files = index_files(index, TORCH_INDEX, ".bin") if index else [TORCH_SINGLE]
+    elif TORCH_SINGLE in present or TORCH_INDEX in present:
+        index = read_json(directory, TORCH_INDEX) if TORCH_SINGLE not in present else None
+        files = [TORCH_SINGLE] if index is None else index_files(index, TORCH_INDEX, ".bin")
         pickled = {file: _load_pickled(directory, file) for file in files}
         tables = {file: _pickled_table(file, tensors) for file, tensors in pickled.items()}
     else:
         others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
-        raise RefusedError(f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}")
+        raise RefusedError(
+            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {_advice(present)}"
+        )
     tensors = merge_tables(tables)
     if index is not None:
         check_index(index, tensors)
@@ -166,11 +180,20 @@ def _read_checkpoint(directory: Path, present: set[str], name: str, provenance: 
     )
 
 
+def _advice(present: set[str]) -> str:
+    """What to do with a directory that is no checkpoint."""
+    if {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"} & present:
+        return "an adapter is merged into its base model first (peft: merge_and_unload)"
+    if any(name.endswith(".gguf") for name in present):
+        return "GGUF is another format: give the Hugging Face checkpoint that it was made from"
+    return "give a directory with config.json and safetensors weights"
+
+
 def index_files(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     """The shards an index names, sorted; every name must be that of a plain file of the directory."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptError(f"{name} has no weight_map")
+        raise CorruptError(f"{name} has no weight_map (tensor -> file); download it again")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(rf"[\w][\w.\- ]*{re.escape(suffix)}", file):
             raise CorruptError(
@@ -196,37 +219,62 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]]) -> dict[str, TensorSpec
     for table in tables.values():
         for spec in table:
             if spec.name in tensors:
-                raise CorruptError(f"{spec.name} is in two files, {tensors[spec.name].file} and {spec.file}")
+                raise CorruptError(
+                    f"duplicate tensor: {spec.name} is in two files, {tensors[spec.name].file} and {spec.file}; "
+                    "remove the stale one or download the checkpoint again"
+                )
             tensors[spec.name] = spec
     if not tensors:
-        raise CorruptError(f"{listing(tables)} hold no tensors")
+        raise CorruptError(f"{listing(tables)} hold no tensors; download the checkpoint again")
+    if packed := [name for name in tensors if name.endswith(_PACKED)]:
+        raise RefusedError(
+            f"{listing(packed, 2)} {'is' if len(packed) == 1 else 'are'} of a quantised checkpoint: packed numbers "
+            "cannot be averaged; convert the original and quantise the result, or dequantise first"
+        )
     return tensors
 
 
 def _safetensors_table(directory: Path, file: str) -> list[TensorSpec]:
     path = member_path(directory, file)
+    _refuse_pointer(path, file)
     with path.open("rb") as stream:
         return read_header(stream, file, path.stat().st_size)
+
+
+def _refuse_pointer(path: Path, file: str) -> None:
+    with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CorruptError(f"{file} is a Git LFS pointer, not the weights; fetch them with: git lfs pull")
 
 
 def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
     """The tensors of a `.bin`, mapped from the file; never unpickled beyond plain tensors."""
     import pickle
+    import zipfile
 
     import torch
 
     path = member_path(directory, file)
+    _refuse_pointer(path, file)
+    if not zipfile.is_zipfile(path):
+        raise CorruptError(
+            f"{file} is no archive of tensors (broken, or written by torch before 1.6); save it as safetensors first"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # the restricted unpickler raises any kind on a broken or hostile file
+        unpickling = isinstance(error, pickle.UnpicklingError)
+        reason = "it asks for more than tensors, which is never run" if unpickling else first_line(error)
         raise CorruptError(
             f"{file} is not a file of plain tensors that can be mapped ({reason}); "
             "save the checkpoint as safetensors first"
         ) from None
-    if not isinstance(state, dict) or not all(torch.is_tensor(t) for t in state.values()):
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and type(tensor) in plain for name, tensor in state.items()
+    ):
         raise CorruptError(f"{file} holds something other than named tensors; save the checkpoint as safetensors first")
-    return {str(name): tensor for name, tensor in state.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
@@ -235,8 +283,13 @@ def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]
     table, position = [], 0
     for name, tensor in tensors.items():
         dtype = _STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None or tensor.layout is not torch.strided:
-            raise CorruptError(f"{file}: {name} is {tensor.dtype} {tensor.layout}, which safetensors cannot hold")
+        if dtype is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise CorruptError(
+                f"{file}: {name} is {tensor.dtype} {tensor.layout}, allowed are plain {listing(_STORED_DTYPES, 20)}; "
+                "save the checkpoint as safetensors first"
+            )
+        if name == "__metadata__" or not name.isprintable():
+            raise CorruptError(f"{file}: {name!r} is not the name of a tensor; save the checkpoint again")
         size = tensor.numel() * tensor.element_size()
         table.append(TensorSpec(name, dtype, tuple(tensor.shape), file, position, position + size))
         position += size
@@ -246,7 +299,7 @@ def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]
 def _walk(directory: Path) -> Iterator[str]:
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory)
-        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+        if not path.is_dir() and not any(part.startswith(".") for part in name.parts):
             yield name.as_posix()
 
 
@@ -255,7 +308,12 @@ def _side_files(directory: Path, rewritten: set[str]) -> tuple[tuple[str, ...], 
     kept: list[str] = []
     left_out: list[str] = []
     for name in _walk(directory):
-        stale = Path(name).suffix in WEIGHT_SUFFIXES or name.endswith(".index.json")
-        if name not in rewritten:
-            (left_out if stale else kept).append(name)
+        if name in rewritten:
+            continue
+        if Path(name).suffix.lower() in WEIGHT_SUFFIXES or name.endswith(".index.json"):
+            left_out.append(name)
+        elif os.access(member_path(directory, name), os.R_OK):
+            kept.append(name)
+        else:
+            raise RefusedError(f"{directory / name} cannot be read: give yourself the permission, or remove it")
     return tuple(kept), tuple(left_out)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from gqa.convert.errors import RefusedError
+from gqa.convert.errors import RefusedError, one_line
 from gqa.convert.methods import METHODS
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class ByteSize(click.ParamType[int]):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
             self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].upper()])
+        size = float(match[1]) * _UNITS[match[2].upper()]
+        return int(min(max(size, 1), 2**62))
 
 
 def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -179,7 +180,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
         _say(text, options)
     for warning in result.warnings if result else plan.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        click.echo(one_line(f"warning: {warning}"), err=True)
     if result:
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
@@ -190,7 +191,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"gqa-convert: {message}", err=True)
+    click.echo(one_line(f"gqa-convert: {message}"), err=True)
     sys.exit(code)
 
 
@@ -204,8 +205,7 @@ def main() -> None:
     try:
         command.main(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        _fail(f"{error.format_message().rstrip('.')}; see gqa-convert --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted; nothing was written", 130)
     except RefusedError as error:

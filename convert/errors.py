@@ -28,3 +28,15 @@ def alternatives(numbers: Iterable[int]) -> str:
     """`1, 2, 4 or 8`."""
     texts = [str(n) for n in sorted(numbers)]
     return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of a library says, in one line; its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def one_line(text: str, limit: int = 1000) -> str:
+    """Text with names out of a hostile file, safe to print: no line breaks, no terminal escapes, not endless."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
+    return shown if len(text) <= limit else f"{shown}... ({len(text)} characters)"

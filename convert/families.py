@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gqa.convert.layout import Fused, LayerHeads, Layout, Numbered, ReadsValues, Separate
+from gqa.convert.layout import Fused, LayerHeads, Layout, Numbered, ReadsValues, Role, Separate
 
 Edits = dict[str, Any]
 
@@ -36,7 +36,8 @@ PER_HEAD_K_NORM = Rule("k_norm", Separate("key", width="one"), projection=False)
 
 # Below an attention module, whatever the number of KV heads: per query head, or shared by all heads.
 QUERY_SIDE = (
-    "q_proj", "o_proj", "out_proj", "dense", "q_norm", "query_layernorm", "q_layernorm", "sinks", "gate_proj", "g_proj",
+    "q_proj", "o_proj", "out_proj", "dense", "q_norm", "query_layernorm", "q_layernorm", "sinks", "gate_proj",
+    "gate_bias", "g_proj",
 )  # fmt: skip
 # One vector of the head dimension, shared by all heads; the plan checks that it is that.
 SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
@@ -155,7 +156,7 @@ def _even(groups: int, heads: LayerHeads, config: Any) -> bool:
 
 
 def _gemma4_keys_only(config: Any, layer: int) -> bool:
-    return bool(config.attention_k_eq_v) and config.layer_types[layer] != "sliding_attention"
+    return getattr(config, "attention_k_eq_v", True) and config.layer_types[layer] != "sliding_attention"
 
 
 def _zamba2_refusal(config: Any) -> str | None:
@@ -163,6 +164,8 @@ def _zamba2_refusal(config: Any) -> str | None:
         return "its shared attention adapters keep full-size keys and values, which transformers cannot run with fewer"
     return None
 
+
+_INKLING2_CONVOLUTIONS: tuple[tuple[str, Role], ...] = (("k_sconv", "key"), ("v_sconv", "value"))
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -173,14 +176,11 @@ FAMILIES: tuple[Family, ...] = (
             "arcee",
             "aria_text",
             "bamba",
-            "beam",
-            "bitnet",
             "cohere_compass_text",
             "cosmos3_edge_text",
             "cwm",
             "deepseek_ocr2_text",
             "dots1",
-            "embedding_gemma2_text",
             "emu3_text_model",
             "ernie4_5",
             "ernie4_5_moe",
@@ -189,7 +189,6 @@ FAMILIES: tuple[Family, ...] = (
             "exaone4",
             "exaone_moe",
             "falcon_h1",
-            "flint",
             "gemma",
             "gemma2",
             "gemma3_text",
@@ -229,7 +228,6 @@ FAMILIES: tuple[Family, ...] = (
             "llama4_text",
             "mellum",
             "minimax",
-            "minimax_m3_vl_text",
             "ministral",
             "ministral3",
             "mistral",
@@ -261,11 +259,22 @@ FAMILIES: tuple[Family, ...] = (
             "solar_open",
             "starcoder2",
             "step3p5",
+            "beam",
             "ultrabert",
+            "vaultgemma",
+            "voxtral_realtime_text",
+            "csm",
+            "evolla",
             "unlimited_ocr_text",
         ),
         note="Llama and its kin: biases go with their heads",
         kv_fields=("num_key_value_heads", "num_attention_groups"),
+    ),
+    Family(
+        "separate, with tensors of their own beside",
+        ("bitnet", "flint", "minimax_m3_vl_text", "qwen4_exp_text"),
+        note="attn_sub_norm, softmax_offset and the sparse indexer do not depend on KV heads",
+        unchanged=("attn_sub_norm", "softmax_offset", "indexer.*"),
     ),
     Family(
         "k norm per head",
@@ -280,16 +289,11 @@ FAMILIES: tuple[Family, ...] = (
         rules=(*SEPARATE, FULL_WIDTH_K_NORM),
     ),
     Family(
-        "k norm over all heads, optional",
-        ("molmo2_text",),
-        rules=(*SEPARATE, Rule("k_norm", Separate("key"), projection=False, when=("qk_norm_type", "olmo"))),
-    ),
-    Family(
         "numbered k norms",
         ("stablelm",),
         note="k_layernorm.norms.0 ... H-1 become 0 ... G-1",
         rules=(*SEPARATE, Rule("k_layernorm.norms.{head}", Numbered("key"), projection=False)),
-        unchanged=("q_layernorm.norms.{head}",),
+        unchanged=("q_layernorm.norms.*",),
     ),
     Family(
         "fused [Q | K | V]",
@@ -297,11 +301,21 @@ FAMILIES: tuple[Family, ...] = (
         rules=(Rule("qkv_proj", Fused("stacked")),),
     ),
     Family(
+        "fused [Q | K | V], k norm over all heads",
+        ("molmo2_text",),
+        note="the k norm is over all heads or per head, as qk_norm_type says",
+        rules=(
+            Rule("att_proj", Fused("stacked")),
+            Rule("k_norm", Separate("key"), projection=False, when=("qk_norm_type", "olmo")),
+        ),
+        unchanged=("attn_out",),
+    ),
+    Family(
         "fused [Q | K | V], nested config",
         ("dbrx",),
         attention=("norm_attn_norm.attn",),
         rules=(Rule("Wqkv", Fused("stacked")),),
-        kv_fields=("attn_config.kv_n_heads",),
+        kv_fields=("attn_config.kv_n_heads", "num_key_value_heads"),
         heads=_dbrx_heads,
     ),
     Family(
@@ -381,14 +395,44 @@ FAMILIES: tuple[Family, ...] = (
         allows=_even,
     ),
     Family(
-        "depthwise convolution per KV head",
-        ("inkling_text", "inkling2_text"),
+        "depthwise convolution of keys and values",
+        ("inkling_text",),
         rules=(
             *SEPARATE,
             Rule("k_sconv.conv1d", Separate("key"), projection=False),
             Rule("v_sconv.conv1d", Separate("value"), projection=False),
         ),
-        unchanged=("r_proj", "sink_proj"),
+        unchanged=("r_proj", "rel_logits_proj.proj"),
+        kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
+        heads=_inkling_heads,
+    ),
+    Family(
+        "dynamic convolution of keys and values",
+        ("inkling2_text",),
+        attention=("attn",),
+        rules=(
+            Rule("wk_dv", Separate("key")),
+            Rule("wv_dv", Separate("value")),
+            *(
+                rule
+                for conv, role in _INKLING2_CONVOLUTIONS
+                for rule in (
+                    Rule(conv, Separate(role), projection=False),
+                    Rule(f"{conv}.static_w", Separate(role, axis=1), projection=False),
+                    Rule(f"{conv}.weight_proj", Separate(role, width="any"), projection=False),
+                )
+            ),
+        ),
+        unchanged=(
+            "wq_du",
+            "wr_du",
+            "wo_ud",
+            "attn_sink_proj",
+            "gate_attn",
+            "q_l2_clip.scale",
+            "rel_l2_clip.scale",
+            "rel_logits_proj.proj",
+        ),
         kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
         heads=_inkling_heads,
     ),
@@ -396,6 +440,7 @@ FAMILIES: tuple[Family, ...] = (
         "sliding layers with twice the KV heads",
         ("mimo_v2_flash",),
         note="G is that of the full-attention layers",
+        unchanged=("attention_sink_bias",),
         heads=_mimo_heads,
     ),
     Family(
@@ -405,7 +450,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "KV heads and head dimension per layer",
-        ("gemma4_text", "gemma4_unified_text"),
+        ("gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"),
         note="G is that of the sliding layers; K = V layers have keys only",
         kv_fields=("num_key_value_heads", "num_global_key_value_heads"),
         keys_only=_gemma4_keys_only,
@@ -428,9 +473,29 @@ FAMILIES: tuple[Family, ...] = (
         unchanged=("q_proj.linear", "o_proj.linear"),
     ),
     Family(
+        "key_net and value_net",
+        ("cohere_asr",),
+        note="self- and cross-attention of the decoder",
+        attention=("first_sub_layer", "second_sub_layer"),
+        rules=(Rule("key_net", Separate("key")), Rule("value_net", Separate("value"))),
+        unchanged=("query_net", "out_projection"),
+    ),
+    Family(
+        "decoder self-attention",
+        ("dia_decoder",),
+        note="cross-attention counts its heads apart and is left alone",
+        attention=("self_attention",),
+    ),
+    Family(
         "self- and cross-attention",
-        ("mllama_text_model", "t5_gemma_module", "t5gemma2_decoder"),
-        attention=("self_attn", "cross_attn"),
+        ("mllama_text_model", "t5_gemma_module", "t5gemma2_decoder", "canary_decoder"),
+        note="of the decoder; encoders stay as they are",
+        attention=("self_attn", "cross_attn", "encoder_attn"),
+    ),
+    Family(
+        "global transformer of a byte model",
+        ("blt_global_transformer",),
+        note="the local encoder, decoder and patcher stay as they are",
     ),
 )
 
@@ -459,6 +524,7 @@ REFUSED: dict[str, str] = {
     "zaya": "its convolutions mix the channels of queries and keys, which do not merge head by head",
     "moonshine": "transformers reshapes its queries with the number of KV heads, so fewer of them fail in forward",
     "moonshine_streaming": "transformers reshapes its queries with the number of KV heads, so fewer fail in forward",
+    "neomme": "its value embeddings hold KV heads outside the attention modules",
     "esmc": "transformers requires as many KV heads as query heads",
     **dict.fromkeys(
         ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
@@ -471,14 +537,16 @@ _TEXT = ("text_config",)
 NESTED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
-         "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "gemma3",
+         "deepseek_vl", "deepseek_vl_hybrid", "diffusion_gemma",
+         "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "gemma3",
          "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2",
          "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3",
          "inkling2", "inkling_mm_model", "internvl", "janus", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava",
          "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
          "minimax_m3_vl", "mistral3", "mllama", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2",
          "paddleocr_vl", "paligemma", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl",
-         "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "shieldgemma2", "smolvlm", "step3p7", "unlimited_ocr",
+         "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+         "shieldgemma2", "smolvlm", "step3p7", "unlimited_ocr",
          "video_llama_3", "video_llava", "vipllava", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
          "moss_transcribe_diarize", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral", "audioflamingo3",
          "musicflamingo", "gemma4_unified_assistant"),
@@ -488,6 +556,9 @@ NESTED: dict[str, tuple[str, ...]] = {
     "qwen2_5_omni_thinker": _TEXT,
     "qwen3_omni_moe": ("thinker_config", "text_config"),
     "qwen3_omni_moe_thinker": _TEXT,
+    "blt": ("global_config",),
+    "canary": ("decoder_config",),
+    "dia": ("decoder_config",),
     "t5gemma": ("decoder",),
     "t5gemma2": ("decoder",),
 }  # fmt: skip

@@ -60,15 +60,22 @@ def _require(actual: int, expected: int, meaning: str) -> None:
 
 @dataclass(frozen=True)
 class Separate:
-    """All heads of one role, one after another: rows (Hk * d, *rest), a bias (Hk * d,), or `one` row a head."""
+    """All heads of one role, one after another on `axis`: (Hk * d, *rest), a bias (Hk * d,).
+
+    `width` is what one head takes: its `dim`, `one` row (a norm (Hk, d), a scalar), or `any` equal share.
+    """
 
     role: Role
-    width: Literal["dim", "one"] = "dim"
+    width: Literal["dim", "one", "any"] = "dim"
+    axis: Literal[0, 1] = 0
 
     def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
-        count, rows = heads.count(self.role), heads.dim(self.role) if self.width == "dim" else 1
+        tensor = tensor.transpose(0, self.axis)
+        count = heads.count(self.role)
+        rows = {"dim": heads.dim(self.role), "one": 1, "any": tensor.shape[0] // count}[self.width]
         _require(tensor.shape[0], count * rows, f"{count} {self.role} heads x {rows}")
-        return merge(self.role, tensor.reshape(count, rows, *tensor.shape[1:])).flatten(0, 1)
+        merged = merge(self.role, tensor.reshape(count, rows, *tensor.shape[1:])).flatten(0, 1)
+        return merged.transpose(0, self.axis)
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,8 @@ class ReadsValues:
 
     def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
         _require(tensor.shape[0], heads.kv, f"{heads.kv} key/value heads")
+        if tensor.ndim == 1:  # the bias: rows only
+            return merge("key", tensor.unsqueeze(1)).squeeze(1)
         _require(tensor.shape[1], heads.kv * heads.value_dim, f"{heads.kv} value heads x {heads.value_dim}")
         rows = merge("key", tensor.unsqueeze(1)).squeeze(1)  # (G, Hk * d)
         groups = rows.shape[0]

@@ -51,7 +51,7 @@ class ModelConfig:
     def main(self) -> LayerHeads:
         """Heads of the main layer type, whose KV heads `--groups` counts: what the config says without overrides."""
         counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
-        stated = getattr(self.text, "num_key_value_heads", None) if self.family.edits is None else None
+        stated = self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
         return next((h for h in counts if h.kv == stated), counts[0])
 
     def cast(self, dtype: str) -> dict[str, Any]:
@@ -221,7 +221,16 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
         raise RefusedError(f"{name} is of model type {model_type!r}, which transformers does not have{remote}")
     try:
         with _quiet_transformers():
-            return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(raw))
+            return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(raw)))
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CorruptError(f"{name}: transformers cannot read config.json as {model_type}: {reason}") from None
+
+
+def _with_floats(value: Any) -> Any:
+    """transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value

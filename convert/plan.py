@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from gqa.convert.checkpoint import SINGLE, TORCH_DTYPES, Checkpoint
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 # Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
 _TOWERS = re.compile(
     r"(?:^|\.)(?:vision\w*|visual|audio\w*|speech\w*|encoder|\w+_encoder|\w+_tower|qformer|perceiver\w*|resampler|"
-    r"vq\w*|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
-    r"adaptor|diffusion\w*)\."
+    r"vit|vq\w*|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
+    r"adaptor|local_decoder|diffusion\w*)\."
 )
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
@@ -146,7 +147,11 @@ def make_plan(
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new_config, edits = edit_config(config, groups, checkpoint.name, dtype)
-    cached = {m.layer for m in modules if "cross_attn" not in m.path and m.layer < config.layers}
+    cached = {
+        m.layer
+        for m in modules
+        if not m.path.endswith(("cross_attn", "encoder_attn", "second_sub_layer")) and m.layer < config.layers
+    }
     bits = {t.dtype for t in outputs if t.change} or {s.dtype for m in modules for s in m.tensors.values()}
     cache_dtype = stored or sorted(bits)[0]
     source_dtype = next((c.sources[0].dtype for c in changes), cache_dtype)
@@ -250,8 +255,8 @@ def module_changes(module: AttentionModule, config: ModelConfig, groups: int) ->
 def _check_unchanged(
     module: AttentionModule, tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig
 ) -> None:
-    name = re.sub(r"\d+", "{head}", re.sub(r"\.(weight|bias)$", "", tail))
-    if tail in BUFFERS or name in QUERY_SIDE or name in config.family.unchanged:
+    name = re.sub(r"\.(weight|bias)$", "", tail)
+    if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, p) for p in config.family.unchanged):
         return
     if name in SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return

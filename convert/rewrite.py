@@ -20,7 +20,7 @@ from gqa.convert.model_config import format_config
 from gqa.convert.plan import Change, OutputTensor, Plan, Shard
 from gqa.convert.safetensors_header import TensorSpec, format_header
 from gqa.convert.verify import verify, verify_load
-from gqa.convert.writer import OutputDirectory, Progress, copy_file, copy_range, write_tensor, write_text
+from gqa.convert.writer import OutputDirectory, Progress, copy_file, copy_range, write_bytes, write_tensor, write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ def _write_shard(job: _Job, shard: Shard) -> None:
     header = format_header({t.name: (t.dtype, t.shape) for t in shard.tensors})
     computed: dict[int, list[Tensor]] = {}
     with ExitStack() as stack, (job.work / shard.file).open("wb", buffering=0) as target:
-        target.write(header)
+        write_bytes(target, header)
         opened: dict[str, BinaryIO] = {}
         for tensor, source, count in _runs(shard, job.plan.checkpoint):
             if count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 from gqa.convert.errors import CorruptError, listing
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_RANK = 64  # torch's own limit
 BITS = {
     **dict.fromkeys(["F4"], 4),
     **dict.fromkeys(["F6_E2M3", "F6_E3M2"], 6),
@@ -69,7 +71,10 @@ def read_header(stream: BinaryIO, file: str, file_size: int) -> list[TensorSpec]
 def parse_header(text: bytes, file: str, file_size: int) -> list[TensorSpec]:
     """The same from the header's bytes, for a file of `file_size` bytes in all."""
     header = _parse_json(text, file)
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if metadata is not None and not strings:
+        raise CorruptError(f"{file}: __metadata__ in its header is not an object of strings; not a safetensors file?")
     data, data_start = file_size - 8 - len(text), 8 + len(text)
     specs = [_tensor_spec(name, entry, file, data_start, data) for name, entry in header.items()]
     specs.sort(key=lambda s: (s.begin, s.end))
@@ -85,40 +90,64 @@ def parse_header(text: bytes, file: str, file_size: int) -> list[TensorSpec]:
 
 
 def _parse_json(text: bytes, file: str) -> dict[str, Any]:
+    """JSON as the format's own reader takes it: Python's is laxer (NaN, half of a surrogate pair, duplicate names)."""
+
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            raise CorruptError(f"{file}: duplicate {listing({n for n in names if names.count(n) > 1})} in its header")
+            twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+            raise CorruptError(f"{file}: duplicate {listing(twice)} in its header; save the file again")
         return result
 
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+        header = json.loads(
+            text.decode("utf-8"),
+            object_pairs_hook=without_duplicates,
+            parse_constant=_no_number,
+            parse_int=_integer,
+        )
+        if b"\\u" in text:
+            json.dumps(header, ensure_ascii=False).encode("utf-8")
     except CorruptError:
         raise
     except (ValueError, RecursionError) as error:
         raise CorruptError(f"{file}: its header is not JSON ({error}); not a safetensors file?") from None
     if not isinstance(header, dict):
-        raise CorruptError(f"{file}: its header is a JSON {type(header).__name__}, not an object")
+        raise CorruptError(
+            f"{file}: its header is a JSON {type(header).__name__}, not an object; not a safetensors file?"
+        )
     return header
 
 
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _integer(text: str) -> int:
+    return int(text) if text != "-0" else -1  # a natural number has no sign
+
+
 def _tensor_spec(name: str, entry: object, file: str, data_start: int, data: int) -> TensorSpec:
-    if not isinstance(entry, dict):
-        raise CorruptError(f"{file}: the header entry of {name} is not an object")
-    dtype: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptError(f"{file}: the header entry of {name} is not an object of dtype, shape and data_offsets")
+    dtype: Any = entry["dtype"]
+    shape: Any = entry["shape"]
+    offsets: Any = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise CorruptError(f"{file}: {name} has the unknown dtype {dtype!r}; known are {listing(BITS, 30)}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise CorruptError(f"{file}: {name} has shape {shape!r} and data_offsets {offsets!r}, natural numbers expected")
+    if len(shape) > MAX_RANK:
+        raise CorruptError(f"{file}: {name} has {len(shape)} dimensions, at most {MAX_RANK} are allowed")
     begin, end = offsets
     if not begin <= end <= data:
         raise CorruptError(f"{file}: {name} has bytes {begin} to {end} of {data}; truncated? download it again")
-    if end - begin != byte_size(dtype, shape):
+    if math.prod(max(n, 1) for n in shape) * BITS[dtype] >= 2**63:  # also where another dimension is 0
+        raise CorruptError(f"{file}: {name} has shape {shape}, more than can be counted in 63 bits; download it again")
+    if (end - begin) * 8 != math.prod(shape) * BITS[dtype]:
         raise CorruptError(
-            f"{file}: {name} has {end - begin} bytes where {dtype} {shape} needs {byte_size(dtype, shape)}"
+            f"{file}: {name} has {end - begin} bytes where {dtype} {shape} needs "
+            f"{math.prod(shape) * BITS[dtype] / 8:.15g}; download it again"
         )
     return TensorSpec(name, dtype, tuple(shape), file, data_start + begin, data_start + end)
 

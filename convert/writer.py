@@ -1,22 +1,26 @@
 """Write side: a directory that appears complete or not at all, and bytes moved by the kernel.
 
 Work happens in a hidden sibling of the output; a rename at the very end makes it visible. A run that is killed leaves
-only the hidden directory, which the next run removes: a lock in it tells a dead run from a live one.
+only the hidden directory, which the next run removes: a lock beside it tells a dead run from a live one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from filelock import FileLock, Timeout
 
+from gqa.convert.checkpoint import WEIGHT_SUFFIXES
 from gqa.convert.errors import OutputError, RefusedError
 
 if TYPE_CHECKING:
@@ -34,74 +38,130 @@ class OutputDirectory:
     """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`."""
 
     def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
-        self.out = out.absolute()
-        self.work = self.out.with_name(f".{self.out.name}.gqa-partial")
-        self._old = self.out.with_name(f".{self.out.name}.gqa-replaced")
-        self._lock = FileLock(self.work / ".lock")
-        self._committed = False
-        self._check(source, overwrite)
+        self.out = out.resolve() if out.name in ("", "..") else out.absolute()
+        self.work = self._sibling("partial")
+        self._old = self._sibling("replaced")
+        self._lock_file = self._sibling("lock")
+        self._lock = FileLock(self._lock_file)
+        self._overwrite = overwrite
+        self._check_place(source)
+        self._check_existing()
 
-    def _check(self, source: Path | None, overwrite: bool) -> None:
+    def _sibling(self, purpose: str) -> Path:
+        if not self.out.name:
+            raise RefusedError(f"the output {self.out} is the root of a file system; give a directory in it with -o")
+        return self.out.with_name(f".{self.out.name}.gqa-{purpose}")
+
+    def _check_place(self, source: Path | None) -> None:
+        if self.out.is_symlink():
+            raise RefusedError(f"{self.out} is a link; give the directory itself with -o")
         if source is not None:
             real, inside = self.out.resolve(), source.resolve()
             if real == inside or inside in real.parents:
                 raise RefusedError(f"the output {self.out} is the model itself or inside it; give another with -o")
             if real in inside.parents:
                 raise RefusedError(f"the output {self.out} contains the model {source}; give another with -o")
-        if self.out.is_symlink():
-            raise RefusedError(f"{self.out} is a link; give the directory itself with -o")
+        if os.path.ismount(self.out):  # cannot be renamed to
+            raise RefusedError(f"the output {self.out} is a mount point; give a directory in it with -o")
+
+    def _check_existing(self) -> None:
+        """What is at OUT: nothing, an empty directory, or with --overwrite a checkpoint."""
         if not self.out.exists():
             return
         if not self.out.is_dir():
             raise RefusedError(f"{self.out} exists and is not a directory; give another output with -o")
         entries = {p.name for p in self.out.iterdir()}
-        if entries and not overwrite:
+        if entries and not self._overwrite:
             raise RefusedError(f"{self.out} exists; choose another output with -o, or replace it with --overwrite")
-        if entries and "config.json" not in entries:
-            raise RefusedError(f"{self.out} holds no checkpoint (no config.json); --overwrite will not remove it")
+        if entries and not ("config.json" in entries and any(Path(n).suffix in WEIGHT_SUFFIXES for n in entries)):
+            raise RefusedError(
+                f"{self.out} holds no checkpoint (config.json and weights): --overwrite will not remove it; "
+                "give another output with -o"
+            )
 
     def __enter__(self) -> OutputDirectory:
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            if self._old.exists() and not self.out.exists():
-                self._old.rename(self.out)  # an earlier --overwrite was killed between its two renames
-            self.work.mkdir(exist_ok=True)
             self._lock.acquire(timeout=0)
         except Timeout:
             raise RefusedError(f"another conversion is writing {self.out}; wait for it or give another -o") from None
         except OSError as error:
-            raise OutputError(
-                f"cannot write beside {self.out}: {error.strerror}; give another output with -o"
-            ) from None
-        for leftover in self.work.iterdir():
-            if leftover.name != ".lock":
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        shutil.rmtree(self._old, ignore_errors=True)
+            raise _no_place(self.out, error) from None
+        try:
+            if self._old.exists() and not self.out.exists():
+                self._old.rename(self.out)  # an earlier --overwrite was killed between its two renames
+            self._check_existing()  # now nobody else makes it
+            for leftover in (self.work, self._old):
+                _remove(leftover)
+            self.work.mkdir()
+        except BaseException as error:
+            shutil.rmtree(self.work, ignore_errors=True)
+            self._unlock()
+            if isinstance(error, OSError):
+                raise _no_place(self.out, error) from None
+            raise
         return self
 
     def commit(self) -> None:
         """Make everything durable and visible under the final name."""
         for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
             fsync_directory(directory)
-        self._lock.release()
-        (self.work / ".lock").unlink(missing_ok=True)
-        if self.out.exists():
+        try:
+            self._check_existing()
+        except RefusedError as error:  # it was made while this run was writing
+            raise OutputError(str(error)) from None
+        if not self.out.exists():
+            self.work.rename(self.out)
+        elif not exchange(self.work, self.out):
             self.out.rename(self._old)
-        self.work.rename(self.out)
-        self._committed = True
+            self.work.rename(self.out)
         fsync_directory(self.out.parent)
-        shutil.rmtree(self._old, ignore_errors=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._committed:
-            self._lock.release()
-            shutil.rmtree(self.work, ignore_errors=True)
+        if self._old.exists() and not self.out.exists():
+            self._old.rename(self.out)
+        for leftover in (self.work, self._old):
+            shutil.rmtree(leftover, ignore_errors=True)  # what stays is removed by the next run
+        self._unlock()
         if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
                 f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
             ) from None
+
+    def _unlock(self) -> None:
+        """Remove the lock's file while it is held (a waiting run notices), or after, where that is not possible."""
+        if os.name == "posix":
+            self._lock_file.unlink(missing_ok=True)
+        self._lock.release()
+        if os.name != "posix":
+            with suppress(OSError):
+                self._lock_file.unlink(missing_ok=True)
+
+
+def _no_place(out: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write beside {out}: {error.strerror or error}; give another output with -o")
+
+
+def _remove(path: Path) -> None:
+    """A directory tree or whatever else is there; a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step, so that no moment is without either; False where the system cannot."""
+    if os.name != "posix":
+        return False
+    library = ctypes.CDLL(None)
+    here, swap = -100, 2  # AT_FDCWD, and RENAME_EXCHANGE of Linux = RENAME_SWAP of macOS
+    names = os.fsencode(one), os.fsencode(other)
+    if hasattr(library, "renameat2"):
+        return bool(library.renameat2(here, names[0], here, names[1], swap) == 0)
+    return hasattr(library, "renamex_np") and bool(library.renamex_np(*names, swap) == 0)
 
 
 def fsync_directory(directory: Path) -> None:
@@ -116,7 +176,7 @@ def fsync_directory(directory: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """A small file, durable."""
-    with path.open("w", encoding="utf-8", newline="\n") as stream:
+    with path.open("w", encoding="utf-8", errors="replace", newline="\n") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
@@ -154,6 +214,9 @@ def copy_range(
                 raise
             copiers.pop(0)  # this file system or kernel cannot: the next way down
             continue
+        if moved == 0 and len(copiers) > 1:
+            copiers.pop(0)  # some file systems answer 0 instead of an error
+            continue
         if moved == 0:
             raise OutputError(f"{source.name} became shorter while it was copied")
         done += moved
@@ -183,7 +246,14 @@ def _read_write(source: int, target: int, offset: int, count: int) -> int:
 
 _copy_file_range: Copier | None = _via_copy_file_range if hasattr(os, "copy_file_range") else None
 # Between two files only Linux has it.
-_sendfile: Copier | None = _via_sendfile if os.uname().sysname == "Linux" else None
+_sendfile: Copier | None = _via_sendfile if sys.platform == "linux" else None
+
+
+def write_bytes(target: BinaryIO, data: bytes | memoryview) -> None:
+    """All of it: an unbuffered write may take less, as on a disk that is nearly full."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[target.write(rest) or 0 :]
 
 
 def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress, stop: threading.Event) -> None:
@@ -195,7 +265,5 @@ def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress, stop: thr
         if stop.is_set():
             raise CancelledError
         piece = data[start : start + CHUNK]
-        written = 0
-        while written < len(piece):
-            written += target.write(piece[written:]) or 0
+        write_bytes(target, piece)
         progress(len(piece))

@@ -1,0 +1,224 @@
+"""Small real checkpoints written by hand, and the command run in this process: what the hostile-input tests need."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STORED = {dtype: name for name, dtype in DTYPES.items()} | {
+    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64", torch.bool: "BOOL",
+}  # fmt: skip
+Tensors = dict[str, Tensor]
+HEADS, HEAD_DIM, LAYERS, VOCABULARY = 8, 4, 2, 24
+K0, V0 = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
+SIDE_FILES = {
+    "tokenizer.json": b'{"version": "1.0", "unused": "\\u00e9"}\r\n',
+    "chat_template.jinja": "{{ bös }}\n".encode(),
+    "generation_config.json": b'{"do_sample":false}',
+    "assets/nested/vocab.txt": bytes(range(256)),
+    "modeling_mine.py": b"raise RuntimeError('this file must never be imported')\n",
+}
+
+
+def config(kv: int = 4, **changes: Any) -> dict[str, Any]:
+    """config.json of a small Llama, in an order of keys that nothing would choose."""
+    made = {
+        "vocab_size": VOCABULARY, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+        "num_hidden_layers": LAYERS, "num_key_value_heads": kv, "num_attention_heads": HEADS, "intermediate_size": 16,
+        "rope_theta": 10000.0, "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "max_position_embeddings": 64,
+        "unknown_to_everybody": {"é": [1, 2.50, None]},
+    } | changes  # fmt: skip
+    return {key: value for key, value in made.items() if value is not ...}
+
+
+def weights(kv: int = 4, dtype: str = "F32", layers: int = LAYERS, width: int = 32, seed: int = 0) -> Tensors:
+    """The tensors of such a Llama, random: queries (H * d, D), keys and values (Hk * d, D) with d = D / H."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = kv * width // HEADS
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(DTYPES[dtype])
+
+    made = {"model.embed_tokens.weight": random(VOCABULARY, width)}
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        made |= {
+            f"{at}.input_layernorm.weight": random(width),
+            f"{at}.self_attn.q_proj.weight": random(width, width),
+            f"{at}.self_attn.k_proj.weight": random(rows, width),
+            f"{at}.mlp.gate_proj.weight": random(width // 2, width),
+            f"{at}.mlp.up_proj.weight": random(width // 2, width),
+            f"{at}.mlp.down_proj.weight": random(width, width // 2),
+            f"{at}.post_attention_layernorm.weight": random(width),
+            f"{at}.self_attn.v_proj.weight": random(rows, width),
+            f"{at}.self_attn.o_proj.weight": random(width, width),
+        }
+    return made | {"model.norm.weight": random(width), "lm_head.weight": random(VOCABULARY, width)}
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Row-major bytes."""
+    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def header_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The safetensors header as an object, to be broken before it is written."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in tensors.items():
+        end = position + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    return header
+
+
+def write_raw(path: Path, header: bytes, data: bytes, length: int | None = None) -> None:
+    """A file that says its header has `length` bytes, whatever the truth."""
+    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A valid file, written without the safetensors library."""
+    data = b"".join(tensor_bytes(tensor) for tensor in tensors.values())
+    write_raw(path, json.dumps(header_of(tensors)).encode(), data)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a valid file."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
+def split(tensors: Tensors, shards: int) -> list[Tensors]:
+    """Tensors dealt out like cards; K and V of a layer come to lie in different shards."""
+    parts: list[Tensors] = [{} for _ in range(shards)]
+    for number, (name, tensor) in enumerate(tensors.items()):
+        parts[(number + ("v_proj" in name)) % shards][name] = tensor
+    for name in tensors:
+        if ".k_proj." in name and shards > 1:
+            assert not any(name in part and name.replace(".k_", ".v_") in part for part in parts)
+    return parts
+
+
+def write_shards(directory: Path, tensors: Tensors, shards: int) -> None:
+    """model.safetensors, or numbered shards and their index."""
+    if shards == 1:
+        write_safetensors(directory / SINGLE, tensors)
+        return
+    weight_map = {}
+    for number, part in enumerate(split(tensors, shards), 1):
+        file = f"model-{number:05d}-of-{shards:05d}.safetensors"
+        write_safetensors(directory / file, part)
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def llama(
+    directory: Path,
+    kv: int = 4,
+    shards: int = 2,
+    dtype: str = "F32",
+    tensors: Tensors | None = None,
+    side_files: bool = True,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """A checkpoint directory; `changes` go to config.json, where `...` removes a key."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config(kv, **changes), indent=4), encoding="utf-8")
+    made = weights(kv, dtype, seed=seed) if tensors is None else tensors
+    write_shards(directory, made, shards)
+    for name, content in SIDE_FILES.items() if side_files else ():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+    return directory
+
+
+def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
+    """`change` alters the object in place, or returns another."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    other = change(value)
+    write_json(path, value if other is None else other)
+
+
+def load(directory: Path) -> Tensors:
+    """All tensors of a directory, read by the safetensors library."""
+    from safetensors.torch import load_file
+
+    made: Tensors = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        part = load_file(path)
+        assert not made.keys() & part.keys()
+        made |= part
+    return made
+
+
+def snapshot(directory: Path) -> dict[str, str]:
+    """Every path below a directory with the SHA-256 of its bytes (or where it links to), its mode and its time."""
+
+    def entries() -> Iterator[tuple[str, str]]:
+        for path in sorted(directory.rglob("*")):
+            status = path.lstat()
+            content = (
+                f"-> {path.readlink()}" if path.is_symlink()
+                else hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "directory"
+            )  # fmt: skip
+            written = status.st_mtime_ns if path.is_file() else 0
+            yield path.relative_to(directory).as_posix(), f"{content} {status.st_mode:o} {written}"
+
+    return dict(entries())
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the command gave back."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*words: object) -> Result:
+    """`gqa-convert WORDS` in this process. An exception that is not an exit is the test's failure, as a traceback is."""
+    from gqa.convert.cli import main
+
+    code, before = 0, signal.getsignal(signal.SIGTERM)
+    with (
+        mock.patch.object(sys, "argv", ["gqa-convert", *(str(word) for word in words)]),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
+        try:
+            main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+def leftovers(directory: Path) -> list[str]:
+    """Hidden names that a conversion uses while it works."""
+    return sorted(path.name for path in directory.iterdir() if ".gqa-" in path.name)

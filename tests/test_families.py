@@ -1,0 +1,264 @@
+"""Every family against transformers' own classes: the oracles of a conversion, each with a control that must fail.
+
+A tiny random model is written as a checkpoint with keys and values of one layer in different shards, converted by the
+streaming rewriter, and loaded again with transformers. Tolerances are relative to the largest logit, float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits, model_class
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.families import FAMILIES, NESTED, REFUSED
+from gqa.convert.methods import Merging
+
+TOLERANCE = 2e-5
+CONTROL = 100  # a wrong head order must be this many times worse than the tolerance
+VALUES = ("v_proj", "wv_dv", "value_net", "v_sconv")
+
+# Refused by their options or family, see test_refused.
+REFUSED_TINY = {n for n, t in TINY.items() if t.model_type in REFUSED} | {"zamba2+adapter"}
+CONVERTIBLE = [name for name in TINY if name not in REFUSED_TINY]
+
+
+def write_checkpoint(model: PreTrainedModel, directory: Path) -> Path:
+    """Save as transformers does, then split so that keys and values of one layer lie in different shards."""
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    shards: list[dict[str, Tensor]] = [{}, {}, {}]
+    for index, (name, tensor) in enumerate(sorted(tensors.items())):
+        shards[2 if any(part in name for part in VALUES) else index % 2][name] = tensor
+    shards = [shard for shard in shards if shard]
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+    index_text = json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
+    (directory / "model.safetensors.index.json").write_text(index_text)
+    return directory
+
+
+def load(tiny: Tiny, directory: Path, attention: str = "eager") -> PreTrainedModel:
+    """Load with the family's own class; nothing may be missing, unexpected or of another shape."""
+    model, info = model_class(tiny).from_pretrained(
+        directory, output_loading_info=True, attn_implementation=attention, dtype=torch.float32
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], (kind, info[kind])
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+def all_tensors(directory: Path) -> dict[str, Tensor]:
+    return {k: v for file in sorted(directory.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest logit."""
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+@contextmanager
+def tiled_heads() -> Iterator[None]:
+    """The negative control: heads are repeated in tiles (h % G), which no runtime reads."""
+    original = Merging.merge_for
+
+    def tile(self: Merging, tensor: str, kv: int, groups: int, projection: bool) -> Any:
+        if groups <= kv:
+            return original(self, tensor, kv, groups, projection)
+        return lambda role, heads: heads.repeat(groups // kv, *[1] * (heads.ndim - 1))
+
+    Merging.merge_for = tile  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Merging.merge_for = original  # type: ignore[method-assign]
+
+
+@cache
+def attention_of(name: str) -> str:
+    return "sdpa" if "sdpa" in TINY[name].attention else "eager"
+
+
+@pytest.fixture(scope="module")
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path]:
+    """The multi-head checkpoint of one family."""
+    tiny = TINY[request.param]
+    return tiny, write_checkpoint(build(tiny, QUERY_HEADS), tmp_path_factory.mktemp("source"))
+
+
+def smaller_groups(directory: Path) -> list[int]:
+    plan = plan_conversion(directory, QUERY_HEADS)
+    from gqa.convert.model_config import valid_groups
+
+    return [g for g in valid_groups(plan.config) if g < QUERY_HEADS]
+
+
+families = pytest.mark.parametrize("source", CONVERTIBLE, indirect=True, ids=str)
+
+
+@families
+def test_identity(source: tuple[Tiny, Path], tmp_path: Path) -> None:
+    """Oracle 1: G == Hk leaves every tensor bit-identical."""
+    _, directory = source
+    before = all_tensors(directory)
+    for method in ("mean", "first"):
+        out = convert_checkpoint(directory, QUERY_HEADS, tmp_path / method, method=method).out
+        after = all_tensors(out)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@families
+def test_expand_back(source: tuple[Tiny, Path], tmp_path: Path) -> None:
+    """Oracles 4 and 5: merged, then every head repeated, gives the same logits; repeated in tiles, it does not.
+
+    The merged checkpoint is read by transformers with G heads and the repeated one with H: only the contiguous order
+    makes both the same model. The same holds for the source's own logits being left (a merge that does nothing
+    would pass otherwise).
+    """
+    tiny, directory = source
+    groups = smaller_groups(directory)
+    assert groups, "a family that cannot be converted does not belong in the table"
+    attention = attention_of(tiny.name)
+    given = inputs(tiny)
+    original = logits(tiny, load(tiny, directory, attention), given)
+    for g in groups:
+        merged = convert_checkpoint(directory, g, tmp_path / f"merged{g}").out
+        expected = logits(tiny, load(tiny, merged, attention), given)
+        assert error(expected, original) > TOLERANCE * CONTROL, "merging random heads must change the model"
+        back = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"back{g}").out
+        assert error(logits(tiny, load(tiny, back, attention), given), expected) < TOLERANCE
+        if g > 1:  # one head repeated has no order
+            with tiled_heads():
+                tiled = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"tiled{g}").out
+            assert error(logits(tiny, load(tiny, tiled, attention), given), expected) > TOLERANCE * CONTROL
+
+
+@families
+def test_lossless(source: tuple[Tiny, Path], tmp_path: Path) -> None:
+    """Oracle 2: a model whose heads are equal inside each group converts with no change of logits."""
+    tiny, directory = source
+    given, attention = inputs(tiny), attention_of(tiny.name)
+    for g in smaller_groups(directory):
+        merged = convert_checkpoint(directory, g, tmp_path / f"merged{g}").out
+        equal = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"equal{g}").out
+        expected = logits(tiny, load(tiny, equal, attention), given)
+        for method in ("mean", "first"):
+            again = convert_checkpoint(equal, g, tmp_path / f"{method}{g}", method=method).out
+            assert error(logits(tiny, load(tiny, again, attention), given), expected) < TOLERANCE
+
+
+def left_padded(given: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
+    """The second sequence starts `padding` tokens later."""
+    mask = torch.ones_like(given["input_ids"])
+    mask[1, :padding] = 0
+    return {**given, "attention_mask": mask}
+
+
+# transformers looks up `vision_start_token_id` in these configs as soon as a mask is given; they do not have it.
+NO_MASK = {"qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
+
+
+def decodes_text(name: str) -> bool:
+    """Whether a family takes token ids alone (nothing encoded beside them) and keeps a cache."""
+    tiny = TINY[name]
+    token_ids_only = dict(tiny.token_inputs) == {"input_ids": ()} and not tiny.float_inputs
+    return tiny.has_cache and token_ids_only and name not in NO_MASK
+
+
+DECODERS = [name for name in CONVERTIBLE if decodes_text(name)]
+
+
+@pytest.mark.parametrize("source", DECODERS, indirect=True, ids=str)
+def test_expand_back_with_padding_and_cache(source: tuple[Tiny, Path], tmp_path: Path) -> None:
+    """Oracle 4 once more with left padding, and token by token from the cache of G heads."""
+    tiny, directory = source
+    g = smaller_groups(directory)[-1]
+    attention = attention_of(tiny.name)
+    merged = load(tiny, convert_checkpoint(directory, g, tmp_path / "merged").out, attention)
+    back = load(tiny, convert_checkpoint(tmp_path / "merged", QUERY_HEADS, tmp_path / "back").out, attention)
+    given = left_padded(inputs(tiny), 3)
+    kept = given["attention_mask"].bool()
+    expected = logits(tiny, merged, given)[kept]
+    assert error(logits(tiny, back, given)[kept], expected) < TOLERANCE
+    plain = inputs(tiny)
+    assert error(decode(merged, plain), decode(back, plain)) < TOLERANCE
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, given: dict[str, Tensor], prompt: int = 8) -> Tensor:
+    """Logits of the tokens after the prompt, each from one forward pass of one token and the cache."""
+    ids = given["input_ids"]
+    extra = {k: v for k, v in given.items() if k != "input_ids" and v.shape[1:] != ids.shape[1:]}
+    output = model(input_ids=ids[:, :prompt], use_cache=True, **extra)
+    steps = []
+    for position in range(prompt, ids.shape[1]):
+        output = model(
+            input_ids=ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True, **extra
+        )
+        steps.append(output.get("logits", output.get("last_hidden_state"))[:, -1])
+    return torch.stack(steps, 1)
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    """A family nobody built is a family nobody tested."""
+    built = set()
+    for name in CONVERTIBLE:
+        tiny = TINY[name]
+        built |= {tiny.model_type, *NESTED.get(tiny.model_type, ())}
+    stated = {t for family in FAMILIES for t in family.model_types}
+    nested_types = {text_type(name) for name in CONVERTIBLE}
+    assert not stated - built - nested_types
+
+
+def text_type(name: str) -> str:
+    """The model type of the text part of a tiny model."""
+    from tiny_models import config
+
+    part = config(TINY[name], QUERY_HEADS)
+    for step in NESTED.get(TINY[name].model_type, ()):
+        part = getattr(part, step)
+    return str(part.model_type)
+
+
+def test_nested_paths_lead_to_a_family() -> None:
+    """Every larger model in the table has, by its class's defaults, a text part that a family names."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    stated = {t for family in FAMILIES for t in family.model_types}
+    for model_type, path in NESTED.items():
+        part = CONFIG_MAPPING[model_type]()
+        for step in path:
+            part = getattr(part, step)
+        assert part.model_type in stated, (model_type, part.model_type)
+
+
+def test_no_model_type_is_in_two_tables() -> None:
+    stated = [t for family in FAMILIES if not family.when for t in family.model_types]
+    assert len(stated) == len(set(stated))
+    assert not set(stated) & set(REFUSED)
+    assert not set(NESTED) & set(REFUSED)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_TINY))
+def test_refused(name: str, tmp_path: Path) -> None:
+    """What cannot be converted is refused before anything is written."""
+    directory = write_checkpoint(build(TINY[name], QUERY_HEADS), tmp_path / "source")
+    with pytest.raises(RefusedError, match="cannot be converted"):
+        convert_checkpoint(directory, 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
