@@ -110,7 +110,7 @@ def split(tensors: Tensors, shards: int) -> list[Tensors]:
     """Tensors dealt out like cards; K and V of a layer come to lie in different shards."""
     parts: list[Tensors] = [{} for _ in range(shards)]
     for number, (name, tensor) in enumerate(tensors.items()):
-        parts[(number + ("v_proj" in name)) % shards][name] = tensor
+        parts[number % shards][name] = tensor
     for name in tensors:
         if ".k_proj." in name and shards > 1:
             assert not any(name in part and name.replace(".k_", ".v_") in part for part in parts)

@@ -1,0 +1,65 @@
+"""Install the built wheel and sdist into fresh environments and use what they install. `make build` comes first.
+
+    python tests/packaging.py dist
+
+Only the standard library: it runs before anything is installed. Dependencies are taken from the environment that
+built the wheel, so that this tests the packages' own contents and not the network.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+CHECK = """
+import gqa.convert, gqa.corpus, gqa.uptrain, gqa.eval, importlib.resources, sys
+assert 'site-packages' in gqa.convert.__file__, gqa.convert.__file__
+for package in ('convert', 'corpus', 'uptrain', 'eval'):
+    assert importlib.resources.files(f'gqa.{package}').joinpath('py.typed').is_file(), package
+from gqa.convert import convert_checkpoint, plan_conversion
+import importlib.metadata
+assert importlib.metadata.metadata('gqa-convert')['License-Expression'] == 'Apache-2.0'
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    result = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))} failed:\n{result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def check(artifact: Path, dependencies: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = Path(scratch) / "venv"
+        venv.create(environment, with_pip=True)
+        binaries = environment / ("Scripts" if sys.platform == "win32" else "bin")
+        run(binaries / "pip", "install", "--quiet", "--disable-pip-version-check", "setuptools>=77", cwd=Path(scratch))
+        run(binaries / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation",
+            artifact, cwd=Path(scratch))  # fmt: skip
+        site = next((environment / "lib").glob("python*/site-packages"))
+        (site / "dependencies.pth").write_text(f"{dependencies}\n")
+        run(binaries / "python", "-c", CHECK, cwd=Path(scratch))
+        assert "--groups" in run(binaries / "gqa-convert", "--help", cwd=Path(scratch))
+        out = Path(scratch) / "out"
+        run(binaries / "gqa-convert", "-g", "2", ROOT / "examples" / "stdlib-mha", "-o", out, cwd=Path(scratch))
+        assert (out / "model.safetensors").is_file()
+        print(f"ok: {artifact.name}")
+
+
+def main() -> None:
+    dist = Path(sys.argv[1]).resolve()
+    dependencies = next((ROOT / ".venv" / "lib").glob("python*/site-packages"))
+    artifacts = [*dist.glob("*.whl"), *dist.glob("*.tar.gz")]
+    if len(artifacts) != 2:
+        raise SystemExit(f"{dist} should hold one wheel and one sdist, not {[a.name for a in artifacts]}")
+    for artifact in artifacts:
+        check(artifact, dependencies)
+
+
+if __name__ == "__main__":
+    main()

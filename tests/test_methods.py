@@ -1,0 +1,141 @@
+"""The arithmetic of merging: what each method yields, in which precision, rounded how often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import all_tensors, write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+
+from gqa.convert import convert_checkpoint
+from gqa.convert.layout import Fused, LayerHeads, ReadsValues, Separate
+from gqa.convert.methods import METHODS, Merging
+
+DIM = 8
+K = "model.layers.0.self_attn.k_proj.weight"
+V_BIAS = "model.layers.1.self_attn.v_proj.bias"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path / "source")
+
+
+def grouped(tensor: Tensor, groups: int) -> Tensor:
+    """(Hk * d, ...) -> (G, m, d, ...)."""
+    return tensor.view(groups, 4 // groups, DIM, *tensor.shape[1:])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", [K, V_BIAS])
+def test_mean_and_first(source: Path, tmp_path: Path, groups: int, name: str) -> None:
+    before = all_tensors(source)
+    mean = all_tensors(convert_checkpoint(source, groups, tmp_path / "mean").out)
+    first = all_tensors(convert_checkpoint(source, groups, tmp_path / "first", method="first").out)
+    expected = grouped(before[name].double(), groups).mean(1).flatten(0, 1)
+    assert torch.allclose(mean[name].double(), expected, atol=1e-6, rtol=0)
+    assert torch.equal(first[name], grouped(before[name], groups)[:, 0].flatten(0, 1))
+    untouched = [n for n in before if "k_proj" not in n and "v_proj" not in n]
+    assert len(untouched) > 10
+    assert all(torch.equal(before[n], mean[n]) for n in untouched)
+
+
+def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) -> None:
+    def run(name: str, **options: int) -> dict[str, Tensor]:
+        return all_tensors(convert_checkpoint(source, 2, tmp_path / name, method="random", **options).out)
+
+    one, again, other = run("a", seed=1), run("b", seed=1, jobs=3, max_shard_bytes=4000), run("c", seed=2)
+    assert all(torch.equal(one[n], again[n]) for n in one)
+    assert not torch.equal(one[K], other[K])
+    assert not torch.equal(one[K], one[K.replace("layers.0", "layers.1")])
+    assert not torch.equal(one[K], one[K.replace("k_proj", "v_proj")])
+    assert torch.count_nonzero(one[V_BIAS]) == 0
+    draws = torch.cat([one[n].flatten() for n in one if "k_proj.weight" in n or "v_proj.weight" in n])
+    assert abs(float(draws.std()) / 0.02 - 1) < 0.1
+    assert abs(float(draws.mean())) < 0.002
+
+
+def test_random_keeps_the_norms_of_the_heads(tmp_path: Path) -> None:
+    """A k norm of random numbers around zero would silence the keys: it is averaged instead."""
+    source = write_checkpoint(build(TINY["olmo2"], 4), tmp_path / "source")
+    name = "model.layers.0.self_attn.k_norm.weight"
+    random = all_tensors(convert_checkpoint(source, 2, tmp_path / "out", method="random").out)[name]
+    mean = all_tensors(convert_checkpoint(source, 2, tmp_path / "mean").out)[name]
+    assert torch.equal(random, mean)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_pooling_rounds_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Averages of stored numbers are exact in float32 (float64) up to one rounding to the stored dtype."""
+    source = write_checkpoint(build(TINY["llama"], 4), tmp_path / "source")
+    for file in source.glob("*.safetensors"):
+        save_file({k: v.to(dtype) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    before = all_tensors(source)[K]
+    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out").out)[K]
+    exact = grouped(before.double(), 1).mean(1).flatten(0, 1)
+    assert after.dtype == dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(after, exact.to(dtype))
+        steps = [grouped(before, 1)[:, a] for a in range(4)]
+        rounded_often = ((((steps[0] + steps[1]) + steps[2]) + steps[3]) / 4).flatten(0, 1)
+        assert not torch.equal(rounded_often, after), "the control: rounding at every step shows"
+    else:
+        assert torch.allclose(after.double(), exact, atol=1e-7 if dtype == torch.float32 else 1e-15, rtol=0)
+
+
+def test_dtype_is_rounded_from_the_merged_numbers(tmp_path: Path) -> None:
+    """bfloat16 stored as float32 keeps the average's own digits; untouched tensors are cast too."""
+    source = write_checkpoint(build(TINY["llama"], 4), tmp_path / "source")
+    for file in source.glob("*.safetensors"):
+        save_file({k: v.bfloat16() for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    before = all_tensors(source)
+    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", dtype="float32").out)
+    exact = grouped(before[K].float(), 1).mean(1).flatten(0, 1)
+    assert torch.allclose(after[K], exact, atol=1e-7, rtol=0)
+    assert not torch.equal(after[K], after[K].bfloat16().float())
+    assert all(t.dtype == torch.float32 for t in after.values())
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].float())
+
+
+def merge(method: str, kv: int, groups: int, projection: bool = True) -> object:
+    return Merging(method).merge_for("x.weight", kv, groups, projection)
+
+
+@pytest.mark.parametrize("order", ["stacked", "grouped"])
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_fused_layouts_agree_with_separate_ones(order: str, groups: int) -> None:
+    """Unpacked by hand, merged as separate tensors, packed by hand: the same as the layout does."""
+    heads = LayerHeads(query=8, kv=4, key_dim=DIM, value_dim=DIM)
+    q, k, v = torch.randn(8, DIM, 5), torch.randn(4, DIM, 5), torch.randn(4, DIM, 5)
+
+    def pack(k: Tensor, v: Tensor) -> Tensor:
+        if order == "stacked":
+            return torch.cat([q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
+        n, r = k.shape[0], 8 // k.shape[0]
+        return torch.cat([torch.cat([*q[j * r : (j + 1) * r], k[j], v[j]]) for j in range(n)])
+
+    pooling = Merging("mean").merge_for("x.weight", 4, groups, True)
+    fused = Fused(order).regroup(pack(k, v), heads, pooling)  # type: ignore[arg-type]
+    assert torch.equal(fused, pack(pooling("key", k), pooling("value", v)))
+    separate = Separate("key").regroup(k.flatten(0, 1), heads, pooling)
+    assert torch.equal(separate, pooling("key", k).flatten(0, 1))
+
+
+def test_dt_proj_reads_the_same_sum_of_values() -> None:
+    """Doge: with equal value heads inside a group the merged columns give the same gate."""
+    heads = LayerHeads(query=4, kv=4, key_dim=DIM, value_dim=DIM)
+    weight, shared = torch.randn(4, 4 * DIM), torch.randn(2, DIM)
+    values = shared.repeat_interleave(2, dim=0)  # (4, d), equal in groups of two
+    merged = ReadsValues().regroup(weight, heads, Merging("mean").merge_for("dt_proj.weight", 4, 2, False))
+    expected = (weight @ values.flatten()).view(2, 2).mean(1)
+    assert torch.allclose(merged @ shared.flatten(), expected, atol=1e-6)
+    back = ReadsValues().regroup(merged, heads.with_kv(2), Merging().merge_for("dt_proj.weight", 2, 4, False))
+    assert torch.allclose(back @ values.flatten(), expected.repeat_interleave(2), atol=1e-6)
+
+
+def test_methods_are_named_once() -> None:
+    assert METHODS == ("mean", "first", "random")
