@@ -37,7 +37,7 @@ build: install
 	$(BIN)/python -m build --outdir dist .
 
 check: lint types test test-real build
-	$(PYTHON) tests/packaging.py dist
+	$(PYTHON) tests/installed.py dist
 
 demo: install
 	$(BIN)/python examples/demo.py

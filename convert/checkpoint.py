@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.errors import CorruptError, RefusedError, first_line, listing
+from gqa.convert.errors import CorruptError, RefusedError, explain, listing
 from gqa.convert.safetensors_header import TensorSpec, read_header
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     """A JSON object of bounded size."""
     path = member_path(directory, name)
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed")
+        raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed; is it one?")
     try:
         text = path.read_bytes()
         value = json.loads(text.decode("utf-8"))
@@ -136,11 +136,11 @@ def read_checkpoint(directory: Path, name: str | None = None, **provenance: str 
     except NotADirectoryError:
         raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None
     except OSError as error:
-        raise RefusedError(f"{directory} cannot be read: {error.strerror}") from None
+        raise RefusedError(f"{directory} cannot be read: {error.strerror}; give yourself the right") from None
     try:
         return _read_checkpoint(directory, present, name or directory.resolve().name, provenance)
     except PermissionError as error:
-        raise RefusedError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from None
 
 
 def _read_checkpoint(directory: Path, present: set[str], name: str, provenance: Mapping[str, str | None]) -> Checkpoint:
@@ -197,7 +197,8 @@ def index_files(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(rf"[\w][\w.\- ]*{re.escape(suffix)}", file):
             raise CorruptError(
-                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files in the same directory"
+                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files in the same "
+                "directory; download the checkpoint again"
             )
     return sorted(set(weight_map.values()))
 
@@ -264,9 +265,9 @@ def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the restricted unpickler raises any kind on a broken or hostile file
         unpickling = isinstance(error, pickle.UnpicklingError)
-        reason = "it asks for more than tensors, which is never run" if unpickling else first_line(error)
+        why = "it asks for more than tensors, which is never run" if unpickling else explain(error)
         raise CorruptError(
-            f"{file} is not a file of plain tensors that can be mapped ({reason}); "
+            f"{file} is not a file of plain tensors that can be mapped ({why}); "
             "save the checkpoint as safetensors first"
         ) from None
     plain = (torch.Tensor, torch.nn.Parameter)
@@ -315,5 +316,5 @@ def _side_files(directory: Path, rewritten: set[str]) -> tuple[tuple[str, ...], 
         elif os.access(member_path(directory, name), os.R_OK):
             kept.append(name)
         else:
-            raise RefusedError(f"{directory / name} cannot be read: give yourself the permission, or remove it")
+            raise RefusedError(f"{directory / name} cannot be read; give yourself the right, or remove it")
     return tuple(kept), tuple(left_out)

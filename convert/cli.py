@@ -173,7 +173,7 @@ def _say(text: str, options: dict[str, Any]) -> None:
 def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> None:
     from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
 
-    _say(plan_text(plan, options["verbose"]), options)
+    _say(plan_text(plan, tensors=options["dry_run"] or options["verbose"]), options)
     record = plan_record(plan)
     if ranks := options["tensor_parallel"]:
         fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)

@@ -30,13 +30,14 @@ def alternatives(numbers: Iterable[int]) -> str:
     return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
 
 
-def first_line(error: BaseException) -> str:
+def explain(error: BaseException, limit: int = 300) -> str:
     """What an exception of a library says, in one line; its kind where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    text = " ".join(str(error).split())[:limit]
+    return text or type(error).__name__
 
 
 def one_line(text: str, limit: int = 1000) -> str:
     """Text with names out of a hostile file, safe to print: no line breaks, no terminal escapes, not endless."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
-    return shown if len(text) <= limit else f"{shown}... ({len(text)} characters)"
+    if len(text) > limit:
+        text = f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -136,9 +136,11 @@ class ReadsValues:
         groups = rows.shape[0]
         columns: Tensor = rows.unflatten(1, (heads.kv, heads.value_dim))  # (G, Hk, d)
         if groups <= heads.kv:
-            return columns.unflatten(1, (groups, -1)).sum(2).flatten(1)
-        repeat = groups // heads.kv
-        return (columns / repeat).repeat_interleave(repeat, dim=1).flatten(1)
+            columns = columns.unflatten(1, (groups, -1)).sum(2)  # (G, G, d)
+        else:
+            repeat = groups // heads.kv
+            columns = (columns / repeat).repeat_interleave(repeat, dim=1)
+        return columns.flatten(1)
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,21 @@ class HeadMaps:
     value: Tensor
 
     def merge(self, role: Role, heads: Tensor) -> Tensor:
-        """Heads (Hk, rows, *rest) -> (G, rows, *rest), summed in the dtype of `heads`."""
+        """Heads (Hk, rows, *rest) -> (G, rows, *rest), summed in float32 (float64 for F64) and rounded once."""
         import torch
 
         weights = self.value if role == "value" else self.key
         groups, per_group = weights.shape
-        grouped: Tensor = heads.unflatten(0, (groups, per_group))  # (G, m, rows, *rest)
+        merged = heads.new_empty(groups, *heads.shape[1:])
         if heads.is_meta:
-            return grouped[:, 0]
-        merged = heads.new_zeros(groups, *heads.shape[1:])
-        for a in range(per_group):
-            column = weights[:, a].to(heads.dtype)
-            if not bool(column.any()):
-                continue  # an unused head must not turn an Inf of its own into a NaN of the group
-            merged = torch.addcmul(merged, grouped[:, a], column.view(groups, *[1] * (heads.ndim - 1)))
+            return merged
+        precise = torch.float64 if heads.dtype == torch.float64 else torch.float32
+        members = heads.unflatten(0, (groups, per_group))  # (G, m, rows, *rest)
+        for j, row in enumerate(weights.tolist()):
+            total: Tensor | None = None
+            for head, weight in zip(members[j], row, strict=True):  # one at a time: the wide numbers stay in the cache
+                if weight:  # times zero, an Inf of an unused head would become a NaN of the group
+                    wide = head.to(precise)
+                    total = wide * weight if total is None else total.add_(wide, alpha=weight)
+            merged[j] = 0 if total is None else total
         return merged

@@ -12,12 +12,14 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from gqa.convert.errors import CorruptError, RefusedError, listing
+from gqa.convert.errors import CorruptError, RefusedError, explain, listing
 from gqa.convert.families import FAMILIES, NESTED, REFUSED, Edits, Family, find_family
 from gqa.convert.layout import LayerHeads
 
+MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")
 
 
@@ -47,7 +49,7 @@ class ModelConfig:
         """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
         return self.family.heads(self.text, layer) if layer < self.layers else self.main
 
-    @property
+    @cached_property
     def main(self) -> LayerHeads:
         """Heads of the main layer type, whose KV heads `--groups` counts: what the config says without overrides."""
         counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
@@ -75,7 +77,8 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
             )
     top_type = raw.get("model_type")
     if not isinstance(top_type, str):
-        raise CorruptError(f"{name}: config.json has no model_type")
+        raise CorruptError(f"{name}: config.json has no model_type; --families lists what is supported")
+    _check_sizes(raw, name)
     top = _effective(top_type, raw, name)
     path = NESTED.get(top_type, ())
     text, model_type = top, top_type
@@ -90,15 +93,44 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     if reason := family.refusal(text):
         raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
     owner = path if _has_path(raw, path) else ()
-    return ModelConfig(raw, owner, text, family)
+    config = ModelConfig(raw, owner, text, family)
+    _check_heads(config, name)
+    return config
+
+
+def _check_sizes(raw: dict[str, Any], name: str) -> None:
+    """Refuse numbers of layers and heads that would take endless time and memory just to list."""
+    for part in _parts(raw):
+        for key, value in part.items():
+            if isinstance(value, int) and value > MAX_COUNT and ("layer" in key or "head" in key):
+                raise CorruptError(
+                    f"{name}: config.json says {key}: {value}, at most {MAX_COUNT} are allowed; correct it"
+                )
+
+
+def _check_heads(config: ModelConfig, name: str) -> None:
+    try:
+        heads = {config.heads(layer) for layer in range(config.layers)}
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise CorruptError(
+            f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"
+        ) from None
+    if not heads:
+        raise CorruptError(f"{name}: config.json has no layers (num_hidden_layers: {config.layers}); correct it")
+    for h in heads:
+        if min(h.query, h.kv, h.key_dim, h.value_dim) < 1 or h.query % h.kv:
+            raise CorruptError(
+                f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
+                "natural numbers are allowed, the second a divisor of the first"
+            )
 
 
 def refuse_model_type(model_type: str, text: Any, name: str) -> None:
-    """Raise for architectures known not to be convertible, with the reason."""
-    if reason := REFUSED.get(model_type):
-        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
-    if getattr(text, "kv_lora_rank", None):
-        raise RefusedError(f"{name} ({model_type}) cannot be converted: {REFUSED['deepseek_v3']}")
+    """Raise for architectures known not to be convertible, with the reason and what to do instead."""
+    reason = REFUSED.get(model_type) or (REFUSED["deepseek_v3"] if getattr(text, "kv_lora_rank", None) else None)
+    if reason:
+        advice = "" if "; " in reason else "; --families lists what can be converted"
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
 
 
 def valid_groups(config: ModelConfig) -> list[int]:
@@ -214,17 +246,20 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
     """transformers' config object; no code of the checkpoint is ever imported."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if reason := REFUSED.get(model_type):
-        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
+    refuse_model_type(model_type, None, name)
     if model_type not in CONFIG_MAPPING:
         remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
-        raise RefusedError(f"{name} is of model type {model_type!r}, which transformers does not have{remote}")
+        raise RefusedError(
+            f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
+            "--families lists what is supported"
+        )
     try:
         with _quiet_transformers():
             return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(raw)))
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CorruptError(f"{name}: transformers cannot read config.json as {model_type}: {reason}") from None
+        raise CorruptError(
+            f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
+        ) from None
 
 
 def _with_floats(value: Any) -> Any:

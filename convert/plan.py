@@ -53,7 +53,9 @@ class Change:
                 return list(self.rule.layout.regroup(torch.stack(list(tensors)), self.heads, merge).unbind())
             return [self.rule.layout.regroup(tensors[0], self.heads, merge)]
         except CorruptError as error:
-            raise CorruptError(f"{self.sources[0].name} {list(self.sources[0].shape)} {error}") from None
+            raise CorruptError(
+                f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; is it of another model?"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     """The modules of the text stack that hold keys and values."""
     family = config.family
     names = "|".join(re.escape(name) for name in family.attention)
-    pattern = re.compile(rf"((?:^|.*\.)(?:layers|blocks|h)\.(\d+)\.(?:{names}))\.(.+)")
+    pattern = re.compile(rf"((?:^|.*\.)(?:layers|blocks|h)\.(\d+)\.(?:{names}))\.(.+)", re.DOTALL)
     found: dict[tuple[str, int], dict[str, TensorSpec]] = defaultdict(dict)
     for name, spec in checkpoint.tensors.items():
         if (match := pattern.fullmatch(name)) and not _TOWERS.search(name):
@@ -210,7 +212,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     if not modules:
         raise CorruptError(
             f"{checkpoint.name} has no tensor like layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; "
-            f"its config says {config.text.model_type}"
+            f"its config says {config.text.model_type}; give a checkpoint of the whole model"
         )
     return modules
 
@@ -285,7 +287,7 @@ def _check_keys_and_values(module: AttentionModule, changes: Sequence[Change], c
     if len({spec.dtype for spec in parts.values()}) > 1:
         pairs = ", ".join(f"{name} {spec.dtype}" for name, spec in parts.items())
         raise CorruptError(
-            f"keys and values of {module.path} have different dtypes ({pairs}); cast one, or use --dtype"
+            f"keys and values of {module.path} have different dtypes ({pairs}); save both in one dtype first"
         )
 
 

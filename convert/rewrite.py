@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -65,15 +65,29 @@ def run_plan(
     with OutputDirectory(out, plan.checkpoint.directory, overwrite) as output:
         _require_space(plan, output.work)
         job = _Job(plan, output.work, progress or (lambda n: None))
-        _write_shards(job, jobs)
-        _write_side_files(plan, output.work)
-        hashes = verify(plan, output.work, tolerated=job.warnings, checksums=checksums)
+        with _one_thread_per_job():
+            _write_shards(job, jobs)
+            _write_side_files(plan, output.work)
+            hashes = verify(plan, output.work, tolerated=job.warnings, checksums=checksums, jobs=jobs)
         write_text(output.work / card.PROVENANCE, card.provenance(plan, hashes))
         write_text(output.work / "README.md", card.model_card(plan, out.name))
         if load:
             verify_load(output.work)
         output.commit()
     return Conversion(out, plan, (*plan.warnings, *job.warnings), hashes)
+
+
+@contextmanager
+def _one_thread_per_job() -> Iterator[None]:
+    """Merging waits for memory, not for arithmetic: several threads on one tensor would only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _require_space(plan: Plan, work: Path) -> None:
@@ -186,13 +200,12 @@ def _compute(job: _Job, change: Change) -> list[Tensor]:
         tensors = [tensor.to(precise) for tensor in tensors]
 
     def checked(merge: Merge) -> Merge:
-        def merge_precisely(role: Role, heads: Tensor) -> Tensor:
-            exact = heads.to(precise)
-            if not bool(exact.sum().isfinite()) and not bool(exact.isfinite().all()):
+        def merge_checked(role: Role, heads: Tensor) -> Tensor:
+            if not bool(heads.sum().isfinite()) and not bool(heads.isfinite().all()):  # the sum alone may overflow
                 job.warnings.append(f"{change.sources[0].name} has NaN or Inf in its {role} heads")
-            return merge(role, exact).to(heads.dtype)
+            return merge(role, heads)
 
-        return merge_precisely
+        return merge_checked
 
     return change.compute(tensors, job.plan.merging, checked)
 

@@ -61,7 +61,8 @@ def read_header(stream: BinaryIO, file: str, file_size: int) -> list[TensorSpec]
     (length,) = struct.unpack("<Q", prefix)
     if length > MAX_HEADER_BYTES:
         raise CorruptError(
-            f"{file}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not safetensors?"
+            f"{file}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not safetensors? "
+            "download it again"
         )
     if 8 + length > file_size:
         raise CorruptError(f"{file} is truncated: header of {length} bytes in a file of {file_size}; download it again")
@@ -74,14 +75,14 @@ def parse_header(text: bytes, file: str, file_size: int) -> list[TensorSpec]:
     metadata = header.pop("__metadata__", None)
     strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not strings:
-        raise CorruptError(f"{file}: __metadata__ in its header is not an object of strings; not a safetensors file?")
+        raise CorruptError(f"{file}: __metadata__ in its header is not an object of strings; download it again")
     data, data_start = file_size - 8 - len(text), 8 + len(text)
     specs = [_tensor_spec(name, entry, file, data_start, data) for name, entry in header.items()]
     specs.sort(key=lambda s: (s.begin, s.end))
     position = data_start
     for spec in specs:
         if spec.begin != position:
-            what = "overlaps the tensor before it" if spec.begin < position else "leaves a hole before it"
+            what = "overlap the tensor before" if spec.begin < position else "leave a hole before them"
             raise CorruptError(f"{file}: the bytes of {spec.name} start where they {what}; download it again")
         position = spec.end
     if position != file_size:
@@ -111,10 +112,10 @@ def _parse_json(text: bytes, file: str) -> dict[str, Any]:
     except CorruptError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{file}: its header is not JSON ({error}); not a safetensors file?") from None
+        raise CorruptError(f"{file}: its header is not JSON ({error}); not safetensors? download it again") from None
     if not isinstance(header, dict):
         raise CorruptError(
-            f"{file}: its header is a JSON {type(header).__name__}, not an object; not a safetensors file?"
+            f"{file}: its header is a JSON {type(header).__name__}, not an object; not safetensors? download it again"
         )
     return header
 
@@ -129,16 +130,23 @@ def _integer(text: str) -> int:
 
 def _tensor_spec(name: str, entry: object, file: str, data_start: int, data: int) -> TensorSpec:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CorruptError(f"{file}: the header entry of {name} is not an object of dtype, shape and data_offsets")
+        raise CorruptError(
+            f"{file}: the header entry of {name} is not an object of dtype, shape and data_offsets; download it again"
+        )
     dtype: Any = entry["dtype"]
     shape: Any = entry["shape"]
     offsets: Any = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise CorruptError(f"{file}: {name} has the unknown dtype {dtype!r}; known are {listing(BITS, 30)}")
+        raise CorruptError(
+            f"{file}: {name} has the unknown dtype {dtype!r}; allowed are {listing(BITS, 30)}; save it again"
+        )
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise CorruptError(f"{file}: {name} has shape {shape!r} and data_offsets {offsets!r}, natural numbers expected")
+        raise CorruptError(
+            f"{file}: {name} has shape {shape!r} and data_offsets {offsets!r}, allowed are natural "
+            "numbers; download it again"
+        )
     if len(shape) > MAX_RANK:
-        raise CorruptError(f"{file}: {name} has {len(shape)} dimensions, at most {MAX_RANK} are allowed")
+        raise CorruptError(f"{file}: {name} has {len(shape)} dimensions, at most {MAX_RANK} are allowed; save it again")
     begin, end = offsets
     if not begin <= end <= data:
         raise CorruptError(f"{file}: {name} has bytes {begin} to {end} of {data}; truncated? download it again")

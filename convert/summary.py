@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gqa.convert.errors import one_line
 from gqa.convert.plan import OutputTensor, Plan
 
 
@@ -79,8 +80,8 @@ def _source_shapes(tensor: OutputTensor) -> list[list[int]]:
     return [list(spec.shape) for spec in tensor.change.sources] if tensor.change else []
 
 
-def plan_text(plan: Plan, verbose: bool = False) -> str:
-    """The plan for people; every changed tensor with `verbose` or where there are few, else one line a kind."""
+def plan_text(plan: Plan, tensors: bool = True) -> str:
+    """The plan for people, every changed tensor with its shapes listed or only counted."""
     main = plan.config.main
     direction = "repeated" if plan.groups > main.kv else f"method {plan.merging.method}"
     lines = [
@@ -94,13 +95,10 @@ def plan_text(plan: Plan, verbose: bool = False) -> str:
         *(f"shard       {s.file}: {s.nbytes:,} bytes, {len(s.tensors)} tensors" for s in plan.shards),
     ]
     if plan.is_identity:
-        lines.append("tensors     none change: these are the source's own key/value heads")
+        lines.append("identity    these are the source's own key/value heads")
     changed = plan.changed
-    lines += [_tensor_line(t) for t in changed]
-    if not verbose and len(changed) > 16:
-        hidden = len(changed) - 8
-        lines[len(lines) - hidden :] = [f"tensor      ... and {hidden} more (-v lists all)"]
-    return "\n".join(lines)
+    lines += [_tensor_line(t) for t in changed] if tensors else [f"tensors     {len(changed)} changed"]
+    return "\n".join(map(one_line, lines))
 
 
 def _tensor_line(tensor: OutputTensor) -> str:

@@ -28,7 +28,11 @@ CONTEXT = 512
 
 def heldout_windows(tokenizer: PreTrainedTokenizerBase, count: int) -> torch.Tensor:
     """`count` windows of held-out source, evenly spread over all of it. Shape (count, CONTEXT)."""
-    ids = [i for d in stdlib_documents("heldout") for i in [*tokenizer(d.text)["input_ids"], tokenizer.eos_token_id]]
+    ids = [
+        i
+        for d in stdlib_documents("heldout")
+        for i in [*tokenizer(d.text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+    ]
     windows = torch.tensor(ids[: len(ids) // CONTEXT * CONTEXT]).view(-1, CONTEXT)
     return windows[torch.linspace(0, len(windows) - 1, count).long()]
 
@@ -73,7 +77,7 @@ def main() -> None:
         plan = plan_conversion(args.model, args.groups)
         convert_checkpoint(args.model, args.groups, out, overwrite=True)
         print(
-            f"{args.model} -> {out.name}: {plan.config.main.kv} to {args.groups} key/value heads, "
+            f"{args.model.name} -> {out.name}: {plan.config.main.kv} to {args.groups} key/value heads, "
             f"converted and verified in {time.perf_counter() - start:.1f} s\n"
         )
         tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -201,7 +201,7 @@ class Result:
 
 
 def run(*words: object) -> Result:
-    """`gqa-convert WORDS` in this process. An exception that is not an exit is the test's failure, as a traceback is."""
+    """`gqa-convert WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
     from gqa.convert.cli import main
 
     code, before = 0, signal.getsignal(signal.SIGTERM)

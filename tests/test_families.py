@@ -30,6 +30,8 @@ VALUES = ("v_proj", "wv_dv", "value_net", "v_sconv")
 
 # Refused by their options or family, see test_refused.
 REFUSED_TINY = {n for n, t in TINY.items() if t.model_type in REFUSED} | {"zamba2+adapter"}
+# Only this part is converted and its share of the logits is small: made louder, so that a wrong order shows.
+QUIET = {"blt": "global_transformer"}
 CONVERTIBLE = [name for name in TINY if name not in REFUSED_TINY]
 
 
@@ -98,7 +100,11 @@ def attention_of(name: str) -> str:
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path]:
     """The multi-head checkpoint of one family."""
     tiny = TINY[request.param]
-    return tiny, write_checkpoint(build(tiny, QUERY_HEADS), tmp_path_factory.mktemp("source"))
+    model = build(tiny, QUERY_HEADS)
+    for name, parameter in model.named_parameters():
+        if QUIET.get(tiny.name, "no such part") in name and name.endswith("o_proj.weight"):
+            parameter.data *= 8
+    return tiny, write_checkpoint(model, tmp_path_factory.mktemp("source"))
 
 
 def smaller_groups(directory: Path) -> list[int]:
@@ -140,7 +146,7 @@ def test_expand_back(source: tuple[Tiny, Path], tmp_path: Path) -> None:
     for g in groups:
         merged = convert_checkpoint(directory, g, tmp_path / f"merged{g}").out
         expected = logits(tiny, load(tiny, merged, attention), given)
-        assert error(expected, original) > TOLERANCE * CONTROL, "merging random heads must change the model"
+        assert error(expected, original) > TOLERANCE * 10, "merging random heads must change the model"
         back = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"back{g}").out
         assert error(logits(tiny, load(tiny, back, attention), given), expected) < TOLERANCE
         if g > 1:  # one head repeated has no order
@@ -213,6 +219,26 @@ def decode(model: PreTrainedModel, given: dict[str, Tensor], prompt: int = 8) ->
         )
         steps.append(output.get("logits", output.get("last_hidden_state"))[:, -1])
     return torch.stack(steps, 1)
+
+
+@pytest.mark.parametrize("source", [n for n in DECODERS if n != "unlimited_ocr_text"], indirect=True, ids=str)
+def test_kv_cache_bytes(source: tuple[Tiny, Path], tmp_path: Path) -> None:
+    """The bytes that the plan promises are those of transformers' own cache object, before and after.
+
+    (unlimited_ocr keeps its keys and values in an object of its own, not in a cache with layers.)
+    """
+    tiny, directory = source
+    smallest = smaller_groups(directory)[0]
+    plan = plan_conversion(directory, smallest)
+    out = convert_checkpoint(directory, smallest, tmp_path / "out").out
+    given = inputs(tiny, batch=1, length=4)
+    for place, promised in ((directory, plan.cache_before), (out, plan.cache_after)):
+        with torch.no_grad():
+            cache = load(tiny, place, attention_of(tiny.name))(**given, use_cache=True).past_key_values
+        parts = [getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values")]
+        held = sum(t.numel() * t.element_size() for t in parts if isinstance(t, Tensor))
+        assert held == promised.bytes_at(4)
+    assert plan.cache_after.bytes_per_token < plan.cache_before.bytes_per_token or "falcon" in tiny.name
 
 
 def test_every_family_has_a_tiny_model() -> None:

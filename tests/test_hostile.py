@@ -14,12 +14,29 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import (
-    INDEX, K0, SINGLE, V0, Result, Tensors, config, edit_json, header_of, leftovers, llama, read_header, run, snapshot,
-    weights, write_json, write_raw, write_safetensors, write_shards,
+    INDEX,
+    K0,
+    SINGLE,
+    V0,
+    Result,
+    Tensors,
+    config,
+    edit_json,
+    header_of,
+    leftovers,
+    llama,
+    read_header,
+    run,
+    snapshot,
+    weights,
+    write_json,
+    write_raw,
+    write_safetensors,
+    write_shards,
 )  # fmt: skip
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-Break = Callable[[Path], None]
+Break = Callable[[Path], object]
 
 
 def check_refused(result: Result, *says: str, code: int = 2) -> None:
@@ -33,6 +50,7 @@ def check_refused(result: Result, *says: str, code: int = 2) -> None:
     assert len(result.err) < 1200
     for words in says:
         assert words in result.err, (words, result.err)
+    assert "; " in result.err, "what is to be done?"
 
 
 def check_untouched(model: Path, before: Mapping[str, str], out: Path) -> None:
@@ -99,7 +117,7 @@ def settings(**changes: Any) -> Break:
 
 
 def text(file: str, content: bytes) -> Break:
-    return lambda model: (model / file).write_bytes(content) and None
+    return lambda model: (model / file).write_bytes(content)
 
 
 def shift(name: str, begin: int, end: int) -> Callable[[dict[str, Any]], None]:
@@ -161,7 +179,7 @@ CASES = (
          ("config.json is not JSON in UTF-8",)),
     Case("config is empty", text("config.json", b""), ("config.json is not JSON",)),
     Case("config is a list", text("config.json", b"[1]"), ("config.json holds a JSON list, not an object",)),
-    Case("config is a directory", lambda m: ((m / "config.json").unlink(), (m / "config.json").mkdir()) and None,
+    Case("config is a directory", lambda m: ((m / "config.json").unlink(), (m / "config.json").mkdir()),
          ("config.json", "not a regular file")),
     Case("config without model_type", settings(model_type=...), ("config.json has no model_type",)),
     Case("model_type is a number", settings(model_type=7), ("config.json has no model_type",)),
@@ -183,16 +201,16 @@ CASES = (
     Case("text_config in words", settings(model_type="llava", text_config="llama"), ("config",)),
     # which weights
     Case("no weights", lambda m: (m / SINGLE).unlink(), ("no weights at all", "give a directory")),
-    Case("GGUF only", lambda m: (m / SINGLE).rename(m / "model.gguf") and None, ("model.gguf", "GGUF is another")),
+    Case("GGUF only", lambda m: (m / SINGLE).rename(m / "model.gguf"), ("model.gguf", "GGUF is another")),
     Case("adapter only", lambda m: ((m / SINGLE).rename(m / "adapter_model.safetensors"),
-                                    (m / "config.json").rename(m / "adapter_config.json")) and None,
+                                    (m / "config.json").rename(m / "adapter_config.json")),
          ("no config.json", "merged into its base model first")),
     Case("packed names", tensors(lambda t: t | PACKED), ("k_proj.q", "quantised", "dequantise")),
     *(Case(f"K in {to}", tensors(lambda t, to=to: cast(t, K0, V0, to=to)), (K0, "quantised or packed"))
       for to in (torch.int8, torch.uint8, torch.float8_e4m3fn)),
     # the index
     Case("index is not JSON", text(INDEX, b"{]"), (INDEX, "not JSON", AGAIN), 2),
-    Case("index without weight_map", index(lambda made: made.pop("weight_map") and None), (INDEX, "weight_map"), 2),
+    Case("index without weight_map", index(lambda made: made.__delitem__("weight_map")), (INDEX, "weight_map"), 2),
     Case("empty index", text(INDEX, b"{}"), (INDEX, "no weight_map"), 2),
     Case("weight_map is a list", index(lambda made: {"weight_map": [1]}), (INDEX, "no weight_map"), 2),
     Case("weight_map is empty", index(lambda made: {"weight_map": {}}), (INDEX, "no weight_map"), 2),
@@ -211,11 +229,11 @@ CASES = (
     Case("a link leaves the directory", leaving_link, (SECOND, "link that leaves", "elsewhere"), 2),
     Case("a side file's link leaves the directory", leaving_side_file, ("tokenizer.model", "link that leaves")),
     Case("a side file's link leads nowhere", lambda m: (m / "merges.txt").symlink_to("gone"), ("no file merges.txt",)),
-    Case("a link to itself", lambda m: ((m / SECOND).unlink(), (m / SECOND).symlink_to(SECOND)) and None, (SECOND,), 2),
+    Case("a link to itself", lambda m: ((m / SECOND).unlink(), (m / SECOND).symlink_to(SECOND)), (SECOND,), 2),
     Case("a side file is a pipe", lambda m: os.mkfifo(m / "pipe"), ("pipe", "not a regular file")),
     Case("index names a tensor that its shard lacks", file_of("model.x", FIRST), ("model.x", FIRST, "no file has"), 2),
     Case("index names the wrong shard", file_of(K0, FIRST), (K0, "it is in"), 2),
-    Case("index forgets a tensor", index(lambda made: made["weight_map"].pop(K0) and None), (K0, "not in the ind"), 2),
+    Case("index forgets a tensor", index(lambda made: made["weight_map"].__delitem__(K0)), (K0, "not in the ind"), 2),
     Case("a tensor in two shards", lambda m: again(m, "model-extra.safetensors"), ("in two files", "duplicate"), 2),
     # the header
     Case("empty file", text(SINGLE, b""), (SINGLE, "truncated", AGAIN)),
@@ -235,42 +253,42 @@ CASES = (
     Case("metadata is a list", header(lambda h: h | {"__metadata__": [1]}), ("__metadata__", "object of strings")),
     Case("metadata of numbers", header(lambda h: h | {"__metadata__": {"a": 1}}), ("__metadata__",)),
     Case("an entry is a list", header(lambda h: h | {K0: ["F32", [1], [0, 4]]}), (K0, "dtype, shape and data_offsets")),
-    Case("an entry lacks its shape", header(lambda h: h[K0].pop("shape") and None), (K0, "dtype, shape")),
+    Case("an entry lacks its shape", header(lambda h: h[K0].__delitem__("shape")), (K0, "dtype, shape")),
     Case("unknown dtype", header(setting(K0, "dtype", "F33")), (K0, "unknown dtype 'F33'", "BF16")),
     Case("dtype is a list", header(setting(K0, "dtype", ["F32"])), (K0, "unknown dtype")),
     Case("duplicate tensor", duplicates, ("duplicate", K0)),
-    Case("overlapping offsets", header(shift(K0, -8, -8)), ("overlaps", AGAIN)),
+    Case("overlapping offsets", header(shift(K0, -8, -8)), ("overlap", AGAIN)),
     Case("a hole", header(shift(K0, 8, 8)), ("hole",)),
     Case("bytes at the end", header(lambda h: None, lambda data: data + b"12345678"), ("8 bytes belong to no tensor",)),
     Case("truncated", header(lambda h: None, lambda data: data[:-100]), ("lm_head.weight", "truncated", AGAIN)),
     Case("offsets out of range", header(setting("lm_head.weight", "data_offsets", [0, 2**62])), ("lm_head", "trunca")),
-    Case("negative offsets", header(setting(K0, "data_offsets", [-4, 4])), (K0, "natural numbers expected")),
+    Case("negative offsets", header(setting(K0, "data_offsets", [-4, 4])), (K0, "natural numbers")),
     Case("reversed offsets", header(setting(K0, "data_offsets", [8, 4])), (K0, "bytes 8 to 4")),
     Case("offsets beyond 64 bits", header(setting(K0, "data_offsets", [0, 2**70])), (K0, "natural numbers")),
     Case("offsets of True", header(setting(K0, "data_offsets", [False, True])), (K0, "natural numbers")),
-    Case("three offsets", header(setting(K0, "data_offsets", [0, 4, 8])), (K0, "natural numbers expected")),
-    Case("shape is a number", header(setting(K0, "shape", 512)), (K0, "natural numbers expected")),
-    Case("shape of floats", header(setting(K0, "shape", [16.0, 32.0])), (K0, "natural numbers expected")),
-    Case("negative shape", header(setting(K0, "shape", [-16, -32])), (K0, "natural numbers expected")),
+    Case("three offsets", header(setting(K0, "data_offsets", [0, 4, 8])), (K0, "natural numbers")),
+    Case("shape is a number", header(setting(K0, "shape", 512)), (K0, "natural numbers")),
+    Case("shape of floats", header(setting(K0, "shape", [16.0, 32.0])), (K0, "natural numbers")),
+    Case("negative shape", header(setting(K0, "shape", [-16, -32])), (K0, "natural numbers")),
     Case("shape against bytes", header(setting(K0, "shape", [16, 33])), (K0, "2048 bytes", "needs 2112")),
     Case("shape overflows", raw(BIG), ("63 bits",)),
     Case("shape of a thousand dimensions", header(setting(K0, "shape", [1] * 1000)), ("1000 dimensions",)),
     # tensors against the config and each other
     Case("K has other rows", settings(kv=2), (K0, "[16, 32]", "16 rows", "config asks for", "2 key heads x 4")),
     Case("K and V in another width", settings(head_dim=8), (K0, "16 rows", "4 key heads x 8")),
-    Case("K without V", tensors(lambda t: t.pop(V0) is None), ("layers.0.self_attn has k_proj but no v_proj",)),
-    Case("V without K", tensors(lambda t: t.pop(K0) is None), ("layers.0.self_attn has v_proj but no k_proj",)),
+    Case("K without V", tensors(lambda t: t.__delitem__(V0)), ("layers.0.self_attn has k_proj but no v_proj",)),
+    Case("V without K", tensors(lambda t: t.__delitem__(K0)), ("layers.0.self_attn has v_proj but no k_proj",)),
     Case("V alone is half", tensors(lambda t: cast(t, V0, to=torch.float16)), ("k_proj F32", "v_proj F16")),
-    Case("no attention at all", tensors(lambda t: {n: x for n, x in t.items() if "attn" not in n}), ("no tensor like",)),
+    Case("no attention at all", tensors(lambda t: {n: t[n] for n in t if "attn" not in n}), ("no tensor like",)),
     Case("an unknown tensor in attention", tensors(lambda t: t | {K0.replace("k_proj", "k_prj"): torch.ones(3, 5)}),
          ("k_prj.weight [3, 5] F32", "nearest: k_proj")),
     Case("a name with line breaks", tensors(lambda t: t | {K0.replace("k_proj", "\n\x1b[2Jx"): torch.ones(1)}),
          ("\\n\\x1b[2Jx",)),
     # not safetensors
-    Case("pickle without an archive", lambda m: bin_file(m, pickle.dumps({"a": 1})), ("pytorch_model.bin", "save it as")),
+    Case("pickle without an archive", lambda m: bin_file(m, pickle.dumps({"a": 1})), ("pytorch_model.bin",)),
     Case("a Git LFS pointer as .bin", lambda m: bin_file(m, b"version https://git-lfs.github.com/spec/v1\n"), ("lfs",)),
     Case("not only tensors in .bin", lambda m: save_bin(m, {"model": weights(), "step": 3}), ("other than named te",)),
-    Case("a sparse tensor in .bin", lambda m: save_bin(m, weights() | {"x": torch.eye(2).to_sparse()}), ("x is torch",)),
+    Case("a sparse tensor in .bin", lambda m: save_bin(m, weights() | {"x": torch.eye(2).to_sparse()}), ("x is",)),
     Case("a complex tensor in .bin", lambda m: save_bin(m, weights() | {"x": torch.ones(1) * 1j}), ("complex64",)),
     Case("the old .bin format", lambda m: save_bin(m, weights(), zipped=False), ("before 1.6", "as safetensors first")),
 )  # fmt: skip

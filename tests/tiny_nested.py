@@ -229,7 +229,7 @@ NESTED: tuple[Tiny, ...] = (
                        "patcher_config": {}},
              vocab_size=96, encoder_hash_byte_group_size=[2, 3], encoder_hash_byte_group_vocab=16,
              local_attention_window_len=5, patching_threshold=0.5, use_cache=False,
-             has_cache=False, gain={"o_proj.weight": 3.0}),
+             has_cache=False),
     _several("csm", "CsmForConditionalGeneration", {"": "csm", "depth_decoder_config": "csm_depth_decoder_model"},
              sections={"depth_decoder_config": {"num_codebooks": 2, "backbone_hidden_size": 32}}, codec_config=MIMI,
              num_codebooks=2, text_vocab_size=96, audio_token_id=3, audio_eos_token_id=4, codebook_pad_token_id=5,

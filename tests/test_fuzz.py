@@ -1,0 +1,280 @@
+"""Fuzzed headers, indexes, configs and whole checkpoints: refused in our own words or read as others read them.
+
+GQA_FUZZ=20 runs twenty times as many examples, and other ones each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+from checkpoints import INDEX, config, llama, weights
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from gqa.convert.checkpoint import check_index, index_files, merge_tables, read_checkpoint, read_json
+from gqa.convert.errors import CorruptError, RefusedError, one_line
+from gqa.convert.plan import make_plan
+from gqa.convert.safetensors_header import BITS, TensorSpec, format_header, parse_header, read_header
+
+SCALE = int(os.environ.get("GQA_FUZZ", "1"))
+
+
+def fuzz(examples: int) -> Callable[[Any], Any]:
+    return settings(
+        max_examples=examples * SCALE, deadline=None, database=None, derandomize=SCALE == 1,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )  # fmt: skip
+
+
+NUMBERS = st.one_of(
+    st.integers(-2, 9),
+    st.sampled_from([2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63)]),
+)
+ODD = st.one_of(
+    st.none(), st.booleans(), NUMBERS, st.floats(), st.text(max_size=4),
+    st.sampled_from(["", "\ud800", "\0", "\n", "../x", "F32", "__metadata__", "{", "\x1b[2J"]),
+)  # fmt: skip
+JSON = st.recursive(
+    ODD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+NAMES = st.one_of(st.text(max_size=6), st.sampled_from(["a", "b", "__metadata__", "model.layers.0.self_attn.k_proj"]))
+
+
+def others_read_the_same(raw: bytes, specs: list[TensorSpec]) -> None:
+    """What is accepted here, the format's own library accepts too, with the same names, types, shapes and bytes."""
+    theirs = dict(safetensors.deserialize(raw))
+    assert theirs.keys() == {spec.name for spec in specs}
+    assert len(theirs) == len(specs)
+    for spec in specs:
+        assert theirs[spec.name]["dtype"] == spec.dtype
+        assert theirs[spec.name]["shape"] == list(spec.shape)
+        assert bytes(theirs[spec.name]["data"]) == raw[spec.begin : spec.end]
+
+
+def check_file(raw: bytes) -> bool:
+    """Whether the bytes are accepted; only CorruptError may say that they are not."""
+    try:
+        specs = read_header(io.BytesIO(raw), "x.safetensors", len(raw))
+    except CorruptError as error:
+        assert len(one_line(str(error))) < 1100
+        assert one_line(str(error)).isprintable()
+        return False
+    others_read_the_same(raw, specs)
+    return True
+
+
+def with_header(header: object, data: bytes = b"", spaces: int = 0) -> bytes:
+    text = json.dumps(header).encode() + b" " * spaces
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@fuzz(300)
+@given(st.binary(max_size=64))
+@example(b"")
+@example(b"\x02" + bytes(7) + b"{}")
+def test_arbitrary_bytes(raw: bytes) -> None:
+    check_file(raw)
+    check_file(struct.pack("<Q", len(raw)) + raw)
+    with contextlib.suppress(CorruptError):
+        parse_header(raw, "x", 8 + len(raw))
+
+
+@st.composite
+def sound_tables(draw: st.DrawFn) -> list[tuple[str, str, list[int], int]]:
+    """(name, dtype, shape, bytes) of tensors that can be written."""
+    rows = []
+    for name in draw(st.lists(NAMES.filter(lambda n: n != "__metadata__"), max_size=5, unique=True)):
+        dtype = draw(st.sampled_from(sorted(BITS)))
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        bits = BITS[dtype]
+        for n in shape:
+            bits *= n
+        if bits % 8 == 0:
+            rows.append((name, dtype, shape, bits // 8))
+    return rows
+
+
+@st.composite
+def nearly_sound_headers(draw: st.DrawFn) -> tuple[dict[str, Any], int, bool]:
+    """A header, the bytes of its tensors, and whether anything was broken."""
+    header: dict[str, Any] = {}
+    position = 0
+    for name, dtype, shape, size in draw(sound_tables()):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    if draw(st.booleans()):
+        header["__metadata__"] = draw(st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+    broken = draw(st.integers(0, 2))
+    for _ in range(broken if header else 0):
+        entry = header[draw(st.sampled_from(sorted(header)))]
+        if not isinstance(entry, dict):
+            continue
+        key = draw(st.sampled_from(["dtype", "shape", "data_offsets", "extra"]))
+        entry[key] = draw(st.one_of(JSON, st.lists(NUMBERS, max_size=3), st.sampled_from(sorted(BITS))))
+    return header, position, broken == 0
+
+
+@fuzz(700)
+@given(nearly_sound_headers(), st.integers(0, 9), st.integers(-3, 3))
+def test_structured_headers(made: tuple[dict[str, Any], int, bool], spaces: int, more: int) -> None:
+    header, size, sound = made
+    surrogates = any(not text.isascii() and "\\ud" in json.dumps(text) for text in map(str, header))
+    accepted = check_file(with_header(header, bytes(max(0, size + more)), spaces))
+    if sound and more == 0 and not surrogates and "\\ud" not in json.dumps(header):
+        assert accepted
+    if more > 0:
+        assert not accepted
+
+
+@fuzz(300)
+@given(st.dictionaries(NAMES, JSON, max_size=3))
+def test_headers_of_anything(header: dict[str, Any]) -> None:
+    check_file(with_header(header))
+
+
+SOUND = with_header(
+    {
+        "__metadata__": {"format": "pt"},
+        "a.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "b": {"dtype": "BF16", "shape": [0, 7], "data_offsets": [24, 24]},
+        "c": {"dtype": "U8", "shape": [], "data_offsets": [24, 25]},
+    },
+    bytes(range(25)),
+)
+TOKENS = [b"-0", b"1.0", b"1e0", b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}", b'"\\ud800"', b"  ", b"\xef\xbb\xbf",
+          b"99999999999999999999", b"\xff", b"a", b"F32", b",", b":", b"0", b"\0"]  # fmt: skip
+
+
+@st.composite
+def mutated(draw: st.DrawFn, sound: bytes, first: int = 0) -> bytes:
+    """Some bytes replaced, removed or inserted, from `first` on."""
+    raw = sound
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(first, max(first, len(raw) - 1)))
+        removed = draw(st.integers(0, 4))
+        raw = raw[:at] + draw(st.one_of(st.binary(max_size=2), st.sampled_from(TOKENS))) + raw[at + removed :]
+    return raw
+
+
+@fuzz(700)
+@given(mutated(SOUND, 8), st.booleans())
+@example(SOUND, True)
+def test_mutated_file(raw: bytes, repair: bool) -> None:
+    """Also with the length of the header set right again, so that what follows is reached."""
+    if repair and (end := raw.rfind(b"}")) > 0:
+        raw = struct.pack("<Q", end + 1 - 8) + raw[8:]
+    assert check_file(raw) or raw != SOUND
+
+
+@fuzz(150)
+@given(sound_tables())
+def test_what_is_written_is_read_back(rows: list[tuple[str, str, list[int], int]]) -> None:
+    assume(not any("\\ud" in json.dumps(name) for name, *_ in rows))
+    head = format_header({name: (dtype, tuple(shape)) for name, dtype, shape, _ in rows})
+    assert len(head) % 8 == 0
+    raw = head + bytes(sum(size for *_, size in rows))
+    assert check_file(raw)
+    specs = read_header(io.BytesIO(raw), "x", len(raw))
+    assert {(s.name, s.dtype, s.shape, s.nbytes) for s in specs} == {(n, d, tuple(s), b) for n, d, s, b in rows}
+
+
+FILES = st.one_of(st.sampled_from(["a.safetensors", "b.safetensors", "../a.safetensors", "/a.safetensors"]), ODD)
+
+
+@fuzz(300)
+@given(st.dictionaries(st.text(max_size=8), JSON, max_size=2), st.dictionaries(NAMES, FILES, max_size=4))
+def test_indexes(rest: dict[str, Any], weight_map: dict[str, Any]) -> None:
+    tables = {file: [TensorSpec(f"{file}.t", "F32", (1,), file, 0, 4)] for file in ("a.safetensors", "b.safetensors")}
+    tensors = merge_tables(tables)
+    for index in (rest, rest | {"weight_map": weight_map}):
+        with contextlib.suppress(CorruptError):
+            files = index_files(index, INDEX, ".safetensors")
+            assert all("/" not in file and "\\" not in file and file.endswith(".safetensors") for file in files)
+            assert all(file.isprintable() and not file.startswith(".") for file in files)
+            check_index(index, tensors)
+            assert index["weight_map"] == {name: spec.file for name, spec in tensors.items()}
+
+
+@fuzz(200)
+@given(st.one_of(st.binary(max_size=40), JSON.map(lambda value: json.dumps(value).encode()),
+                 mutated(json.dumps(config()).encode())))  # fmt: skip
+def test_json_files(raw: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_bytes(raw)
+        with contextlib.suppress(CorruptError):
+            value = read_json(Path(name), "config.json")
+            assert json.dumps(value, ensure_ascii=False).encode()  # can be written again
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama(tmp_path_factory.mktemp("fuzz") / "m", side_files=False)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"sliding_window": 4}, "qwen2": {"layer_types": ["full_attention", "sliding_attention"]},
+    "gemma2": {"head_dim": 4}, "gemma4_text": {"num_global_key_value_heads": 2, "attention_k_eq_v": False},
+    "mimo_v2_flash": {}, "laguna": {"num_attention_heads_per_layer": [8, 4]}, "diffllama": {},
+    "llava": {"text_config": config()}, "gemma3": {"text_config": config(model_type="gemma3_text")},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4}, "gpt_bigcode": {"multi_query": False},
+    "dbrx": {"attn_config": {"kv_n_heads": 2}, "n_heads": 8, "d_model": 32}, "stablelm": {}, "gpt2": {}, "inkling_text": {},
+}  # fmt: skip
+KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())} | {
+    "head_dim", "hidden_act", "initializer_range", "layers_block_type", "per_layer_config", "quantization_config",
+    "auto_map", "torch_dtype", "dtype", "architectures", "num_kv_shared_layers", "rope_parameters", "rope_scaling",
+    "max_position_embeddings", "attention_chunk_size", "use_sliding_window", "is_encoder_decoder", "id2label",
+})  # fmt: skip
+
+
+@fuzz(500)
+@given(
+    st.sampled_from(sorted(CONFIGS)),
+    st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3),
+    st.booleans(),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([None, "bfloat16"]),
+)
+def test_configs(
+    sound: Path, model_type: str, odd: dict[str, Any], below: bool, groups: int, dtype: str | None
+) -> None:
+    """Any config beside sound tensors gives a plan or a refusal."""
+    raw = json.loads(json.dumps(config(model_type=model_type, **CONFIGS[model_type])))
+    part = raw["text_config"] if below and "text_config" in raw else raw
+    part |= odd
+    checkpoint = read_checkpoint(sound)
+    object.__setattr__(checkpoint, "config", raw)
+    try:
+        plan = make_plan(checkpoint, groups, dtype=dtype)
+    except RefusedError:
+        return
+    assert {t.name for t in plan.tensors} == weights().keys()
+    assert plan.cache_after.bytes_per_token > 0
+
+
+@fuzz(250)
+@given(st.data())
+def test_mutated_checkpoints(sound: Path, data: st.DataObject) -> None:
+    """One file of a checkpoint is damaged: refused, or read as the format's library reads it, and planned."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for path in sound.iterdir():
+            (directory / path.name).write_bytes(path.read_bytes())
+        victim = directory / data.draw(st.sampled_from(sorted(path.name for path in sound.iterdir())))
+        raw = victim.read_bytes()[: 8000 if victim.suffix != ".safetensors" else None]
+        victim.write_bytes(data.draw(mutated(raw)))
+        with contextlib.suppress(RefusedError):
+            checkpoint = read_checkpoint(directory)
+            for file in checkpoint.files:
+                specs = [spec for spec in checkpoint.tensors.values() if spec.file == file]
+                others_read_the_same((directory / file).read_bytes(), specs)
+            make_plan(checkpoint, 2)

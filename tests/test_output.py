@@ -1,0 +1,244 @@
+"""Where a result may go, and wrong usage: refused in one line before a byte is written."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import INDEX, Result, leftovers, llama, run, snapshot
+from test_hostile import check_refused, check_untouched
+
+from gqa.convert.errors import OutputError, RefusedError
+from gqa.convert.writer import OutputDirectory
+
+COMMAND = [sys.executable, "-m", "gqa.convert.cli"]
+
+
+def spawn(*words: object, **options: Any) -> Result:
+    """The command as a process of its own."""
+    made = subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120, check=False, **options
+    )
+    return Result(made.returncode, made.stdout, made.stderr)
+
+
+def as_nobody(*words: object) -> Result:
+    """The command in a child that may read and write only what everybody may (root may all)."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        result = run(*words)
+        os.write(writing, repr((result.code, result.out, result.err)).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        told = stream.read().decode()
+    os.waitpid(child, 0)
+    return Result(*ast.literal_eval(told))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return llama(tmp_path / "m", side_files=False)
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        ("3", "4 key/value heads and 8 query heads of m; choose 1, 2, 4 or 8"),
+        ("16", "choose 1, 2, 4 or 8"),
+        ("0", "0 is not in the range x>=1"),
+        ("-2", "-2 is not in the range x>=1"),
+        ("two", "'two' is not a valid integer"),
+        ("2.0", "'2.0' is not a valid integer"),
+    ],
+)
+def test_impossible_groups(model: Path, groups: str, says: str) -> None:
+    before = snapshot(model)
+    check_refused(run("--groups", groups, model), says)
+    check_untouched(model, before, model.with_name(f"m-gqa{groups}"))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max-shard-size", "5XB"], "'5XB' is not a size; give a number with KB, MB, GB"),
+        (["--max-shard-size", "0GB"], "'0GB' is not a size"),
+        (["--max-shard-size", "-1GB"], "'-1GB' is not a size"),
+        (["--max-shard-size", ""], "'' is not a size"),
+        (["--max-shard-size", "1e3"], "'1e3' is not a size"),
+        (["--max-shard-size", "nan"], "'nan' is not a size"),
+        (["--method", "median"], "'median' is not one of 'mean', 'first', 'random'"),
+        (["--dtype", "int8"], "'int8' is not one of"),
+        (["--jobs", "0"], "0 is not in the range"),
+        (["--no-such-option"], "No such option"),
+        (["a", "b"], "unexpected extra argument"),
+        (["--revision", "main"], "--revision is for hub ids"),
+    ],
+)
+def test_wrong_usage(model: Path, words: list[str], says: str) -> None:
+    check_refused(run("--groups", 2, model, *words), says)
+    assert sorted(path.name for path in model.parent.iterdir()) == ["m"]
+
+
+def test_missing_arguments(model: Path) -> None:
+    check_refused(run(model), "Missing option", "--groups")
+    check_refused(run("--groups", 2), "Missing argument 'MODEL'")
+
+
+def test_model_is_a_file_or_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_refused(run("--groups", 2, model / "config.json"), "config.json is a file; give the directory")
+    for nothing in ("./nothing", "/nothing/there", "a/b/c", "two words", "../m\n", "a\x1b[2Jb"):
+        check_refused(run("--groups", 2, nothing), "there is no directory", "hub id")
+    (tmp_path / "empty").mkdir()
+    check_refused(run("--groups", 2, "empty"), "empty has no config.json; give a directory")
+    (tmp_path / "broken").symlink_to("nowhere")
+    check_refused(run("--groups", 2, "./broken"), "broken cannot be read")
+
+
+def test_unreadable_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if os.name != "posix":
+        pytest.skip("needs POSIX permissions")
+    root = tmp_path_factory.getbasetemp().parent / f"unreadable-{os.getpid()}"
+    if os.geteuid() == 0:  # pytest's directory is closed to others
+        root = Path(tempfile.gettempdir()) / f"gqa-unreadable-{os.getpid()}"
+    model = llama(root / "m")
+    assert run("--groups", 2, "--dry-run", model).code == 0  # all is imported before the rights are gone
+    root.chmod(0o755)
+    try:
+        for closed, mode, says in (
+            (model, 0o000, "cannot be read"),
+            (model, 0o600, "cannot be read"),
+            (model / "config.json", 0o000, "config.json cannot be read"),
+            (model / INDEX, 0o000, f"{INDEX} cannot be read"),
+            (model / "tokenizer.json", 0o000, "tokenizer.json cannot be read"),
+            (root, 0o000, "there is no directory"),
+        ):
+            before = closed.stat().st_mode
+            closed.chmod(mode)
+            result = as_nobody("--groups", 2, "-o", root / "out", model)
+            closed.chmod(before)
+            check_refused(result, says)
+        root.chmod(0o555)
+        check_refused(as_nobody("--groups", 2, "-o", root / "out", model), "cannot write beside", code=1)
+        assert sorted(path.name for path in root.iterdir()) == ["m"]
+    finally:
+        shutil.rmtree(root)
+
+
+def outputs(model: Path) -> dict[str, tuple[object, str]]:
+    """OUT for every way to get it wrong, and what is said."""
+    root = model.parent
+    (root / "file").write_text("mine")
+    (root / "full").mkdir()
+    (root / "full" / "precious.txt").write_text("mine")
+    (root / "link").symlink_to("full")
+    (root / "loose").symlink_to("nowhere")
+    (root / "same").symlink_to("m")
+    return {
+        "exists": (root / "full", "full exists; choose another output with -o, or replace it with --overwrite"),
+        "a file": (root / "file", "file exists and is not a directory"),
+        "below a file": (root / "file" / "out", "cannot write beside"),
+        "a link": (root / "link", "is a link; give the directory itself"),
+        "a link to nothing": (root / "loose", "is a link"),
+        "the model": (model, "is the model itself or inside it"),
+        "the model by another name": (root / "full" / ".." / "m" / "", "is the model itself or inside it"),
+        "the model by a link": (root / "same", "is the model itself or inside it"),
+        "in the model": (model / "out", "is the model itself or inside it"),
+        "in the model by a link": (root / "same" / "deep" / "out", "is the model itself or inside it"),
+        "around the model": (root, "contains the model"),
+        "around the model with dots": (f"{model}/..", "contains the model"),
+        "the root": ("/", "the root of a file system"),
+        "too long": (root / ("x" * 300), "too long"),
+    }
+
+
+def test_refused_outputs(model: Path) -> None:
+    cases = outputs(model)
+    before = snapshot(model.parent)
+    for name, (out, says) in cases.items():
+        code = 1 if name in ("below a file", "too long") else 2
+        for words in ([], ["--overwrite"]) if name != "exists" else ([],):
+            check_refused(run("--groups", 2, "-o", out, *words, model), says, code=code)
+            assert snapshot(model.parent) == before, name
+
+
+def test_overwrite_removes_nothing_but_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    for files in (["precious.txt"], ["config.json", "precious.txt"], ["model.safetensors"]):
+        out = tmp_path / "out"
+        out.mkdir()
+        for file in files:
+            (out / file).write_text("{}")
+        before = snapshot(tmp_path)
+        check_refused(run("--groups", 2, "--overwrite", "-o", out, model), "holds no checkpoint", "will not remove it")
+        assert snapshot(tmp_path) == before
+        shutil.rmtree(out)
+
+
+def test_mount_point_is_refused_before_the_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A volume mounted at OUT cannot be renamed to."""
+    out = tmp_path / "volume"
+    out.mkdir()
+    real = os.path.ismount
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == out or real(path))
+    check_refused(run("--groups", 2, "-o", out, model), "is a mount point; give a directory in it")
+    assert leftovers(tmp_path) == []
+
+
+def test_work_directory_that_is_a_link_is_not_followed(model: Path, tmp_path: Path) -> None:
+    victim = llama(tmp_path / "victim")
+    before = snapshot(victim)
+    for name in ("partial", "replaced"):
+        (tmp_path / f".out.gqa-{name}").symlink_to(victim)
+    (tmp_path / ".out.gqa-lock").symlink_to(victim / "config.json")
+    result = run("--groups", 2, "-o", tmp_path / "out", model)
+    if result.code:  # a lock that is a link is refused, which is as good
+        check_refused(result, "cannot write beside", code=1)
+        (tmp_path / ".out.gqa-lock").unlink()
+        assert run("--groups", 2, "-o", tmp_path / "out", model).code == 0
+    assert snapshot(victim) == before
+    assert leftovers(tmp_path) == []
+
+
+def test_empty_output_directory_is_used(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert run("--groups", 2, "-o", tmp_path / "out", model).code == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> None:
+    """Somebody else made OUT after it was looked at: before the lock is taken, and before the end."""
+    out = tmp_path / "out"
+    waiting = OutputDirectory(out, model)
+    out.mkdir()
+    (out / "precious.txt").write_text("mine")
+    with pytest.raises(RefusedError, match="exists; choose another"), waiting:
+        pass
+    assert leftovers(tmp_path) == []
+    (out / "precious.txt").unlink()
+    with OutputDirectory(out, model) as output:
+        (output.work / "config.json").write_text("{}")
+        (out / "precious.txt").write_text("mine")
+        with pytest.raises(OutputError, match="exists; choose another"):
+            output.commit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
+    assert (out / "precious.txt").read_text() == "mine"
+
+
+def test_one_real_process_each(model: Path, tmp_path: Path) -> None:
+    check_refused(spawn("--groups", 3, model), "choose 1, 2, 4 or 8")
+    name = os.fsdecode(b"no\xffutf\n8")
+    result = spawn("--groups", 2, "-o", tmp_path / name, model, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert result.code == 0, result
+    assert (tmp_path / name / "config.json").is_file()

