@@ -202,8 +202,8 @@ def _byte_range(url: str, begin: int, end: int) -> tuple[bytes, int]:
 def push(directory: Path, repo: str, private: bool = True) -> str:
     """Upload a finished checkpoint; the repository is made if it is not there. Returns its address.
 
-    Weights that the repository had before are deleted in the same commit: they would be loaded instead of, or beside,
-    the new ones. Raises OSError with one line; the checkpoint stays where it is.
+    Weights that the repository had before are deleted (its history keeps them): they would be loaded instead of the
+    new ones, or beside them. Raises OSError with one line; the checkpoint stays where it is.
     """
     from huggingface_hub import HfApi
 
@@ -222,7 +222,7 @@ def push(directory: Path, repo: str, private: bool = True) -> str:
     except Exception as error:
         if type(error) is OSError and error.errno is None:
             raise
-        again = f"hf upload {repo} {directory} . {'--private' if private else '--public'}"
+        again = f"hf upload {repo} {directory} .{' --private' if private else ''}"
         raise OSError(
             f"{directory} is complete, but pushing it failed: {_reason(error, repo, None)}; push it with: {again}"
         ) from None

@@ -83,8 +83,10 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     path = NESTED.get(top_type, ())
     text, model_type = top, top_type
     for step in path:
-        text = getattr(text, step)
-        model_type = text.model_type
+        text = getattr(text, step, None)
+        model_type = getattr(text, "model_type", None)
+        if not isinstance(model_type, str):
+            raise CorruptError(f"{name}: {step} of config.json has no model_type; correct it")
     refuse_model_type(model_type, text, name)
     family = find_family(model_type, text)
     if family is None:
@@ -95,6 +97,7 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     owner = path if _has_path(raw, path) else ()
     config = ModelConfig(raw, owner, text, family)
     _check_heads(config, name)
+    _check_numbers(text, name)
     return config
 
 
@@ -111,18 +114,30 @@ def _check_sizes(raw: dict[str, Any], name: str) -> None:
 def _check_heads(config: ModelConfig, name: str) -> None:
     try:
         heads = {config.heads(layer) for layer in range(config.layers)}
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(
             f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"
         ) from None
     if not heads:
         raise CorruptError(f"{name}: config.json has no layers (num_hidden_layers: {config.layers}); correct it")
     for h in heads:
-        if min(h.query, h.kv, h.key_dim, h.value_dim) < 1 or h.query % h.kv:
+        if not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim)) or h.query % h.kv:
             raise CorruptError(
                 f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
             )
+
+
+def _check_numbers(text: Any, name: str) -> None:
+    """Whatever else is read of a config and that its class lets pass in any type."""
+    for key in ("num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings"):
+        value = getattr(text, key, None)
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**63):
+            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a natural number is allowed; correct it")
+    for key in ("layer_types", "layers_block_type"):
+        value = getattr(text, key, None)
+        if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
+            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a list of names is allowed; correct it")
 
 
 def refuse_model_type(model_type: str, text: Any, name: str) -> None:

@@ -105,8 +105,8 @@ def _write_shards(job: _Job, jobs: int) -> None:
             _write_shard(job, shard)
         return
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        futures = [pool.submit(_write_shard, job, shard) for shard in job.plan.shards]
         try:
+            futures = [pool.submit(_write_shard, job, shard) for shard in job.plan.shards]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:
             job.stop.set()

@@ -12,6 +12,7 @@ from gqa.convert.checkpoint import Checkpoint, read_checkpoint
 from gqa.convert.errors import OutputError, RefusedError, listing
 from gqa.convert.plan import OutputTensor, Plan, Shard, make_plan
 from gqa.convert.safetensors_header import TensorSpec
+from gqa.convert.writer import drop_written
 
 BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
@@ -41,11 +42,13 @@ def verify(
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         outputs = pool.map(lambda shard: _check_shard(source, written, shard, tolerated, checksums), plan.shards)
         sources = pool.map(lambda file: _sha256(source.path(file)), source.files if checksums else ())
-        hashes = {
-            "output": {shard.file: digest for shard, digest in zip(plan.shards, outputs, strict=True)},
-            "source": dict(zip(source.files, sources, strict=checksums)),
-        }
-    return hashes if checksums else None
+        try:
+            output_hashes = {shard.file: digest for shard, digest in zip(plan.shards, outputs, strict=True)}
+            source_hashes = dict(zip(source.files, sources, strict=checksums))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return {"source": source_hashes, "output": output_hashes} if checksums else None
 
 
 def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerated: Sequence[str], whole: bool) -> str:
@@ -69,6 +72,8 @@ def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerate
             elif whole:
                 for start, count in blocks:
                     digest.update(_read(copy, spec.begin + start, count))
+            if whole:
+                drop_written(copy)
     return digest.hexdigest()
 
 

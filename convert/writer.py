@@ -226,7 +226,7 @@ def copy_range(
         if moved == 0:
             raise OutputError(f"{source.name} became shorter while it was copied")
         done += moved
-        _write_behind(target)
+        drop_written(target)
         progress(moved)
 
 
@@ -256,14 +256,14 @@ _copy_file_range: Copier | None = _via_copy_file_range if hasattr(os, "copy_file
 _sendfile: Copier | None = _via_sendfile if sys.platform == "linux" else None
 
 
-def _write_behind(target: BinaryIO) -> None:
-    """Let the disk write while the next bytes are copied, and drop what is written from memory.
+def drop_written(stream: BinaryIO) -> None:
+    """Let the disk write while the next bytes are copied, and drop from memory what it has.
 
-    The page cache then holds no more of the output than the disk is behind: no fresh page is needed for every page
-    written (half of the cost of a copy), nothing else is evicted, and what is verified comes from the disk.
+    The page cache then holds no more of the output than the disk is behind: no fresh page is taken for every page
+    written (half of the cost of a copy), nothing else is evicted, and what is verified later comes from the disk.
     """
     if sys.platform == "linux":
-        os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_bytes(target: BinaryIO, data: bytes | memoryview) -> None:
@@ -283,5 +283,5 @@ def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress, stop: thr
             raise CancelledError
         piece = data[start : start + CHUNK]
         write_bytes(target, piece)
-        _write_behind(target)
+        drop_written(target)
         progress(len(piece))

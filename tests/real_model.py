@@ -62,7 +62,10 @@ def real_checkpoint() -> Path:
     directory = cache_directory() / name
     if directory.is_dir():
         return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RealModelError(f"cannot make {directory.parent}: {error}; set {CACHE_VARIABLE}") from None
     with FileLock(directory.with_name(f".{name}.lock")):
         if not directory.is_dir():
             work = directory.with_name(f".{name}.partial")

@@ -63,11 +63,14 @@ def others_read_the_same(raw: bytes, specs: list[TensorSpec]) -> None:
 
 def check_file(raw: bytes) -> bool:
     """Whether the bytes are accepted; only CorruptError may say that they are not."""
+    said = ""
     try:
         specs = read_header(io.BytesIO(raw), "x.safetensors", len(raw))
     except CorruptError as error:
-        assert len(one_line(str(error))) < 1100
-        assert one_line(str(error)).isprintable()
+        said = one_line(str(error))
+    if said:
+        assert len(said) < 1100
+        assert said.isprintable()
         return False
     others_read_the_same(raw, specs)
     return True
@@ -151,8 +154,8 @@ SOUND = with_header(
     },
     bytes(range(25)),
 )
-TOKENS = [b"-0", b"1.0", b"1e0", b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}", b'"\\ud800"', b"  ", b"\xef\xbb\xbf",
-          b"99999999999999999999", b"\xff", b"a", b"F32", b",", b":", b"0", b"\0"]  # fmt: skip
+TOKENS = [b"-0", b"1.0", b"1e0", b"NaN", b"Infinity", b"null", b"true", b"[]", b"{}", b'"\\ud800"', b"  ",
+          b"\xef\xbb\xbf", b"99999999999999999999", b"\xff", b"a", b"F32", b",", b":", b"0", b"\0"]  # fmt: skip
 
 
 @st.composite
@@ -227,7 +230,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {}, "laguna": {"num_attention_heads_per_layer": [8, 4]}, "diffllama": {},
     "llava": {"text_config": config()}, "gemma3": {"text_config": config(model_type="gemma3_text")},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 4}, "gpt_bigcode": {"multi_query": False},
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "n_heads": 8, "d_model": 32}, "stablelm": {}, "gpt2": {}, "inkling_text": {},
+    "dbrx": {"attn_config": {"kv_n_heads": 2}, "n_heads": 8, "d_model": 32}, "stablelm": {}, "gpt2": {},
+    "inkling_text": {},
 }  # fmt: skip
 KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())} | {
     "head_dim", "hidden_act", "initializer_range", "layers_block_type", "per_layer_config", "quantization_config",
@@ -258,7 +262,7 @@ def test_configs(
     except RefusedError:
         return
     assert {t.name for t in plan.tensors} == weights().keys()
-    assert plan.cache_after.bytes_per_token > 0
+    assert plan.cache_after.bytes_per_token >= 0
 
 
 @fuzz(250)

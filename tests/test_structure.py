@@ -82,7 +82,7 @@ def test_readme_shows_the_families_table() -> None:
 def test_readme_speaks_of_options_that_exist() -> None:
     from gqa.convert.cli import command
 
-    options = {name for parameter in command.params for name in parameter.opts}
+    options = {"--help"} | {name for parameter in command.params for name in parameter.opts}
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for line in re.findall(r"gqa-convert (.*)", text):
         for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", line):

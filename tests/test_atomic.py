@@ -1,0 +1,350 @@
+"""OUT appears complete or not at all: killed, interrupted, out of space, two at a time; and the next run succeeds."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import leftovers, llama, run, snapshot, weights
+from processes import Running, Server
+from test_hostile import check_refused
+
+from gqa.convert import convert_checkpoint, rewrite, verify, writer
+from gqa.convert.errors import OutputError
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """Hashes of the files that are the same in every run: not the two that state a time or a name."""
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in ("gqa_conversion.json", "README.md")
+    }
+
+
+def small(directory: Path, seed: int = 0) -> Path:
+    """A checkpoint of three files."""
+    model = llama(directory, shards=1, side_files=False, seed=seed)
+    (model / "tokenizer.json").write_text(f'{{"seed": {seed}}}')
+    return model
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    directory = tmp_path_factory.mktemp("server")
+    with Server(small(directory / "m"), directory) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 120 MB in four shards."""
+    size = {"hidden_size": 1024, "num_hidden_layers": 6, "intermediate_size": 512}
+    return llama(tmp_path_factory.mktemp("big") / "m", shards=4, tensors=weights(width=1024, layers=6), **size)
+
+
+def check_stopped(out: Path, *complete: dict[str, str]) -> str:
+    """After a stop OUT is one of the complete results, or absent where that is allowed; says which."""
+    visible = sorted(path.name for path in out.parent.iterdir() if not path.name.startswith("."))
+    assert set(visible) <= {"m", "out"}
+    if not out.exists():
+        return "absent"
+    found = contents(out)
+    assert found in complete, "OUT is neither the old nor the new checkpoint"
+    assert {"gqa_conversion.json", "README.md"} <= {path.name for path in out.iterdir()}
+    return "new" if found == complete[0] else "old"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwrite: bool, exchange: bool) -> None:
+    """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds."""
+    model, out = small(tmp_path / "m"), tmp_path / "out"
+    assert run("--groups", 2, "-o", tmp_path / "new", model).code == 0
+    assert run("--groups", 1, "-o", tmp_path / "old", model).code == 0
+    new, old = contents(tmp_path / "new"), contents(tmp_path / "old")
+    kept = tmp_path.with_name(tmp_path.name + "-kept")
+    shutil.move(tmp_path / "old", kept)
+    shutil.rmtree(tmp_path / "new")
+    before = snapshot(model)
+    words = ["--groups", 2, "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
+    states: list[str] = []
+    for fatal in range(1, 400):
+        if overwrite:
+            shutil.copytree(kept, out)
+        killed = server.start(*words, fatal=fatal, exchange=exchange)
+        if killed.wait() == 0:
+            break
+        states.append(check_stopped(out, new, old))
+        again = words if overwrite or states[-1] == "absent" else [*words, "--overwrite"]
+        following = server.start(*again, exchange=exchange)
+        assert following.wait() == 0, (fatal, following.said())
+        assert check_stopped(out, new) == "new"
+        assert leftovers(tmp_path) == []
+        assert snapshot(model) == before
+        shutil.rmtree(out)
+    assert len(states) > 12
+    first = "old" if overwrite else "absent"
+    moments = [states[0], *(b for a, b in pairwise(states) if a != b)]
+    # Without an exchange there is a moment between two renames; the next run puts the old one back first.
+    assert moments == [first, *(["absent"] if overwrite and not exchange else []), "new"]
+
+
+def test_old_result_is_put_back_by_the_next_run(tmp_path: Path) -> None:
+    """A run without exchange was killed between its two renames: the old result is there again, and is respected."""
+    model, out = small(tmp_path / "m"), tmp_path / "out"
+    assert run("--groups", 1, "-o", out, model).code == 0
+    old = snapshot(out)
+    out.rename(tmp_path / ".out.gqa-replaced")
+    check_refused(run("--groups", 2, "-o", out, model), "exists; choose another output")
+    assert run("--groups", 2, "-o", out, model).code == 2
+    assert snapshot(out) == old
+    assert leftovers(tmp_path) == []
+
+
+def timed(server: Server, *words: object) -> float:
+    start = time.monotonic()
+    done = server.start(*words)
+    assert done.wait() == 0, done.said()
+    return time.monotonic() - start
+
+
+def stop(running: Running, seconds: float, number: int) -> int:
+    time.sleep(seconds)
+    os.kill(running.pid, number)  # if it is done it is a zombie still: the server waits only now
+    return running.wait()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_random_moments(server: Server, big: Path, tmp_path: Path, overwrite: bool) -> None:
+    """Mostly while data is moving; what a killed run left is in the way of the next."""
+    out, before = tmp_path / "out", snapshot(big)
+    words = ["--groups", 2, "-q", "-o", out, big, *(["--overwrite"] if overwrite else [])]
+    seconds = timed(server, *words)
+    new = contents(out)
+    old = new
+    if overwrite:
+        timed(server, "--groups", 1, "-q", "-o", out, big, "--overwrite")
+        old = contents(out)
+        assert old != new
+    else:
+        shutil.rmtree(out)
+    moments = random.Random(0)
+    stopped = 0
+    for turn in range(7):
+        code = stop(server.start(*words), seconds * (turn + moments.random()) / 7, signal.SIGKILL)
+        stopped += code == -signal.SIGKILL
+        state = check_stopped(out, new, old)
+        assert state == "new" if code == 0 else state in (("old", "new") if overwrite else ("absent", "new"))
+        if state == "new" and not overwrite:
+            shutil.rmtree(out)
+    assert stopped >= 3
+    assert leftovers(tmp_path) != [] or state == "new"
+    timed(server, *words)
+    assert check_stopped(out, new) == "new"
+    assert leftovers(tmp_path) == []
+    assert snapshot(big) == before
+    shutil.rmtree(out)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, code: int, jobs: int) -> None:
+    """Soon over, nothing left, and one line where somebody sits at the terminal."""
+    out = tmp_path / "out"
+    words = ["--groups", 2, "-q", "--jobs", jobs, "-o", out, big]
+    running = server.start(*words)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob(".out.gqa-partial/model-00001*")):  # now it is at work
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    start = time.monotonic()
+    assert stop(running, 0.05, number) in (code, 0), running.said()
+    assert time.monotonic() - start < 5
+    if not out.exists():
+        assert sorted(tmp_path.iterdir()) == []
+    assert "Traceback" not in running.said()
+    if number == signal.SIGINT and not out.exists():
+        assert running.said().strip() == "gqa-convert: interrupted; nothing was written"
+
+
+def test_two_at_a_time(server: Server, big: Path, tmp_path: Path) -> None:
+    """The second to come is refused and disturbs nothing."""
+    out = tmp_path / "out"
+    first = server.start("--groups", 2, "-q", "-o", out, big)
+    while not (tmp_path / ".out.gqa-partial").exists():
+        time.sleep(0.001)
+    second = server.start("--groups", 1, "-q", "-o", out, big)
+    assert second.wait() == 2
+    assert "another conversion is writing" in second.said()
+    assert first.wait() == 0, first.said()
+    assert convert_checkpoint(big, 2, tmp_path / "alone").out == tmp_path / "alone"
+    assert contents(out) == contents(tmp_path / "alone")
+    assert leftovers(tmp_path) == []
+
+
+def test_many_at_a_time(server: Server, tmp_path: Path) -> None:
+    """Whoever gets the lock when, OUT is always one of the complete results."""
+    model, out = small(tmp_path / "m"), tmp_path / "out"
+    results = []
+    for groups in (1, 2):
+        assert run("--groups", groups, "-o", tmp_path / "alone", model).code == 0
+        results.append(contents(tmp_path / "alone"))
+        shutil.rmtree(tmp_path / "alone")
+    codes = []
+    for turn in range(8):
+        group = [server.start("--groups", 1 + n % 2, "-q", "--overwrite", "-o", out, model) for n in range(4)]
+        for running in group:
+            codes.append(running.wait())
+            assert codes[-1] in (0, 2), running.said()
+            assert codes[-1] == 0 or "another conversion is writing" in running.said()
+        assert contents(out) in results, turn
+    assert 0 in codes
+    assert leftovers(tmp_path) == []
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 KiB."""
+    made = tmp_path / "disk"
+    made.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(made)]
+    if shutil.which("mount") is None or subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield made
+    subprocess.run(["umount", "-l", str(made)], check=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("where", ["plan", "shards", "side files"])
+def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, overwrite: bool) -> None:
+    """Refused at once where the weights cannot fit; else whatever was written is gone again, and OUT as it was."""
+    more = 0 if where == "side files" else 9  # times 48 KiB
+    tensors = weights() | {f"model.more.{n}": weights(width=512)["lm_head.weight"] for n in range(more)}
+    model, out = llama(tmp_path / "m", tensors=tensors, shards=2), disk / "out"
+    (model / "vocab.txt").write_bytes(bytes(500_000))
+    if where == "shards":
+        monkeypatch.setattr(rewrite, "_require_space", lambda plan, work: None)
+    if overwrite:
+        assert run("--groups", 1, "-o", out, small(tmp_path / "other")).code == 0
+    before, sound = snapshot(disk), snapshot(model)
+    check_refused(run("--groups", 2, "--overwrite", "-o", out, model), "no space left", "free some space", code=1)
+    assert snapshot(disk) == before
+    assert snapshot(model) == sound
+    (model / "vocab.txt").unlink()
+    if where == "side files":
+        assert run("--groups", 2, "--overwrite", "-o", out, model).code == 0
+
+
+@pytest.mark.parametrize("where", ["copy_range", "write_tensor", "write_bytes", "copy_file", "write_text", "verify"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_error_of_the_disk_anywhere(tmp_path: Path, monkeypatch: Any, where: str, number: int) -> None:
+    def fail(*words: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    model = llama(tmp_path / "m")
+    monkeypatch.setattr(rewrite, where, fail)
+    says = "Input/output error" if number == errno.EIO else "no space left"
+    result = run("--groups", 2, "-o", tmp_path / "out", model)
+    assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+    assert says in result.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+    monkeypatch.undo()
+    assert run("--groups", 2, "-o", tmp_path / "out", model).code == 0
+
+
+def test_exception_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a mistake of our own, also with a result that stays."""
+    model, out = llama(tmp_path / "m"), tmp_path / "out"
+    convert_checkpoint(model, 1, out)
+    before = snapshot(tmp_path)
+    for module, name in ((rewrite, "format_config"), (rewrite, "verify"), (writer, "fsync_directory")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *words, **options: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                convert_checkpoint(model, 2, out, overwrite=True)
+        assert snapshot(tmp_path) == before
+
+
+def test_result_that_does_not_verify_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that went wrong on the way are noticed."""
+
+    def forgetful(target: Any, tensor: Any, progress: Any, stop: Any) -> None:
+        writer.write_tensor(target, tensor * float("nan"), progress, stop)
+
+    model = llama(tmp_path / "m")
+    monkeypatch.setattr(rewrite, "write_tensor", forgetful)
+    with pytest.raises(OutputError, match="NaN or Inf though its source has none"):
+        convert_checkpoint(model, 2, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+    assert verify.BLOCK > 0
+
+
+def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first error is the one that is told; shards that wait are not begun, those under way end."""
+    begun: list[str] = []
+
+    def copy(source: Any, target: Any, offset: int, count: int, progress: Any, stop: threading.Event) -> None:
+        begun.append(target.name)
+        if "00001" in target.name:
+            raise OSError(errno.EIO, "the disk is on fire")
+        assert stop.wait(20), "nobody told this job to stop"
+        writer.copy_range(source, target, offset, count, progress, stop)
+
+    model = llama(tmp_path / "m", shards=6)
+    monkeypatch.setattr(rewrite, "copy_range", copy)
+    start = time.monotonic()
+    with pytest.raises(OSError, match="on fire"):
+        convert_checkpoint(model, 2, tmp_path / "out", jobs=2)
+    assert time.monotonic() - start < 10
+    assert len(set(begun)) < 6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def refusing(number: int) -> Any:
+    def copier(source: int, target: int, offset: int, count: int) -> int:
+        if number:
+            raise OSError(number, os.strerror(number))
+        return 0
+
+    return copier
+
+
+@pytest.mark.parametrize("number", [0, errno.EXDEV, errno.ENOSYS, errno.EINVAL])
+@pytest.mark.parametrize("refused", [["_copy_file_range"], ["_copy_file_range", "_sendfile"]])
+def test_ways_down_where_the_kernel_cannot(tmp_path: Path, monkeypatch: Any, number: int, refused: list[str]) -> None:
+    for name in refused:
+        monkeypatch.setattr(writer, name, refusing(number))
+    data = random.Random(1).randbytes(100_000)
+    (tmp_path / "a").write_bytes(data)
+    moved: list[int] = []
+    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb", buffering=0) as target:
+        target.write(b"head")
+        writer.copy_range(source, target, 7, 90_000, moved.append, threading.Event())
+    assert (tmp_path / "b").read_bytes() == b"head" + data[7:90_007]
+    assert sum(moved) == 90_000
+
+
+def test_source_that_became_shorter(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(100))
+    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb", buffering=0) as target:
+        with pytest.raises(OutputError, match="became shorter"):
+            writer.copy_range(source, target, 50, 100, lambda n: None, threading.Event())
+        stopped = threading.Event()
+        stopped.set()
+        with pytest.raises(writer.CancelledError):
+            writer.copy_range(source, target, 0, 100, lambda n: None, stopped)

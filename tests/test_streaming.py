@@ -1,0 +1,221 @@
+"""Streaming: what memory a conversion needs, who copies the bytes, and that no way of copying changes them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import config, llama
+from torch import Tensor
+
+from gqa.convert import convert_checkpoint, plan_conversion, rewrite, writer
+from gqa.convert.maps import HeadMaps
+from gqa.convert.safetensors_header import format_header
+
+MIB = 1 << 20
+
+# Says "ready" when everything is imported and a first conversion (argv[2]) has run, waits for a line, converts argv[1]
+# with argv[3] jobs, one of them without checksums and more with.
+_CHILD = """
+import sys
+from gqa.convert import convert_checkpoint
+convert_checkpoint(sys.argv[2], 2, sys.argv[2] + "-out")
+print("ready", flush=True)
+sys.stdin.readline()
+convert_checkpoint(sys.argv[1], 2, sys.argv[1] + "-out", jobs=int(sys.argv[3]), checksums=sys.argv[3] != '1')
+print("done", flush=True)
+"""
+
+
+def sparse_llama(directory: Path, hidden: int = 1024, wide: int = 32768, vocabulary: int = 180224) -> int:
+    """1.5 GB in two shards, all zeros in sparse files: small keys and values among large tensors.
+
+    Returns the bytes of the largest tensor that a conversion changes.
+    """
+    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = []
+    for shard, edge in enumerate(["model.embed_tokens.weight", "lm_head.weight"]):
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {edge: ("BF16", (vocabulary, hidden))}
+        for layer in (2 * shard, 2 * shard + 1):
+            at = f"model.layers.{layer}"
+            for name in ("gate", "up"):
+                tensors[f"{at}.mlp.{name}_proj.weight"] = ("BF16", (wide, hidden))
+            tensors[f"{at}.mlp.down_proj.weight"] = ("BF16", (hidden, wide))
+            for name in "qkvo":
+                tensors[f"{at}.self_attn.{name}_proj.weight"] = ("BF16", (hidden, hidden))
+        shards.append(tensors)
+    weight_map = {}
+    for number, tensors in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        weight_map |= dict.fromkeys(tensors, file)
+        header = format_header(tensors)
+        with (directory / file).open("wb") as stream:
+            stream.write(header)
+            stream.truncate(len(header) + sum(2 * math.prod(shape) for _, shape in tensors.values()))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    sizes = {"hidden_size": hidden, "intermediate_size": wide, "vocab_size": vocabulary, "num_hidden_layers": 4}
+    (directory / "config.json").write_text(json.dumps(config(8, **sizes)))
+    return 2 * hidden * hidden
+
+
+def anonymous(process: int) -> int:
+    """Bytes of a process's anonymous memory: without the pages of files, which the system takes back when it likes."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, jobs: int) -> None:
+    """Shards of 770 MB: whoever reads one, or one embedding of 370 MB twice, is over the bound."""
+    source = tmp_path / "source"
+    source.mkdir()
+    largest = sparse_llama(source)
+    shards = [path.stat().st_size for path in source.glob("*.safetensors")]
+    bound = 512 * MIB + 4 * largest * jobs
+    assert min(shards) > 1.3 * bound
+    small = llama(tmp_path / "small")
+    command = [sys.executable, "-c", _CHILD, str(source), str(small), str(jobs)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        before = peak = anonymous(child.pid)
+        child.stdin.write("\n")
+        child.stdin.close()
+        while child.poll() is None:
+            try:
+                peak = max(peak, anonymous(child.pid))
+            except (OSError, StopIteration):  # it is just leaving
+                break
+            time.sleep(0.003)
+        assert child.stdout.read() == "done\n"
+    assert peak - before < bound, f"{(peak - before) / MIB:.0f} MiB"
+    assert peak - before < 128 * MIB, f"{(peak - before) / MIB:.0f} MiB: within the bound, but what takes it?"
+
+
+def test_untouched_neighbours_move_as_one_range_in_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llama(tmp_path / "source", shards=1)
+    plan = plan_conversion(source, 2)
+    ranges: list[int] = []
+    kernel: list[int] = []
+    computed: list[int] = []
+
+    def copy_range(*arguments: object) -> None:
+        ranges.append(arguments[3])  # type: ignore[arg-type]
+        writer.copy_range(*arguments)  # type: ignore[arg-type]
+
+    def in_kernel(copy: Callable[..., int] | None) -> Callable[..., int] | None:
+        def counted(*arguments: int) -> int:
+            assert copy is not None
+            moved = copy(*arguments)
+            kernel.append(moved)
+            return moved
+
+        return counted if copy else None
+
+    def write_tensor(target: object, tensor: Tensor, *rest: object) -> None:
+        computed.append(tensor.numel() * tensor.element_size())
+        writer.write_tensor(target, tensor, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rewrite, "copy_range", copy_range)
+    monkeypatch.setattr(rewrite, "write_tensor", write_tensor)
+    monkeypatch.setattr(writer, "_copy_file_range", in_kernel(writer._copy_file_range))
+    monkeypatch.setattr(writer, "_sendfile", in_kernel(writer._sendfile))
+    monkeypatch.setattr(rewrite, "copy_file", lambda *paths: None)  # side files would be counted as well
+    convert_checkpoint(source, 2, tmp_path / "out")
+    untouched = [t.nbytes for t in plan.tensors if t.change is None]
+    assert sorted(computed) == sorted(t.nbytes for t in plan.changed)
+    assert sum(ranges) == sum(untouched)
+    assert len(ranges) == len(plan.changed) + 1  # what lies between two changed tensors is one range
+    assert len(ranges) < len(untouched)
+    if sys.platform == "linux":
+        assert sum(kernel) == sum(untouched)
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file but the provenance, which says when it was made."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "gqa_conversion.json"]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def unsupported(code: int) -> Callable[..., int]:
+    def copy(*arguments: int) -> int:
+        raise OSError(code, "not here")
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        {"_copy_file_range": None},
+        {"_copy_file_range": None, "_sendfile": None},
+        {"_copy_file_range": unsupported(errno.EXDEV)},
+        {"_copy_file_range": unsupported(errno.ENOSYS), "_sendfile": unsupported(errno.EINVAL)},
+        {"_copy_file_range": lambda *arguments: 0, "_sendfile": lambda *arguments: 0},
+    ],
+    ids=["no copy_file_range", "neither", "EXDEV", "ENOSYS then EINVAL", "nothing moved"],
+)
+@pytest.mark.parametrize("chunk", [writer.CHUNK, 1000])
+def test_every_way_down_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, Callable[..., int] | None], chunk: int
+) -> None:
+    source = llama(tmp_path / "source", shards=2)
+    expected = contents(convert_checkpoint(source, 2, tmp_path / "a" / "out").out)
+    monkeypatch.setattr(writer, "CHUNK", chunk)
+    for name, value in replaced.items():
+        monkeypatch.setattr(writer, name, value)
+    assert contents(convert_checkpoint(source, 2, tmp_path / "b" / "out").out) == expected
+    assert len(expected) > 4
+
+
+def test_jobs_change_nothing_but_the_time(tmp_path: Path) -> None:
+    source = llama(tmp_path / "source", shards=3)
+    threads = torch.get_num_threads()
+    one = contents(convert_checkpoint(source, 2, tmp_path / "a" / "out", jobs=1).out)
+    for jobs in (2, 4):
+        checked = jobs == 4
+        out = convert_checkpoint(source, 2, tmp_path / str(jobs) / "out", jobs=jobs, checksums=checked).out
+        assert contents(out) == one
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_progress_adds_up_to_the_bytes_written(tmp_path: Path, jobs: int, dtype: str | None) -> None:
+    source = llama(tmp_path / "source", shards=3)
+    moved: list[int] = []
+    result = convert_checkpoint(source, 2, tmp_path / "out", jobs=jobs, dtype=dtype, progress=moved.append)
+    assert sum(moved) == result.plan.total_bytes
+    headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in result.out.glob("*.safetensors"))
+    assert sum(moved) + headers == sum(path.stat().st_size for path in result.out.glob("*.safetensors"))
+
+
+def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
+    """They come from the pass that compares; every byte must have gone through it once and in order."""
+    source = llama(tmp_path / "source", shards=3)
+    result = convert_checkpoint(source, 2, tmp_path / "out", jobs=2, checksums=True)
+    assert result.checksums is not None
+    for kind, directory in (("source", source), ("output", result.out)):
+        expected = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in directory.glob("*.safetensors")}
+        assert result.checksums[kind] == expected
+
+
+def test_an_unused_head_does_not_reach_the_group() -> None:
+    """Weight zero is absence, also where another group uses the head at that place, and also for NaN and Inf."""
+    weights = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    heads = torch.randn(4, 3, 5).to(torch.bfloat16)
+    heads[1] = torch.inf
+    merged = HeadMaps(weights, weights).merge("key", heads)
+    assert torch.equal(merged[0], heads[0])
+    assert torch.equal(merged[1], ((heads[2].float() + heads[3].float()) / 2).to(torch.bfloat16))
+    assert torch.equal(HeadMaps(weights * 0, weights).merge("key", heads), torch.zeros(2, 3, 5, dtype=torch.bfloat16))
