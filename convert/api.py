@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.hub import open_model
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.rewrite import Conversion, run_plan
@@ -46,8 +47,11 @@ def plan_conversion(
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
-    checkpoint = open_model(os.fspath(model), revision, headers_only=headers_only)
-    return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes)
+
+    def plan(checkpoint: Checkpoint) -> Plan:
+        return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes)
+
+    return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=plan))
 
 
 def convert_checkpoint(

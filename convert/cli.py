@@ -15,6 +15,7 @@ from gqa.convert.errors import RefusedError, one_line
 from gqa.convert.methods import METHODS
 
 if TYPE_CHECKING:
+    from gqa.convert.checkpoint import Checkpoint
     from gqa.convert.plan import Plan
     from gqa.convert.rewrite import Conversion
 
@@ -117,13 +118,17 @@ def command(model: str, groups: int, **options: Any) -> None:
     Keys and values of neighbouring heads are merged, everything else is copied byte for byte; the result loads with
     plain transformers and its KV cache is smaller by the same factor.
     """
-    from gqa.convert.hub import open_model
+    from gqa.convert.hub import check_push, open_model
     from gqa.convert.plan import make_plan
 
-    checkpoint = open_model(model, options["revision"], headers_only=options["dry_run"])
-    plan = make_plan(
-        checkpoint, groups, options["method"], options["seed"], options["dtype"], options["max_shard_size"]
-    )
+    def plan_for(checkpoint: Checkpoint) -> Plan:
+        return make_plan(
+            checkpoint, groups, options["method"], options["seed"], options["dtype"], options["max_shard_size"]
+        )
+
+    if options["push_to_hub"] and not options["dry_run"]:
+        check_push(options["push_to_hub"], private=not options["public"])
+    plan = plan_for(open_model(model, options["revision"], headers_only=options["dry_run"], check=plan_for))
     if options["dry_run"]:
         _report(plan, None, options)
         return

@@ -47,9 +47,15 @@ _WANTED = (
 )
 
 
-def open_model(model: str, revision: str | None = None, headers_only: bool = False) -> Checkpoint:
+def open_model(
+    model: str,
+    revision: str | None = None,
+    headers_only: bool = False,
+    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
+) -> Checkpoint:
     """The checkpoint of a directory or hub id. `headers_only` fetches config and headers of a hub id, no weights.
 
+    `check` is called with what the headers say before any weights are fetched, and may refuse.
     Raises RefusedError for whatever keeps the model from being fetched, OSError where this machine is the cause.
     """
     if os.path.lexists(model):
@@ -62,7 +68,7 @@ def open_model(model: str, revision: str | None = None, headers_only: bool = Fal
         raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
     try:
         with _quiet():
-            return _from_hub(model, revision, headers_only)
+            return _from_hub(model, revision, headers_only, check)
     except RefusedError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
@@ -92,8 +98,10 @@ def _quiet() -> Iterator[None]:
             bars.enable_progress_bars()
 
 
-def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoint:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+def _from_hub(
+    model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object]
+) -> Checkpoint:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -118,8 +126,12 @@ def _from_hub(model: str, revision: str | None, headers_only: bool) -> Checkpoin
         raise CorruptError(f"the index of {model} names {min(missing)}, which is not there; tell its owner")
     if headers_only and files[0].endswith(".bin"):
         raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    if headers_only:
-        return _remote_headers(model, info.sha, files, index, read("config.json"))
+    cached = all(isinstance(try_to_load_from_cache(model, file, revision=info.sha), str) for file in files)
+    if files[0].endswith(".safetensors") and (headers_only or not cached):
+        described = _remote_headers(model, info.sha, files, index, read("config.json"))
+        if headers_only:
+            return described
+        check(described)
     needed = files + [name for name in present if not any(fnmatch(name, pattern) for pattern in _NO_SIDE_FILES)]
     if index is not None:
         needed.append(INDEX if files[0].endswith(".safetensors") else TORCH_INDEX)
@@ -199,6 +211,26 @@ def _byte_range(url: str, begin: int, end: int) -> tuple[bytes, int]:
     return bytes(data[skip : skip + end - begin]), size
 
 
+def check_push(repo: str, private: bool = True) -> None:
+    """Find out before a long conversion what would stop the upload after it. Raises RefusedError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if not _HUB_ID.fullmatch(repo):
+        raise RefusedError(f"--push-to-hub {repo!r} is no repository name (owner/name)")
+    api = HfApi()
+    try:
+        with _quiet():
+            api.whoami()
+            with suppress(RepositoryNotFoundError):
+                if private and api.model_info(repo).private is False:
+                    raise RefusedError(f"--push-to-hub: {repo} is public; allow that with --public")
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise RefusedError(f"--push-to-hub: {_reason(error, repo, None)}") from None
+
+
 def push(directory: Path, repo: str, private: bool = True) -> str:
     """Upload a finished checkpoint; the repository is made if it is not there. Returns its address.
 
@@ -266,6 +298,7 @@ def _reason(error: BaseException, repo: str, revision: str | None) -> str:
         errors.RevisionNotFoundError: f"{repo} at the hub has no revision {revision!r}; {_revisions(chain, repo)}",
         errors.RepositoryNotFoundError: f"the hub shows no repository {repo}: check the name; if it is private, "
         + (f"the present token has no access, {_LOG_IN} of one that has" if has_token else _LOG_IN),
+        errors.LocalTokenNotFoundError: f"there is no token to use {repo} with: {_LOG_IN}",
         errors.HFValidationError: f"{repo!r} is no hub id (owner/name of letters, digits, '-', '_' and '.')",
     }
     for kind, text in texts.items():

@@ -81,7 +81,8 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     _check_sizes(raw, name)
     top = _effective(top_type, raw, name)
     path = NESTED.get(top_type, ())
-    text, model_type = top, top_type
+    text: Any = top
+    model_type: Any = top_type
     for step in path:
         text = getattr(text, step, None)
         model_type = getattr(text, "model_type", None)

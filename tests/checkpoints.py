@@ -122,7 +122,7 @@ def write_shards(directory: Path, tensors: Tensors, shards: int) -> None:
     if shards == 1:
         write_safetensors(directory / SINGLE, tensors)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(split(tensors, shards), 1):
         file = f"model-{number:05d}-of-{shards:05d}.safetensors"
         write_safetensors(directory / file, part)

@@ -229,6 +229,10 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             self._answer(206, data[first : last + 1], headers)
 
+    def whoami(self) -> None:
+        token = self.headers.get("Authorization")
+        self._answer(200, {"type": "user", "name": "me"}) if token else self._error(401, "")
+
     def create(self) -> None:
         asked = json.loads(self.body)
         name = "/".join(filter(None, [asked.get("organization"), asked["name"]]))
@@ -276,6 +280,7 @@ _ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"/api/models/{_NAME}", _Handler.model_info),
     ("GET HEAD", rf"/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
     ("GET HEAD", r"/lfs/(?P<commit>\w+)/(?P<path>.+)", _Handler.storage),
+    ("GET", r"/api/whoami-v2", _Handler.whoami),
     ("POST", r"/api/repos/create", _Handler.create),
     ("POST", r"/api/validate-yaml", _Handler.check_card),
     ("POST", rf"/api/models/{_NAME}/preupload/[^/]+", _Handler.preupload),

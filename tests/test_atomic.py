@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 120 MB in four shards."""
-    size = {"hidden_size": 1024, "num_hidden_layers": 6, "intermediate_size": 512}
+    size: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 6, "intermediate_size": 512}
     return llama(tmp_path_factory.mktemp("big") / "m", shards=4, tensors=weights(width=1024, layers=6), **size)
 
 

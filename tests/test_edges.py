@@ -162,7 +162,7 @@ def save_bin(model: Path, tensors: Tensors, shards: int) -> None:
         torch.save(tensors, model / "pytorch_model.bin")
         return
     parts = [{n: t for n, t in tensors.items() if ("v_proj" in n) == second} for second in (False, True)]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         file = f"pytorch_model-{number:05d}-of-00002.bin"
         torch.save(part, model / file)

@@ -361,6 +361,22 @@ def test_push_to_what_is_there(tmp_path: Path, hub: Hub, machine: Machine) -> No
     assert not hub.repos["me/new"].private
 
 
+def test_wrong_groups_are_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+    hub.repo(NAME, model(tmp_path / "source"))
+    assert "choose 1, 2, 4 or 8" in machine.refused("--groups", 3, NAME)
+    assert 0 < hub.sent(".safetensors") < 1 << 18  # of 2.4 MB
+
+
+def test_push_that_cannot_work_is_refused_before_converting(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+    source = model(tmp_path / "source")
+    hub.repo("me/public", source)
+    push = ("--groups", 2, "--push-to-hub")
+    assert "me/public is public; allow that" in machine.refused(*push, "me/public", source, HF_TOKEN="hf_write")
+    assert "no token to use me/new with: log in" in machine.refused(*push, "me/new", source)
+    assert "no repository name" in machine.refused(*push, "a/b/c", source, HF_TOKEN="hf_write")
+    assert not (tmp_path / "source-gqa2").exists()
+
+
 @pytest.mark.parametrize(
     ("repo", "environment", "said"),
     [

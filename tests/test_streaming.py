@@ -181,12 +181,14 @@ def test_every_way_down_gives_the_same_bytes(
 def test_jobs_change_nothing_but_the_time(tmp_path: Path) -> None:
     source = llama(tmp_path / "source", shards=3)
     threads = torch.get_num_threads()
+    torch.set_num_threads(3)
     one = contents(convert_checkpoint(source, 2, tmp_path / "a" / "out", jobs=1).out)
     for jobs in (2, 4):
         checked = jobs == 4
         out = convert_checkpoint(source, 2, tmp_path / str(jobs) / "out", jobs=jobs, checksums=checked).out
         assert contents(out) == one
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 3, "the caller's threads are given back"
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("jobs", [1, 3])
