@@ -213,9 +213,10 @@ def dry_run(source: Path, out: Path, options: dict[str, Any]) -> Callable[[], ob
 
 @dataclass(frozen=True)
 class Sample:
-    """One run: seconds, and bytes of memory where the system tells (Linux)."""
+    """One run: seconds by the clock and of the processors, and bytes of memory where the system tells (Linux)."""
 
     seconds: float
+    processor: float
     anonymous: int
     total: int
 
@@ -233,9 +234,9 @@ def _child(make: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]
     run = make(*arguments)
     pipe.send(None)
     pipe.recv()
-    start = time.perf_counter()
+    start, work = time.perf_counter(), sum(os.times()[:4])  # children too: cp is one
     run()
-    pipe.send((time.perf_counter() - start, _status("self", "VmHWM")))
+    pipe.send((time.perf_counter() - start, sum(os.times()[:4]) - work, _status("self", "VmHWM")))
 
 
 def measure(make: Callable[..., Callable[[], object]], *arguments: Any, before: Callable[[], None]) -> Sample:
@@ -252,9 +253,9 @@ def measure(make: Callable[..., Callable[[], object]], *arguments: Any, before: 
     pipe.send(None)
     while not pipe.poll(SAMPLE_SECONDS):
         peak = max(peak, _status(process.pid, "RssAnon"))
-    seconds, total = pipe.recv()
+    seconds, processor, total = pipe.recv()
     process.join()
-    return Sample(seconds, peak - start, total)
+    return Sample(seconds, processor, peak - start, total)
 
 
 def settle(source: Path, memory: int) -> None:
@@ -308,6 +309,7 @@ def spread(samples: list[Sample]) -> dict[str, Any]:
         "seconds": statistics.median(seconds),
         "fastest": min(seconds),
         "slowest": max(seconds),
+        "processor_seconds": statistics.median(s.processor for s in samples),
         "anonymous_bytes": max(s.anonymous for s in samples),
         "resident_bytes": max(s.total for s in samples),
         "runs": [asdict(s) for s in samples],
@@ -316,11 +318,13 @@ def spread(samples: list[Sample]) -> dict[str, Any]:
 
 def report(figures: dict[str, Any]) -> None:
     runs = figures["runs"]
-    print(f"\n{'':24}{'median':>9}{'min - max':>17}{'of cp':>8}{'MB/s':>7}{'anonymous':>13}{'peak RSS':>12}")
+    print(
+        f"\n{'':24}{'median':>9}{'min - max':>17}{'of cp':>8}{'MB/s':>7}{'processor':>11}{'anonymous':>13}{'peak RSS':>12}"
+    )
     for name, row in runs.items():
         print(
             f"{name:24}{row['seconds']:8.2f}s{row['fastest']:8.2f} - {row['slowest']:5.2f}s"
-            f"{row['speed_of_cp']:8.2f}{row['megabytes_per_second']:7.0f}"
+            f"{row['speed_of_cp']:8.2f}{row['megabytes_per_second']:7.0f}{row['processor_seconds']:10.2f}s"
             f"{row['anonymous_bytes'] / MIB:9.0f} MiB{row['resident_bytes'] / MIB:8.0f} MiB"
         )
     bound, largest = figures["memory_bound"] / MIB, figures["largest_changed"] / MIB

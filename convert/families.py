@@ -68,6 +68,7 @@ class Family:
     model_types: tuple[str, ...]
     note: str = ""
     attention: tuple[str, ...] = ("self_attn",)
+    cross_attention: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = SEPARATE
     unchanged: tuple[str, ...] = ()
     # Config fields that count KV heads, dotted below the owner: the first is always written, the others are kept in
@@ -267,7 +268,6 @@ FAMILIES: tuple[Family, ...] = (
             "evolla",
             "unlimited_ocr_text",
         ),
-        note="Llama and its kin: biases go with their heads",
         kv_fields=("num_key_value_heads", "num_attention_groups"),
     ),
     Family(
@@ -476,7 +476,8 @@ FAMILIES: tuple[Family, ...] = (
         "key_net and value_net",
         ("cohere_asr",),
         note="self- and cross-attention of the decoder",
-        attention=("first_sub_layer", "second_sub_layer"),
+        attention=("first_sub_layer",),
+        cross_attention=("second_sub_layer",),
         rules=(Rule("key_net", Separate("key")), Rule("value_net", Separate("value"))),
         unchanged=("query_net", "out_projection"),
     ),
@@ -490,7 +491,7 @@ FAMILIES: tuple[Family, ...] = (
         "self- and cross-attention",
         ("mllama_text_model", "t5_gemma_module", "t5gemma2_decoder", "canary_decoder"),
         note="of the decoder; encoders stay as they are",
-        attention=("self_attn", "cross_attn", "encoder_attn"),
+        cross_attention=("cross_attn", "encoder_attn"),
     ),
     Family(
         "global transformer of a byte model",

@@ -149,14 +149,8 @@ def make_plan(
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new_config, edits = edit_config(config, groups, checkpoint.name, dtype)
-    cached = {
-        m.layer
-        for m in modules
-        if not m.path.endswith(("cross_attn", "encoder_attn", "second_sub_layer")) and m.layer < config.layers
-    }
-    bits = {t.dtype for t in outputs if t.change} or {s.dtype for m in modules for s in m.tensors.values()}
-    cache_dtype = stored or sorted(bits)[0]
-    source_dtype = next((c.sources[0].dtype for c in changes), cache_dtype)
+    cached = {m.layer for m in modules if not m.cross and m.layer < config.layers}
+    kv_dtype = modules[0].kv_dtype(config)
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -165,8 +159,8 @@ def make_plan(
         shards=_shards(outputs, checkpoint, max_shard_bytes),
         new_config=new_config,
         config_edits=tuple(edits),
-        cache_before=kv_cache(config, cached, source_dtype),
-        cache_after=kv_cache(read_config(new_config, checkpoint.name), cached, cache_dtype),
+        cache_before=kv_cache(config, cached, kv_dtype),
+        cache_after=kv_cache(read_config(new_config, checkpoint.name), cached, stored or kv_dtype),
         dtype=stored,
         warnings=tuple(_warnings(checkpoint)),
     )
@@ -177,11 +171,7 @@ def check_groups(config: ModelConfig, groups: int, name: str) -> None:
     allowed = valid_groups(config)
     if groups not in allowed:
         main = config.main
-        note = (
-            f" ({config.family.note})"
-            if config.family.note and config.family.name != "separate k_proj and v_proj"
-            else ""
-        )
+        note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
             f"--groups {groups} is not possible for the {main.kv} key/value heads and {main.query} query heads of "
             f"{name}{note}; choose {alternatives(allowed)}"
@@ -195,19 +185,27 @@ class AttentionModule:
     path: str
     layer: int
     tensors: Mapping[str, TensorSpec]
+    cross: bool = False  # reads another sequence: its cache does not grow with the tokens written
+
+    def kv_dtype(self, config: ModelConfig) -> str:
+        """Storage dtype of the keys and values, which is that of their cache."""
+        return next(spec.dtype for tail, spec in self.tensors.items() if _rule_for(tail, config.family, config.text))
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
     """The modules of the text stack that hold keys and values."""
     family = config.family
-    names = "|".join(re.escape(name) for name in family.attention)
+    names = "|".join(re.escape(name) for name in (*family.attention, *family.cross_attention))
     pattern = re.compile(rf"((?:^|.*\.)(?:layers|blocks|h)\.(\d+)\.(?:{names}))\.(.+)", re.DOTALL)
     found: dict[tuple[str, int], dict[str, TensorSpec]] = defaultdict(dict)
     for name, spec in checkpoint.tensors.items():
         if (match := pattern.fullmatch(name)) and not _TOWERS.search(name):
             mtp = config.layers if "mtp" in name.split(".") else int(match[2])
             found[match[1], mtp][match[3]] = spec
-    modules = [AttentionModule(path, layer, tensors) for (path, layer), tensors in found.items()]
+    modules = [
+        AttentionModule(path, layer, tensors, path.endswith(family.cross_attention))
+        for (path, layer), tensors in found.items()
+    ]
     modules = [m for m in modules if any(_rule_for(tail, family, config.text) for tail in m.tensors)]
     if not modules:
         raise CorruptError(

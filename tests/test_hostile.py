@@ -272,7 +272,7 @@ CASES = (
     Case("bytes at the end", header(lambda h: None, lambda data: data + b"12345678"), ("8 bytes belong to no tensor",)),
     Case("truncated", header(lambda h: None, lambda data: data[:-100]), ("lm_head.weight", "truncated", AGAIN)),
     Case("offsets out of range", header(setting("lm_head.weight", "data_offsets", [0, 2**62])), ("lm_head", "trunca")),
-    Case("offset of minus nothing", raw(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), ("natural numbers",)),
+    Case("minus nothing", raw(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), ("natural numbers",)),
     Case("negative offsets", header(setting(K0, "data_offsets", [-4, 4])), (K0, "natural numbers")),
     Case("reversed offsets", header(setting(K0, "data_offsets", [8, 4])), (K0, "bytes 8 to 4")),
     Case("offsets beyond 64 bits", header(setting(K0, "data_offsets", [0, 2**70])), (K0, "natural numbers")),
