@@ -30,7 +30,7 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not real"
 
 test-real: install
-	$(BIN)/python -m pytest -q -m real
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m real
 
 build: install
 	rm -rf dist

@@ -318,9 +318,8 @@ def spread(samples: list[Sample]) -> dict[str, Any]:
 
 def report(figures: dict[str, Any]) -> None:
     runs = figures["runs"]
-    print(
-        f"\n{'':24}{'median':>9}{'min - max':>17}{'of cp':>8}{'MB/s':>7}{'processor':>11}{'anonymous':>13}{'peak RSS':>12}"
-    )
+    print(f"\n{'':24}{'median':>9}{'min - max':>17}{'speed':>8}{'MB/s':>7}", end="")
+    print(f"{'processor':>11}{'anonymous':>13}{'peak RSS':>12}")
     for name, row in runs.items():
         print(
             f"{name:24}{row['seconds']:8.2f}s{row['fastest']:8.2f} - {row['slowest']:5.2f}s"

@@ -166,7 +166,7 @@ def test_mean_is_the_mean(source: Path, converted: Callable[[int], Path]) -> Non
     for name, merged in only_kv_differ(converted(1), source).items():
         heads = original[name].double().view(KV, DIM, HIDDEN)
         exact = heads.mean(0)
-        half_unit = torch.ldexp(torch.tensor(1.0).double(), torch.frexp(exact).exponent - 12).clamp(min=2.0**-25)
+        half_unit = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 12).clamp(min=2.0**-25)
         of_float32 = heads.abs().amax(0) * 2.0**-22  # three products and their sum
         assert merged.dtype == torch.float16
         assert bool(((merged.double() - exact).abs() <= half_unit + of_float32).all()), name
