@@ -10,6 +10,7 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.hub import open_model
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.rewrite import Conversion, run_plan
+from gqa.convert.writer import DEFAULT_JOBS
 
 __all__ = ["Conversion", "Plan", "convert_checkpoint", "default_output", "plan_conversion"]
 
@@ -67,7 +68,7 @@ def convert_checkpoint(
     overwrite: bool = False,
     checksums: bool = False,
     load: bool = False,
-    jobs: int = 1,
+    jobs: int = DEFAULT_JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> Conversion:
     """Convert a checkpoint: stream its shards into `out`, verify the result from disk, then make it visible.

@@ -14,6 +14,8 @@ from gqa.convert.plan import Plan
 from gqa.convert.summary import kv_line, size
 
 PROVENANCE = "gqa_conversion.json"
+SOURCE_CARD = "# The source model's card"
+_ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
 
 def version() -> str:
@@ -22,7 +24,7 @@ def version() -> str:
 
 
 def command(plan: Plan) -> str:
-    """The command that makes the same result, without the paths of the machine that made this one."""
+    """The command that makes the same weights, without the paths of the machine that made these (shards may differ)."""
     words = ["gqa-convert", "--groups", str(plan.groups)]
     if plan.groups < plan.config.main.kv:
         words += ["--method", plan.merging.method]
@@ -45,8 +47,8 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
         "family": plan.config.family.name,
         "options": {
             "groups": plan.groups,
-            "method": "repeat" if plan.groups > main.kv else plan.merging.method,
-            "seed": plan.merging.seed if plan.merging.method == "random" else None,
+            "method": plan.method,
+            "seed": plan.merging.seed if plan.method == "random" else None,
             "dtype": plan.dtype,
         },
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
@@ -67,7 +69,9 @@ def model_card(plan: Plan, name: str) -> str:
     metadata, source_card = _source_card(plan)
     base = plan.checkpoint.hub_id
     kept = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
-    tags = [*metadata.get("tags", []), "gqa", "grouped-query-attention" if plan.groups > 1 else "multi-query-attention"]
+    kind = {1: "multi-query-attention", plan.config.main.query: "multi-head-attention"}
+    tags = [tag for tag in metadata.get("tags", []) if tag not in _ATTENTION_TAGS]
+    tags += ["gqa-convert", kind.get(plan.groups, "grouped-query-attention")]
     data = ModelCardData(
         **{
             **kept,
@@ -78,12 +82,15 @@ def model_card(plan: Plan, name: str) -> str:
         }
     )
     main = plan.config.main
-    what = "repeating" if plan.groups > main.kv else f"{plan.merging.method} pooling of"
+    what = {
+        "none": f"with its own {main.kv} key/value heads: nothing was merged",
+        "repeat": f"with {plan.groups} instead of {main.kv} key/value heads, each repeated: the same logits",
+        "random": f"with {plan.groups} random instead of its {main.kv} key/value heads: a control, of no use untrained",
+    }.get(plan.method, f"with {plan.groups} instead of {main.kv} key/value heads, the {plan.method} of each group")
     lines = [
         f"# {name}",
         "",
-        f"`{base or plan.checkpoint.name}` with {plan.groups} instead of {main.kv} key/value heads "
-        f"({main.query} query heads), made by {what} heads with gqa-convert {version()}.",
+        f"`{base or plan.checkpoint.name}` {what} ({main.query} query heads; gqa-convert {version()}).",
         "",
         f"- KV cache: {kv_line(plan)}",
         f"- Parameters: {plan.parameters_before:,} before, {plan.parameters_after:,} after; "
@@ -94,7 +101,7 @@ def model_card(plan: Plan, name: str) -> str:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
     lines += ["", "```", command(plan), "```"]
     if source_card:
-        lines += ["", "# The source model's card", "", source_card]
+        lines += ["", SOURCE_CARD, "", source_card]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"))
 
 
@@ -106,6 +113,7 @@ def _source_card(plan: Plan) -> tuple[dict[str, Any], str]:
     text = plan.checkpoint.path("README.md").read_text(encoding="utf-8", errors="replace")
     try:
         loaded = ModelCard(text, ignore_metadata_errors=True)
-        return dict(loaded.data.to_dict()), loaded.text.strip()
+        # Of a conversion's card only the original part: cards do not grow with every step.
+        return dict(loaded.data.to_dict()), loaded.text.partition(SOURCE_CARD)[2].strip() or loaded.text.strip()
     except Exception:  # a card that cannot be parsed is carried along as it is
         return {}, text.strip()

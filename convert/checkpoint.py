@@ -14,6 +14,8 @@ from gqa.convert.errors import CorruptError, RefusedError, explain, listing
 from gqa.convert.safetensors_header import TensorSpec, read_header
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 MAX_JSON_BYTES = 64_000_000
@@ -71,15 +73,21 @@ class Checkpoint:
             raise RefusedError(f"{self.name}: only its headers were fetched")
         return member_path(self.directory, file)
 
-    def read(self, spec: TensorSpec) -> Tensor:
-        """One tensor, in its stored dtype and shape. Raises CorruptError when the file has become shorter."""
+    def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
+        """One tensor, in its stored dtype and shape. Raises CorruptError when the file has become shorter.
+
+        `buffer`, of at least its bytes, is where it is put and stays until the next read into the same one.
+        """
         import numpy as np
         import torch
 
         if spec.file in self._pickled:
             return self._pickled[spec.file][spec.name]
-        raw = np.fromfile(self.path(spec.file), np.uint8, count=spec.nbytes, offset=spec.begin)
-        if raw.nbytes != spec.nbytes:
+        raw = np.empty(spec.nbytes, np.uint8) if buffer is None else buffer[: spec.nbytes]
+        with self.path(spec.file).open("rb") as stream:
+            stream.seek(spec.begin)
+            done = stream.readinto(raw.data)
+        if done != spec.nbytes:
             raise CorruptError(f"{spec.file} became shorter while it was read: {spec.name} is not all there")
         if not raw.nbytes:
             return torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))

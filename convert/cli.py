@@ -7,12 +7,14 @@ import re
 import signal
 import sys
 import time
+import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from gqa.convert.errors import RefusedError, one_line
+from gqa.convert.errors import RefusedError, explain, one_line
 from gqa.convert.methods import METHODS
+from gqa.convert.writer import DEFAULT_JOBS
 
 if TYPE_CHECKING:
     from gqa.convert.checkpoint import Checkpoint
@@ -97,11 +99,13 @@ Examples:
 @click.option("--checksums", is_flag=True, help="Compare every untouched byte; record SHA-256 of all shards.")
 @click.option("--verify-load", is_flag=True, help="Also load the result with transformers and run it once.")
 @click.option("--tensor-parallel", type=click.IntRange(min=1), metavar="N", help="Say whether N ranks can hold it.")
-@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Shards written at a time.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=DEFAULT_JOBS, show_default=True, help="Shards written at a time."
+)
 @click.option("--push-to-hub", metavar="REPO", help="Upload the finished result to this repository.")
 @click.option("--public", is_flag=True, help="Make the pushed repository public.  [default: private]")
 @click.option("-v", "--verbose", is_flag=True, help="List every changed tensor.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors and warnings only.")
 @click.option(
     "--families",
     is_flag=True,
@@ -115,8 +119,8 @@ Examples:
 def command(model: str, groups: int, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
-    Keys and values of neighbouring heads are merged, everything else is copied byte for byte; the result loads with
-    plain transformers and its KV cache is smaller by the same factor.
+    Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
+    the result loads with plain transformers and its KV cache shrinks with the number of heads.
     """
     from gqa.convert.hub import check_push, open_model
     from gqa.convert.plan import make_plan
@@ -157,7 +161,10 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
     if options["push_to_hub"]:
         from gqa.convert.hub import push
 
-        address = push(result.out, options["push_to_hub"], private=not options["public"])
+        try:
+            address = push(result.out, options["push_to_hub"], private=not options["public"])
+        except KeyboardInterrupt:
+            _fail(f"interrupted while pushing; {result.out} is complete", 130)
         _say(f"pushed      {address}", options)
 
 
@@ -205,7 +212,7 @@ def _terminated(number: int, frame: Any) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted, 1 anything else."""
+    """Entry point. Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else."""
     signal.signal(signal.SIGTERM, _terminated)
     try:
         command.main(standalone_mode=False)
@@ -217,6 +224,10 @@ def main() -> None:
         _fail(str(error), 2)
     except OSError as error:
         _fail(str(error), 1)
+    except Exception as error:  # a defect of ours: one line all the same, the traceback on request
+        if {"-v", "--verbose"} & set(sys.argv):
+            traceback.print_exc()
+        _fail(f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report it", 1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from gqa.convert.layout import LayerHeads
 
 MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")
+_COUNTS = re.compile(r"num_\w*(layers|heads)|n_layers?|n_heads?")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class ModelConfig:
         """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
         return self.family.heads(self.text, layer) if layer < self.layers else self.main
 
+    def shares_kv(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of an earlier one and has none of its own."""
+        return layer >= self.layers - int(getattr(self.text, "num_kv_shared_layers", 0) or 0)
+
     @cached_property
     def main(self) -> LayerHeads:
         """Heads of the main layer type, whose KV heads `--groups` counts: what the config says without overrides."""
@@ -59,7 +65,7 @@ class ModelConfig:
     def cast(self, dtype: str) -> dict[str, Any]:
         """`raw` with every stated storage dtype replaced."""
         raw = copy.deepcopy(self.raw)
-        for part in [raw, _descend(raw, self.owner)]:
+        for part in _parts(raw):
             for key in ("torch_dtype", "dtype"):
                 if isinstance(part.get(key), str):
                     part[key] = dtype
@@ -106,7 +112,7 @@ def _check_sizes(raw: dict[str, Any], name: str) -> None:
     """Refuse numbers of layers and heads that would take endless time and memory just to list."""
     for part in _parts(raw):
         for key, value in part.items():
-            if isinstance(value, int) and value > MAX_COUNT and ("layer" in key or "head" in key):
+            if isinstance(value, int) and value > MAX_COUNT and _COUNTS.fullmatch(key):
                 raise CorruptError(
                     f"{name}: config.json says {key}: {value}, at most {MAX_COUNT} are allowed; correct it"
                 )
@@ -192,6 +198,8 @@ def edit_config(
         for step in steps:
             part = part.setdefault(step, {})
         part[key] = value
+        if config.owner and not steps and key in raw:
+            raw[key] = value  # some larger models state the counts of their text part twice
     for override in (owner.get("per_layer_config") or {}).values():
         if override.get("num_key_value_heads") is not None:
             override["num_key_value_heads"] = override["num_key_value_heads"] * groups // config.main.kv
@@ -229,8 +237,11 @@ def format_config(raw: dict[str, Any]) -> str:
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config and every config inside it."""
     yield raw
-    yield from (value for value in raw.values() if isinstance(value, dict))
+    for value in raw.values():
+        if isinstance(value, dict):
+            yield from _parts(value)
 
 
 def _has_path(raw: dict[str, Any], path: tuple[str, ...]) -> bool:

@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.convert import card
+from gqa.convert.attention import Change
 from gqa.convert.checkpoint import INDEX, TORCH_DTYPES, Checkpoint
 from gqa.convert.errors import OutputError
 from gqa.convert.model_config import format_config
-from gqa.convert.plan import Change, OutputTensor, Plan, Shard
+from gqa.convert.plan import OutputTensor, Plan, Shard
 from gqa.convert.safetensors_header import TensorSpec, format_header
 from gqa.convert.verify import verify, verify_load
 from gqa.convert.writer import OutputDirectory, Progress, copy_file, copy_range, write_bytes, write_tensor, write_text
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from gqa.convert.layout import Merge, Role
 
-CAST_CHUNK = 16 << 20  # numbers cast at a time
+CAST_CHUNK = 4 << 20  # numbers cast at a time
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,16 @@ class _Job:
     progress: Progress
     stop: threading.Event = field(default_factory=threading.Event)
     warnings: list[str] = field(default_factory=list)
+    own: threading.local = field(default_factory=threading.local)
+
+    def buffer(self, size: int) -> NDArray[np.uint8]:
+        """Memory of this thread, the same each time: fresh pages for every tensor cost as much as reading it."""
+        import numpy as np
+
+        buffer: NDArray[np.uint8] | None = getattr(self.own, "buffer", None)
+        if buffer is None or buffer.nbytes < size:
+            buffer = self.own.buffer = np.empty(size, np.uint8)
+        return buffer
 
 
 def run_plan(
@@ -172,7 +185,7 @@ def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, source: TensorSpec)
         pieces = iter(checkpoint.read(source).reshape(-1).split(CAST_CHUNK))
     else:
         size = source.nbytes // max(source.numel, 1)
-        pieces = (checkpoint.read(piece) for piece in _slices(source, size))
+        pieces = (checkpoint.read(piece, job.buffer(piece.nbytes)) for piece in _slices(source, size))
     for piece in pieces:
         write_tensor(target, _to(piece, tensor.dtype), job.progress, job.stop)
 
@@ -194,7 +207,9 @@ def _compute(job: _Job, change: Change) -> list[Tensor]:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype."""
     import torch
 
-    tensors = [job.plan.checkpoint.read(spec) for spec in change.sources]
+    read, sources = job.plan.checkpoint.read, change.sources
+    # What is computed is written before the next tensor is read, so that nothing can still lie in the buffer.
+    tensors = [read(sources[0], job.buffer(sources[0].nbytes))] + [read(spec) for spec in sources[1:]]
     precise = torch.float64 if change.sources[0].dtype == "F64" else torch.float32
     if job.plan.dtype or not change.rule.projection:
         tensors = [tensor.to(precise) for tensor in tensors]

@@ -21,7 +21,8 @@ def kv_line(plan: Plan) -> str:
     """KV-cache bytes before and after, per token and at the model's context."""
     before, after = plan.cache_before, plan.cache_after
     ratio = before.bytes_per_token / max(after.bytes_per_token, 1)
-    text = f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after ({ratio:.3g}x less)"
+    change = "the same" if ratio == 1 else f"{ratio:.3g}x less" if ratio > 1 else f"{1 / ratio:.3g}x more"
+    text = f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after ({change})"
     if after.context:
         text += (
             f"; {size(before.bytes_at(after.context))} and {size(after.bytes_at(after.context))} "
@@ -52,7 +53,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "revision": plan.checkpoint.revision,
         "model_type": plan.config.text.model_type,
         "family": plan.config.family.name,
-        "method": "repeat" if plan.groups > main.kv else plan.merging.method,
+        "method": plan.method,
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": [{"key": e.key, "before": e.before, "after": e.after} for e in plan.config_edits],
         "changed_tensors": [
@@ -83,22 +84,25 @@ def _source_shapes(tensor: OutputTensor) -> list[list[int]]:
 def plan_text(plan: Plan, tensors: bool = True) -> str:
     """The plan for people, every changed tensor with its shapes listed or only counted."""
     main = plan.config.main
-    direction = "repeated" if plan.groups > main.kv else f"method {plan.merging.method}"
     lines = [
         f"model       {plan.checkpoint.hub_id or plan.checkpoint.name} "
         f"({plan.config.text.model_type}: {plan.config.family.name})",
-        f"heads       {main.query} query, {main.kv} -> {plan.groups} key/value ({direction})",
+        f"heads       {main.query} query, {main.kv} -> {plan.groups} key/value (method {plan.method})",
         f"KV cache    {kv_line(plan)}",
-        f"parameters  {plan.parameters_before:,} -> {plan.parameters_after:,} "
-        f"({plan.parameters_before - plan.parameters_after:,} saved)",
+        f"parameters  {plan.parameters_before:,} -> {plan.parameters_after:,} ({_saved(plan)})",
         *(f"config      {e.key}: {e.before} -> {e.after}" for e in plan.config_edits),
         *(f"shard       {s.file}: {s.nbytes:,} bytes, {len(s.tensors)} tensors" for s in plan.shards),
     ]
-    if plan.is_identity:
+    if plan.method == "none":
         lines.append("identity    these are the source's own key/value heads")
     changed = plan.changed
     lines += [_tensor_line(t) for t in changed] if tensors else [f"tensors     {len(changed)} changed"]
     return "\n".join(map(one_line, lines))
+
+
+def _saved(plan: Plan) -> str:
+    saved = plan.parameters_before - plan.parameters_after
+    return f"{saved:,} saved" if saved >= 0 else f"{-saved:,} more"
 
 
 def _tensor_line(tensor: OutputTensor) -> str:

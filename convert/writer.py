@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 32 << 20
+DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
 

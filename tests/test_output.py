@@ -217,6 +217,20 @@ def test_empty_output_directory_is_used(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").is_file()
 
 
+def test_output_with_dots(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is meant, not a name beside its last part."""
+    (model / "assets").mkdir()
+    (model / "assets" / "a.txt").write_text("a")
+    for out in ("out", "out/assets/..", "out/../out/."):
+        monkeypatch.chdir(tmp_path)
+        assert run("--groups", 2, "--overwrite", "-o", out, model).code == 0, out
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
+        assert (tmp_path / "out" / "assets" / "a.txt").is_file()
+    monkeypatch.chdir(tmp_path / "out")
+    assert run("--groups", 1, "--overwrite", "-o", ".", model).code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
+
+
 def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> None:
     """Somebody else made OUT after it was looked at: before the lock is taken, and before the end."""
     out = tmp_path / "out"
