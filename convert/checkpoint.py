@@ -26,6 +26,7 @@ WEIGHT_SUFFIXES = frozenset(
     {
         ".safetensors",
         ".bin",
+        ".pt",
         ".pth",
         ".ckpt",
         ".h5",
@@ -96,6 +97,13 @@ class Checkpoint:
     def is_pickled(self, spec: TensorSpec) -> bool:
         """Whether the tensor comes from a `.bin`, where no byte range of the file is known to be it."""
         return spec.file in self._pickled
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a file holds weights in some form. (`spk_dict.pt` are the voices of Qwen2.5-Omni, not weights.)"""
+    path = Path(name)
+    weights = path.suffix.lower() in WEIGHT_SUFFIXES and path.name != "spk_dict.pt"
+    return weights or path.name.endswith(".index.json")
 
 
 def member_path(directory: Path, name: str) -> Path:
@@ -319,7 +327,7 @@ def _side_files(directory: Path, rewritten: set[str]) -> tuple[tuple[str, ...], 
     for name in _walk(directory):
         if name in rewritten:
             continue
-        if Path(name).suffix.lower() in WEIGHT_SUFFIXES or name.endswith(".index.json"):
+        if holds_weights(name):
             left_out.append(name)
         elif os.access(member_path(directory, name), os.R_OK):
             kept.append(name)

@@ -26,6 +26,7 @@ from gqa.convert.checkpoint import (
     WEIGHT_SUFFIXES,
     Checkpoint,
     check_index,
+    holds_weights,
     index_files,
     merge_tables,
     read_checkpoint,
@@ -36,7 +37,8 @@ from gqa.convert.safetensors_header import MAX_HEADER_BYTES, TensorSpec, read_he
 
 # Weights are fetched by name; the same model in other formats is not fetched at all.
 _NO_SIDE_FILES = [f"*{suffix}" for suffix in sorted(WEIGHT_SUFFIXES)]
-_NO_SIDE_FILES += ["*.pt", "*.index.json", "original/*", "onnx/*", "openvino/*"]
+_OTHER_FORMATS = ["original/*", "onnx/*", "openvino/*"]
+_NO_SIDE_FILES += ["*.index.json", *_OTHER_FORMATS]
 _REPLACED = ["model*.safetensors", INDEX, "pytorch_model*.bin", TORCH_INDEX]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FIRST_BYTES = 2**16  # of a remote shard: nearly always its whole header
@@ -132,12 +134,11 @@ def _from_hub(
         if headers_only:
             return described
         check(described)
-    needed = files + [name for name in present if not any(fnmatch(name, pattern) for pattern in _NO_SIDE_FILES)]
+    side = (name for name in present if not any(fnmatch(name, pattern) for pattern in _OTHER_FORMATS))
+    needed = files + [name for name in side if not holds_weights(name)]
     if index is not None:
         needed.append(INDEX if files[0].endswith(".safetensors") else TORCH_INDEX)
-    directory = Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in needed]))
-    if directory.name != info.sha:
-        raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
+    directory = Path(snapshot_download(model, revision=info.sha, allow_patterns=[escape(name) for name in needed]))
     return read_checkpoint(directory, model.split("/")[-1], revision=info.sha, hub_id=model)
 
 

@@ -187,7 +187,10 @@ def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, source: TensorSpec)
         size = source.nbytes // max(source.numel, 1)
         pieces = (checkpoint.read(piece, job.buffer(piece.nbytes)) for piece in _slices(source, size))
     for piece in pieces:
-        write_tensor(target, _to(piece, tensor.dtype), job.progress, job.stop)
+        cast = _to(piece, tensor.dtype)
+        if tensor.dtype != source.dtype and not bool(cast.isfinite().all()) and bool(piece.isfinite().all()):
+            raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
+        write_tensor(target, cast, job.progress, job.stop)
 
 
 def _slices(spec: TensorSpec, size: int) -> Iterator[TensorSpec]:

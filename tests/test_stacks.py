@@ -1,0 +1,117 @@
+"""Which tensors are attention of the text stack: what must be converted, left alone, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import all_tensors, write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from gqa.convert import CorruptError, OutputError, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.families import FAMILIES, NESTED
+from gqa.convert.model_config import read_config
+
+K, V = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
+TYPES = sorted({t for family in FAMILIES for t in family.model_types} & set(CONFIG_MAPPING) | set(NESTED))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_checkpoint(build(TINY["llama"], 4), tmp_path / "source")
+
+
+def change(directory: Path, added: dict[str, Tensor], removed: tuple[str, ...] = ()) -> None:
+    """Add tensors to the first shard and to the index, and remove others."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = {name: t for name, t in load_file(file).items() if name not in removed}
+        if "00001-of" in file.name:
+            tensors |= added
+            index["weight_map"] |= dict.fromkeys(added, file.name)
+        save_file(tensors, file, metadata={"format": "pt"})
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if n not in removed}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def attention(path: str, rows: int = 32) -> dict[str, Tensor]:
+    return {f"{path}.{name}": torch.randn(rows, 32) for name in (K, V)}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_default_configs_are_read(model_type: str) -> None:
+    """The config that a class makes by itself, full-size, has a family and a number of groups to choose from."""
+    raw = CONFIG_MAPPING[model_type]().to_dict()
+    config = read_config(json.loads(json.dumps(raw)), model_type)
+    assert config.main.query % config.main.kv == 0
+
+
+@pytest.mark.parametrize(
+    "path", ["mtp.layers.0", "model.mtp_layers.0", "model.mtp_block.0", "model.mtp.layers.0", "model.layers.2"]
+)
+def test_layers_that_predict_further_tokens_are_converted(source: Path, tmp_path: Path, path: str) -> None:
+    change(source, attention(path))
+    after = all_tensors(convert_checkpoint(source, 2, tmp_path / "out").out)
+    assert after[f"{path}.{K}"].shape == after[f"{path}.{V}"].shape == (16, 32)
+
+
+@pytest.mark.parametrize("path", ["vision_tower.layers.0", "model.audio_encoder.layers.0", "visual.blocks.1"])
+def test_towers_are_left_alone(source: Path, tmp_path: Path, path: str) -> None:
+    added = attention(path)
+    change(source, added)
+    after = all_tensors(convert_checkpoint(source, 2, tmp_path / "out").out)
+    assert all(torch.equal(after[name], tensor) for name, tensor in added.items())
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("draft.layers.0", "several stacks"), ("model.resampled", "is not in one of its layers")]
+)
+def test_unknown_stacks_are_refused(source: Path, path: str, said: str) -> None:
+    change(source, attention(path))
+    with pytest.raises(RefusedError, match=said):
+        plan_conversion(source, 2)
+
+
+def test_a_layer_without_keys_and_values_is_refused(source: Path) -> None:
+    change(source, {}, removed=(f"model.layers.1.{K}", f"model.layers.1.{V}"))
+    with pytest.raises(CorruptError, match=r"layers\.1\.self_attn has queries but no keys and values"):
+        plan_conversion(source, 2)
+
+
+def test_counts_stated_twice_are_both_edited(tmp_path: Path) -> None:
+    source = write_checkpoint(build(TINY["qwen2_vl"], 4), tmp_path / "source")
+    raw: dict[str, Any] = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": 4}))
+    plan = plan_conversion(source, 2)
+    assert plan.new_config["num_key_value_heads"] == plan.new_config["text_config"]["num_key_value_heads"] == 2
+
+
+def test_dtype_is_stated_in_every_part(tmp_path: Path) -> None:
+    source = write_checkpoint(build(TINY["qwen2_vl"], 4), tmp_path / "source")
+    raw: dict[str, Any] = json.loads((source / "config.json").read_text())
+    for part in (raw, raw["text_config"], raw["vision_config"]):
+        part["dtype"] = "float32"
+    (source / "config.json").write_text(json.dumps(raw))
+    new = plan_conversion(source, 2, dtype="bfloat16").new_config
+    assert new["dtype"] == new["text_config"]["dtype"] == new["vision_config"]["dtype"] == "bfloat16"
+
+
+def test_a_dtype_too_narrow_is_refused(source: Path, tmp_path: Path) -> None:
+    """1e30 is infinite in float16: nothing is published, in copied and in merged tensors alike."""
+    for name in ("model.norm.weight", f"model.layers.0.{K}"):
+        broken = write_checkpoint(build(TINY["llama"], 4), tmp_path / name)
+        for file in broken.glob("*.safetensors"):
+            tensors = load_file(file)
+            if name in tensors:
+                tensors[name][0] = 1e30
+                save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(OutputError, match=name):
+            convert_checkpoint(broken, 2, tmp_path / "out", dtype="float16")
+        assert not (tmp_path / "out").exists()
+    assert convert_checkpoint(source, 2, tmp_path / "fine", dtype="float16").out.exists()
