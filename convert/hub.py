@@ -138,7 +138,10 @@ def _from_hub(
     needed = files + [name for name in side if not holds_weights(name)]
     if index is not None:
         needed.append(INDEX if files[0].endswith(".safetensors") else TORCH_INDEX)
-    directory = Path(snapshot_download(model, revision=info.sha, allow_patterns=[escape(name) for name in needed]))
+    # By the name that was asked for, so that the cache knows it offline; the commit is that of the headers.
+    directory = Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in needed]))
+    if directory.name != info.sha:
+        raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
     return read_checkpoint(directory, model.split("/")[-1], revision=info.sha, hub_id=model)
 
 

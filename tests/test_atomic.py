@@ -242,7 +242,8 @@ def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, ove
     if overwrite:
         assert run("--groups", 1, "-o", out, small(tmp_path / "other")).code == 0
     before, sound = snapshot(disk), snapshot(model)
-    check_refused(run("--groups", 2, "--overwrite", "-o", out, model), "no space left", "free some space", code=1)
+    says = "are free at" if where == "plan" else "nothing was kept"
+    check_refused(run("--groups", 2, "--overwrite", "-o", out, model), "no space left", "free some", says, code=1)
     assert snapshot(disk) == before
     assert snapshot(model) == sound
     (model / "vocab.txt").unlink()
@@ -313,6 +314,40 @@ def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.M
     assert time.monotonic() - start < 10
     assert len(set(begun)) < 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread only waits; whoever is copying must hear of the interrupt."""
+
+    def copy(source: Any, target: Any, offset: int, count: int, progress: Any, stop: threading.Event) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wait(20), "nobody told this job to stop"
+        raise writer.CancelledError
+
+    model = llama(tmp_path / "m", shards=3)
+    monkeypatch.setattr(rewrite, "copy_range", copy)
+    start = time.monotonic()
+    result = run("--groups", 2, "--jobs", 2, "-o", tmp_path / "out", model)
+    assert (result.code, result.err.strip()) == (130, "gqa-convert: interrupted; nothing was written")
+    assert time.monotonic() - start < 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
+
+
+def test_failed_second_rename_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two names cannot be exchanged and the new one cannot be put in place, the old one is."""
+    model, out = small(tmp_path / "m"), tmp_path / "out"
+    assert run("--groups", 1, "-o", out, model).code == 0
+    before, rename = snapshot(tmp_path), Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name.endswith("gqa-partial"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(path, target)
+
+    monkeypatch.setattr(writer, "exchange", lambda one, other: False)
+    monkeypatch.setattr(Path, "rename", fail)
+    assert run("--groups", 2, "--overwrite", "-o", out, model).code == 1
+    assert snapshot(tmp_path) == before
 
 
 def refusing(number: int) -> Any:
