@@ -5,8 +5,9 @@
 
 Every run is a process of its own. Its clock starts after the imports and stops when every output file is fsynced.
 Before each run the last output is deleted and the source is read once, so that all start with the source in the page
-cache; caches cannot be dropped without privileges. Free memory is touched once too: a virtual machine may have given
-it back to its host, and whoever is first to need it would pay for all.
+cache (caches cannot be dropped without privileges), and the order changes from round to round. Free memory is left as
+it is: a virtual machine may have given it back to its host, and then every fresh page costs several times as much as
+the copy into it. That is most of the time of `cp` there, and why its times spread.
 
 Memory is that of anonymous pages (RssAnon) above what the imports left: what a process must have. Pages of files that
 it reads or writes belong to the page cache, count only while they are mapped, and vanish when somebody needs memory.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import multiprocessing
 import os
 import shutil
@@ -258,17 +258,14 @@ def measure(make: Callable[..., Callable[[], object]], *arguments: Any, before: 
     return Sample(seconds, processor, peak - start, total)
 
 
-def settle(source: Path, memory: int) -> None:
-    """The state from which every run starts: nothing left to write, the source cached, free memory at hand."""
+def settle(source: Path) -> None:
+    """The state from which every run starts: nothing left to write, the source in the page cache."""
     os.sync()
     buffer = bytearray(8 * MIB)
     for path in source.iterdir():
         with path.open("rb", buffering=0) as stream:
             while stream.readinto(buffer):
                 pass
-    with mmap.mmap(-1, memory) as free:
-        for start in range(0, memory, mmap.PAGESIZE):
-            free[start] = 1
 
 
 def differences(one: Path, other: Path) -> str:
@@ -353,9 +350,11 @@ def compare(work: Path, shape: Shape, groups: int, jobs: int, repeats: int) -> d
     samples: dict[str, list[Sample]] = {name: [] for name in contestants}
     agreement = ""
     for repeat in range(repeats):
-        for number, (name, (make, chosen)) in enumerate(contestants.items()):
-            out = work / f"out{number}"
-            sample = measure(make, source, out, chosen, before=lambda: settle(source, size))
+        shift = repeat % len(contestants)
+        order = [*contestants.items()][shift:] + [*contestants.items()][:shift]
+        for name, (make, chosen) in order:
+            out = work / "out"
+            sample = measure(make, source, out, chosen, before=lambda: settle(source))
             samples[name].append(sample)
             print(f"  round {repeat + 1}  {name:24}{sample.seconds:7.2f} s", flush=True)
             if name == "transformers" and not repeat:

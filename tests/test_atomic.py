@@ -320,9 +320,11 @@ def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """The main thread only waits; whoever is copying must hear of the interrupt."""
 
     def copy(source: Any, target: Any, offset: int, count: int, progress: Any, stop: threading.Event) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.wait(20), "nobody told this job to stop"
-        raise writer.CancelledError
+        for _ in range(10):  # Python drops an interrupt that arrives inside a garbage-collection callback
+            os.kill(os.getpid(), signal.SIGINT)
+            if stop.wait(2):
+                raise writer.CancelledError
+        raise AssertionError("nobody told this job to stop")
 
     model = llama(tmp_path / "m", shards=3)
     monkeypatch.setattr(rewrite, "copy_range", copy)
