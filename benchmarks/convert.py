@@ -1,7 +1,7 @@
 """gqa-convert beside `cp -r` and the obvious script with transformers: time and memory, measured side by side.
 
-    python benchmarks/convert.py                   # a synthetic checkpoint of 4 GiB, three rounds
-    python benchmarks/convert.py --gigabytes 8 --repeats 5 --json figures.json
+    python benchmarks/convert.py                   # a synthetic checkpoint of 4.6 GB, five rounds
+    python benchmarks/convert.py --gigabytes 8 --repeats 3 --json figures.json
 
 Every run is a process of its own. Its clock starts after the imports and stops when every output file is fsynced.
 Before each run the last output is deleted and the source is read once, so that all start with the source in the page
@@ -392,7 +392,7 @@ def time_dry_run(work: Path) -> float:
 @click.option("--layers", type=int, help="Layers of the checkpoint, instead of its size.")
 @click.option("--groups", type=int, default=8)
 @click.option("--jobs", type=int, default=2)
-@click.option("--repeats", type=int, default=3)
+@click.option("--repeats", type=int, default=5)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(
     directory: Path | None,

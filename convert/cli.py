@@ -219,7 +219,7 @@ def main() -> None:
     except click.ClickException as error:
         _fail(f"{error.format_message().rstrip('.')}; see gqa-convert --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; nothing was written", 130)
+        _fail("interrupted; nothing half-written is left", 130)
     except RefusedError as error:
         _fail(str(error), 2)
     except OSError as error:

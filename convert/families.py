@@ -126,7 +126,7 @@ def _falcon_old_edits(groups: int, heads: LayerHeads) -> Edits:
     return {"new_decoder_architecture": True, "num_kv_heads": groups, "num_ln_in_parallel_attn": 1}
 
 
-def _falcon_old_order(groups: int) -> Literal["stacked", "grouped"]:
+def _fused_order(groups: int) -> Literal["stacked", "grouped"]:
     return "stacked" if groups == 1 else "grouped"
 
 
@@ -334,7 +334,7 @@ FAMILIES: tuple[Family, ...] = (
         ("falcon",),
         note="already G = 1; up to H, or to 1 < G < H in the new architecture where attention is parallel",
         when={"new_decoder_architecture": False, "multi_query": True},
-        rules=(Rule("query_key_value", Fused("stacked", target=_falcon_old_order)),),
+        rules=(Rule("query_key_value", Fused("stacked", target=_fused_order)),),
         kv_fields=("num_kv_heads",),
         allows=_falcon_old_allows,
         edits=_falcon_old_edits,
@@ -346,7 +346,7 @@ FAMILIES: tuple[Family, ...] = (
         ("falcon",),
         note="G = 1, or 1 < G < H in the new architecture where attention is parallel (its cache holds H heads)",
         when={"new_decoder_architecture": False, "multi_query": False},
-        rules=(Rule("query_key_value", Fused("grouped", target=_falcon_old_order)),),
+        rules=(Rule("query_key_value", Fused("grouped", target=_fused_order)),),
         kv_fields=("num_kv_heads",),
         allows=_falcon_old_allows,
         edits=_falcon_old_edits,
@@ -358,7 +358,7 @@ FAMILIES: tuple[Family, ...] = (
         ("gpt_bigcode",),
         note="G = 1 only",
         when={"multi_query": False},
-        rules=(Rule("c_attn", Fused("grouped", target=_falcon_old_order)),),
+        rules=(Rule("c_attn", Fused("grouped", target=_fused_order)),),
         unchanged=("c_proj",),
         edits=_bigcode_edits,
         attention=("attn",),
@@ -370,7 +370,7 @@ FAMILIES: tuple[Family, ...] = (
         ("gpt_bigcode",),
         note="already G = 1; up to H",
         when={"multi_query": True},
-        rules=(Rule("c_attn", Fused("stacked", target=_falcon_old_order)),),
+        rules=(Rule("c_attn", Fused("stacked", target=_fused_order)),),
         unchanged=("c_proj",),
         edits=_bigcode_edits,
         attention=("attn",),

@@ -1,7 +1,8 @@
 """The corpus that every user already has: the source of Python's standard library.
 
-Documents are split by a hash of the module's *name*, so the same modules are held out under every Python version and
-on every machine, and what a checkpoint was trained on in one place is never what it is evaluated on in another.
+Documents are split by a hash of the module's *name*, so on every machine the same modules are held out, and what a
+checkpoint was trained on in one place is not what it is evaluated on in another. Python versions agree on every module
+that keeps its name.
 """
 
 from __future__ import annotations
