@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
-import sys
 import time
-import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.convert.errors import RefusedError, explain, one_line
+from gqa.convert.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option
+from gqa.convert.errors import one_line
 from gqa.convert.methods import METHODS
 from gqa.convert.writer import DEFAULT_JOBS
 
@@ -21,35 +18,12 @@ if TYPE_CHECKING:
     from gqa.convert.plan import Plan
     from gqa.convert.rewrite import Conversion
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-class ByteSize(click.ParamType[int]):
-    """`5GB`, `500MiB`."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-        if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
-            self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
-        size = float(match[1]) * _UNITS[match[2].upper()]
-        return int(min(max(size, 1), 2**62))
-
 
 def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         from gqa.convert.support import families_text
 
         click.echo(families_text())
-        ctx.exit()
-
-
-def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        from importlib.metadata import version
-
-        click.echo(f"gqa-convert {version('gqa-convert')}")
         ctx.exit()
 
 
@@ -61,7 +35,7 @@ Examples:
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=_EPILOG)
+@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
 @click.option(
     "-g",
@@ -114,8 +88,7 @@ Examples:
     callback=_show_families,
     help="Print what is supported and exit.",
 )
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
-              help="Print the version and exit.")  # fmt: skip
+@version_option("gqa-convert")
 def command(model: str, groups: int, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
@@ -147,7 +120,7 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
 
     out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
     start = time.monotonic()
-    with _progress_bar(plan.total_bytes, options["quiet"]) as bar:
+    with progress_bar(plan.total_bytes, "B", "converting", options["quiet"]) as bar:
         result = run_plan(
             plan,
             Path(out),
@@ -164,17 +137,8 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
         try:
             address = push(result.out, options["push_to_hub"], private=not options["public"])
         except KeyboardInterrupt:
-            _fail(f"interrupted while pushing; {result.out} is complete", 130)
+            fail("gqa-convert", f"interrupted while pushing; {result.out} is complete", 130)
         _say(f"pushed      {address}", options)
-
-
-def _progress_bar(total: int, quiet: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(
-        total=total, unit="B", unit_scale=True, desc="converting", file=sys.stderr, leave=False,
-        disable=quiet or not sys.stderr.isatty(),
-    )  # fmt: skip
 
 
 def _say(text: str, options: dict[str, Any]) -> None:
@@ -202,32 +166,9 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         click.echo(json.dumps(record | {"dry_run": result is None}))
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    click.echo(one_line(f"gqa-convert: {message}"), err=True)
-    sys.exit(code)
-
-
-def _terminated(number: int, frame: Any) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else."""
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        command.main(standalone_mode=False)
-    except click.ClickException as error:
-        _fail(f"{error.format_message().rstrip('.')}; see gqa-convert --help", error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("interrupted; nothing half-written is left", 130)
-    except RefusedError as error:
-        _fail(str(error), 2)
-    except OSError as error:
-        _fail(str(error), 1)
-    except Exception as error:  # a defect of ours: one line all the same, the traceback on request
-        if {"-v", "--verbose"} & set(sys.argv):
-            traceback.print_exc()
-        _fail(f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report it", 1)
+    """Entry point; exit codes as `gqa.convert.console.run` says."""
+    run(command, "gqa-convert", "nothing half-written is left")
 
 
 if __name__ == "__main__":

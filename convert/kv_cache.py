@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gqa.convert.attention import AttentionModule, attention_modules
+from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.model_config import ModelConfig, read_config
 from gqa.convert.safetensors_header import BITS
 
 if TYPE_CHECKING:
     from typing import Any
-
-    from gqa.convert.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class KVCache:
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
+    remark: str | None = None  # where transformers caches other heads than the model's key/value heads
 
     @property
     def bytes_per_token(self) -> int:
@@ -44,6 +46,21 @@ class KVCache:
         return numbers * self.bytes_per_number
 
 
+def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
+    """The cache of a checkpoint as it is, from config and headers, in its stored dtype.
+
+    Raises RefusedError where it is not known which tensors are keys and values.
+    """
+    config = read_config(checkpoint.config, checkpoint.name)
+    modules = attention_modules(checkpoint, config)
+    return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))
+
+
+def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
+    """Layers whose keys and values grow with the tokens written: no cross-attention, no extra prediction layers."""
+    return {m.layer for m in modules if not m.cross and m.layer < config.layers}
+
+
 def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
     """The cache of a model whose layers `found` have keys and values of their own, kept in `dtype`."""
     text, family = config.text, config.family
@@ -51,12 +68,16 @@ def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         found = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
-    layers = []
+    layers: list[CachedLayer] = []
+    remark = None
     for layer in sorted(layer for layer in found if layer < config.layers - shared):
         heads = config.heads(layer)
         numbers = heads.key_dim + heads.value_dim
-        layers.append(CachedLayer(family.cached_heads(heads), numbers, _window(text, layer)))
-    return KVCache(tuple(layers), BITS[dtype] // 8, getattr(text, "max_position_embeddings", None))
+        cached = family.cached_heads(heads)
+        if cached != heads.kv:
+            remark = f"transformers caches {cached} heads a layer, other engines only the {heads.kv} key/value heads"
+        layers.append(CachedLayer(cached, numbers, _window(text, layer)))
+    return KVCache(tuple(layers), BITS[dtype] // 8, getattr(text, "max_position_embeddings", None), remark)
 
 
 def _window(text: Any, layer: int) -> int | None:

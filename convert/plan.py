@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.convert.attention import Change, attention_modules, module_changes
 from gqa.convert.checkpoint import SINGLE, TORCH_DTYPES, Checkpoint
+from gqa.convert.engines import engine_notes
 from gqa.convert.errors import RefusedError, alternatives
-from gqa.convert.kv_cache import KVCache, kv_cache
+from gqa.convert.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.methods import METHODS, Merging
 from gqa.convert.model_config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.safetensors_header import TensorSpec, byte_size
@@ -67,6 +68,7 @@ class Plan:
     cache_after: KVCache
     dtype: str | None = None
     warnings: tuple[str, ...] = field(default=())
+    engine_notes: tuple[str, ...] = field(default=())
 
     @property
     def tensors(self) -> Iterable[OutputTensor]:
@@ -114,8 +116,10 @@ def make_plan(
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new_config, edits = edit_config(config, groups, checkpoint.name, dtype)
-    cached = {m.layer for m in modules if not m.cross and m.layer < config.layers}
+    cached = cached_layers(modules, config)
     kv_dtype = modules[0].kv_dtype(config)
+    new = read_config(new_config, checkpoint.name)
+    cache_after = kv_cache(new, cached, stored or kv_dtype)
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -125,9 +129,10 @@ def make_plan(
         new_config=new_config,
         config_edits=tuple(edits),
         cache_before=kv_cache(config, cached, kv_dtype),
-        cache_after=kv_cache(read_config(new_config, checkpoint.name), cached, stored or kv_dtype),
+        cache_after=cache_after,
         dtype=stored,
         warnings=tuple(_warnings(checkpoint)),
+        engine_notes=engine_notes(new, cache_after),
     )
 
 

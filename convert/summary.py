@@ -74,6 +74,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "bytes_at_context_after": after.bytes_at(after.context) if after.context else None,
         },
         "warnings": list(plan.warnings),
+        "engine_notes": list(plan.engine_notes),
     }
 
 
@@ -93,6 +94,7 @@ def plan_text(plan: Plan, tensors: bool = True) -> str:
         *(f"config      {e.key}: {e.before} -> {e.after}" for e in plan.config_edits),
         *(f"shard       {s.file}: {s.nbytes:,} bytes, {len(s.tensors)} tensors" for s in plan.shards),
     ]
+    lines += [f"note        {note}" for note in plan.engine_notes]
     if plan.method == "none":
         lines.append("identity    these are the source's own key/value heads")
     changed = plan.changed

@@ -124,24 +124,17 @@ def _sha256(path: Path) -> str:
 def verify_load(directory: Path) -> None:
     """Load with transformers, no key missing or unexpected, and run one forward pass. Raises OutputError."""
     import torch
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    name = (config.architectures or [""])[0]
-    model_class = getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+    from gqa.convert.loading import load_model
+
     try:
-        model, info = model_class.from_pretrained(directory, output_loading_info=True, trust_remote_code=False)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OutputError(f"transformers cannot load the result as {model_class.__name__}: {reason}") from None
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(kind):
-            raise OutputError(f"transformers reports {kind.replace('_', ' ')} in the result: {listing(info[kind])}")
+        model = load_model(str(directory))
+    except RefusedError as error:
+        raise OutputError(f"the result does not verify: {error}") from None
     inputs = {"input_ids": torch.arange(8).unsqueeze(0)}
-    if config.is_encoder_decoder:
+    if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.no_grad():
-        output = model.eval()(**inputs)
+        output = model(**inputs)
     if not bool(torch.isfinite(output[0].float()).all()):
         raise OutputError("one forward pass of the result gives NaN or Inf")

@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from gqa.corpus.document import Document
+
+__all__ = ["Document", "Split", "is_heldout", "stdlib_documents"]
 
 Split = Literal["train", "heldout"]
 
@@ -20,14 +23,6 @@ HELDOUT_PER_MILLE = 50
 # Tests, vendored wheels and generated tables: not prose that a person wrote in Python.
 _EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _EXCLUDED_PACKAGES = frozenset({"encodings", "pydoc_data", "turtledemo", "lib2to3"})
-
-
-@dataclass(frozen=True)
-class Document:
-    """One text with the name it is known by."""
-
-    name: str
-    text: str
 
 
 def is_heldout(module: str) -> bool:

@@ -11,6 +11,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -200,13 +201,12 @@ class Result:
     err: str
 
 
-def run(*words: object) -> Result:
-    """`gqa-convert WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
-    from gqa.convert.cli import main
-
+def run(*words: object, program: str = "gqa-convert") -> Result:
+    """`PROGRAM WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
+    main = import_module(f"gqa.{program.removeprefix('gqa-')}.cli").main
     code, before = 0, signal.getsignal(signal.SIGTERM)
     with (
-        mock.patch.object(sys, "argv", ["gqa-convert", *(str(word) for word in words)]),
+        mock.patch.object(sys, "argv", [program, *(str(word) for word in words)]),
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):

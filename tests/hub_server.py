@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         for method, pattern, action in _ROUTES:
             if self.command in method.split() and (match := re.fullmatch(pattern, self.route)):
-                action(self, **match.groupdict())
+                action(self, **{name: value for name, value in match.groupdict().items() if value is not None})
                 return
         self._answer(404, {"error": f"the stand-in knows no {self.command} {self.route}"})
 
@@ -181,16 +181,18 @@ class _Handler(BaseHTTPRequestHandler):
             branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in repo.refs.items()]
             self._answer(200, {"branches": branches, "tags": [], "converts": []})
 
-    def tree(self, name: str, revision: str) -> None:
+    def tree(self, name: str, revision: str, folder: str = ".") -> None:
         if name in self.hub.repos and not self.hub.repos[name].commits:
             self._answer(200, [])
         elif found := self._commit(name, revision):
-            entries = []
-            for path, file in _files(found[2]):
-                size, oid = file.stat().st_size, _sha256(file)
-                lfs = {"lfs": {"oid": oid, "size": size, "pointerSize": 130}} if path.endswith(LFS_SUFFIXES) else {}
-                entries.append({"type": "file", "path": path, "size": size, "oid": oid[:40], **lfs})
-            self._answer(200, entries)
+            deep = "recursive=true" in self.path.lower()
+            inside = [e for e in _entries(found[2]) if PurePosixPath(folder) in PurePosixPath(e["path"]).parents]
+            self._answer(200, [e for e in inside if deep or str(PurePosixPath(e["path"]).parent) == folder])
+
+    def paths_info(self, name: str, revision: str) -> None:
+        if found := self._commit(name, revision):
+            wanted = json.loads(self.body)["paths"]
+            self._answer(200, [entry for entry in _entries(found[2]) if entry["path"] in wanted])
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         if not (found := self._commit(name, revision)):
@@ -273,12 +275,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _NAME = r"(?P<name>[\w.-]+(?:/[\w.-]+)?)"
+_API = rf"/api/(?:models|datasets)/{_NAME}"  # names are those of both kinds of repositories
 _ROUTES: list[tuple[str, str, Any]] = [
-    ("GET", rf"/api/models/{_NAME}/revision/(?P<revision>.+)", _Handler.model_info),
-    ("GET", rf"/api/models/{_NAME}/tree/(?P<revision>[^/]+)", _Handler.tree),
-    ("GET", rf"/api/models/{_NAME}/refs", _Handler.refs),
-    ("GET", rf"/api/models/{_NAME}", _Handler.model_info),
-    ("GET HEAD", rf"/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
+    ("GET", rf"{_API}/revision/(?P<revision>.+)", _Handler.model_info),
+    ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", _Handler.tree),
+    ("POST", rf"{_API}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),
+    ("GET", rf"{_API}/refs", _Handler.refs),
+    ("GET", _API, _Handler.model_info),
+    ("GET HEAD", rf"(?:/datasets)?/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
     ("GET HEAD", r"/lfs/(?P<commit>\w+)/(?P<path>.+)", _Handler.storage),
     ("GET", r"/api/whoami-v2", _Handler.whoami),
     ("POST", r"/api/repos/create", _Handler.create),
@@ -292,6 +296,18 @@ _ROUTES: list[tuple[str, str, Any]] = [
 
 def _files(directory: Path) -> list[tuple[str, Path]]:
     return sorted((p.relative_to(directory).as_posix(), p) for p in directory.rglob("*") if p.is_file())
+
+
+def _entries(directory: Path) -> list[dict[str, Any]]:
+    """Folders and files as the hub describes them."""
+    files = _files(directory)
+    folders = {str(parent) for path, _ in files for parent in PurePosixPath(path).parents} - {"."}
+    entries: list[dict[str, Any]] = [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)]
+    for path, file in files:
+        size, oid = file.stat().st_size, _sha256(file)
+        lfs = {"lfs": {"oid": oid, "size": size, "pointerSize": 130}} if path.endswith(LFS_SUFFIXES) else {}
+        entries.append({"type": "file", "path": path, "size": size, "oid": oid[:40], **lfs})
+    return entries
 
 
 def _sha256(path: Path) -> str:

@@ -1,0 +1,293 @@
+"""How much of the data training sees, and in which order.
+
+The order is that of a hash of each document's text and the seed: the same on every machine, for every number of ranks,
+and whatever file a document lies in. Training reads a prefix of it, so what a smaller alpha sees, a larger one sees
+first. Held-out documents are chosen by a hash of the text alone: no seed and no alpha brings them back, and copies of a
+text are on the same side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gqa.corpus.document import CorpusError, Document
+from gqa.corpus.sources import Source, hash_threshold, is_below, text_digest
+from gqa.corpus.tokens import AddBos, Block, Blocks, Encoder, Ints, TokenisedText, block_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def n_blocks_for(
+    data_tokens: int,
+    block_size: int,
+    *,
+    alpha: float | None = None,
+    tokens: int | None = None,
+    steps: int | None = None,
+    blocks_per_step: int = 1,
+    pretraining_tokens: int | None = None,
+) -> int:
+    """The blocks that training reads: those that fit into alpha x all tokens, into `tokens`, or that `steps` need.
+
+    All tokens are `pretraining_tokens` if given, else `data_tokens`. `blocks_per_step` is the global batch.
+    Raises CorpusError unless exactly one of alpha, tokens and steps is given and comes to at least one block.
+    """
+    given = {"alpha": alpha, "tokens": tokens, "steps": steps}
+    if len(named := [name for name, value in given.items() if value is not None]) != 1:
+        raise CorpusError(
+            f"the length is given by {' and '.join(named) or 'nothing'}; give one of alpha, tokens and steps"
+        )
+    if data_tokens < block_size:
+        raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {block_size}; use smaller blocks")
+    if pretraining_tokens is not None and alpha is None:
+        raise CorpusError("pretraining_tokens is what alpha is a fraction of; give alpha with it")
+    if pretraining_tokens is not None and pretraining_tokens < 1:
+        raise CorpusError(f"pretraining_tokens is {pretraining_tokens}; give a number above 0")
+    if steps is not None:
+        if steps < 1:
+            raise CorpusError(f"steps is {steps}; give a number above 0")
+        return steps * blocks_per_step
+    if alpha is not None:
+        if not 0 < alpha <= 1:
+            raise CorpusError(f"alpha is {alpha:g}; it is a fraction of the data, above 0 and at most 1")
+        # As it is written: 0.29 of 100 is 29, and not 28 as in binary.
+        tokens = int(Fraction(repr(float(alpha))) * (pretraining_tokens or data_tokens))
+    assert tokens is not None
+    if tokens < block_size:
+        told = f"tokens is {tokens}" if alpha is None else f"alpha {alpha:g} is {tokens} tokens"
+        raise CorpusError(f"{told}, less than one block of {block_size}; give more, or use smaller blocks")
+    return tokens // block_size
+
+
+def order_hash(digest: bytes, seed: int, epoch: int = 0, copy: int = 0) -> bytes:
+    """SHA-256 of a text's SHA-256, the seed, the epoch and how many documents before have the same text."""
+    return hashlib.sha256(digest + f"{seed}:{epoch}:{copy}".encode()).digest()
+
+
+def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
+    """(D,) the order of documents whose texts have these digests, (D, 32).
+
+    Copies of a text are spread out: each has a hash of its own. Which of them is which makes no difference.
+    """
+    copies = _copies(digests).tolist()
+    raw = digests.tobytes()
+    keys = [order_hash(raw[32 * i : 32 * i + 32], seed, epoch, copy)[:8] for i, copy in enumerate(copies)]
+    return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
+
+
+def _copies(digests: NDArray[np.uint8]) -> Ints:
+    """(D,) for each row, how many rows before are equal to it."""
+    rows = np.ascontiguousarray(digests).view("V32").ravel()
+    by_row = np.argsort(rows, kind="stable")
+    fresh = np.ones(len(rows), bool)
+    fresh[1:] = rows[by_row][1:] != rows[by_row][:-1]
+    place = np.arange(len(rows))
+    copies = np.empty(len(rows), np.int64)
+    copies[by_row] = place - np.maximum.accumulate(np.where(fresh, place, 0))
+    return copies
+
+
+def heldout_mask(digests: NDArray[np.uint8], fraction: float) -> NDArray[np.bool_]:
+    """(D,) whether each document is held out, as `Source.part` decides."""
+    threshold = hash_threshold(fraction)
+    if threshold == 2**64:
+        return np.ones(len(digests), bool)
+    return np.ascontiguousarray(digests[:, :8]).view(">u8").ravel() < np.uint64(threshold)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What training reads: its blocks, out of `data_tokens` that may be read before anything repeats."""
+
+    blocks: Blocks
+    data_tokens: int
+    heldout_documents: int
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the blocks."""
+        return self.blocks.n_blocks * self.blocks.size
+
+    @property
+    def epochs(self) -> float:
+        """How often the data is read; where it is more than 1, each time in another order."""
+        return self.tokens / self.data_tokens
+
+    def summary(self) -> str:
+        """One line for people."""
+        text = (
+            f"{self.blocks.n_blocks:,} blocks of {self.blocks.size:,}: {self.tokens:,} of {self.data_tokens:,} tokens"
+        )
+        if self.epochs > 1:
+            text += f", which are read {self.epochs:.2f} times, each time in another order"
+        return f"{text}; {self.heldout_documents:,} documents held out" if self.heldout_documents else text
+
+
+def select(
+    text: TokenisedText,
+    *,
+    block_size: int,
+    seed: int = 0,
+    alpha: float | None = None,
+    tokens: int | None = None,
+    steps: int | None = None,
+    blocks_per_step: int = 1,
+    pretraining_tokens: int | None = None,
+    heldout_fraction: float = 0.0,
+    weights: Sequence[float] | None = None,
+    boundaries: bool = False,
+) -> Selection:
+    """The blocks that training reads, in the order in which it reads them. Lengths are as in `n_blocks_for`.
+
+    `weights`: the share of the tokens that each of the text's sources has; the data then ends where the first source
+    would repeat. A source that is exhausted begins again in another order. Raises CorpusError.
+    """
+    heldout = heldout_mask(text.digests, heldout_fraction)
+    sources = _groups(text, heldout, weights)
+    shares = _shares([1.0] if weights is None else weights)
+    sizes = [int(text.lengths[group].sum()) for group in sources]
+    data_tokens = min(int(size / share) for size, share in zip(sizes, shares, strict=True))
+    n_blocks = n_blocks_for(
+        data_tokens,
+        block_size,
+        alpha=alpha,
+        tokens=tokens,
+        steps=steps,
+        blocks_per_step=blocks_per_step,
+        pretraining_tokens=pretraining_tokens,
+    )
+    order = _merged(text, sources, shares, n_blocks * block_size, seed)
+    return Selection(Blocks(text, order, block_size, n_blocks, boundaries), data_tokens, int(heldout.sum()))
+
+
+def _shares(weights: Sequence[float]) -> list[Fraction]:
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    return [weight / sum(exact) for weight in exact]
+
+
+def _groups(text: TokenisedText, heldout: NDArray[np.bool_], weights: Sequence[float] | None) -> list[Ints]:
+    """The documents that training may see: of each source where sources have weights, else all together."""
+    sizes = (len(text),) if weights is None else text.sizes
+    if weights is not None and len(weights) != len(sizes):
+        raise CorpusError(f"{len(weights)} weights are given for {len(sizes)} sources")
+    bounds = np.cumsum([0, *sizes])
+    groups = [np.flatnonzero(~heldout[a:b]) + a for a, b in pairwise(bounds)]
+    if not all(map(len, groups)):
+        raise CorpusError("all documents are held out and none is left to train on; hold out a smaller fraction")
+    return groups
+
+
+def _merged(text: TokenisedText, sources: list[Ints], shares: list[Fraction], wanted: int, seed: int) -> Ints:
+    """Documents of `wanted` tokens or a little more, from each source its share.
+
+    The next document is always of the source that has had least for its share, which is to sort all documents by
+    (tokens of its source before it) / share. What comes first does not depend on `wanted`.
+    """
+    orders, due = [], []
+    for group, share in zip(sources, shares, strict=True):
+        needed = math.ceil(share * wanted)
+        epochs = -(-needed // int(text.lengths[group].sum()))
+        order = np.concatenate([group[permutation(text.digests[group], seed, epoch)] for epoch in range(epochs)])
+        before = np.cumsum(text.lengths[order]) - text.lengths[order]
+        orders.append(order[before < needed])
+        due.append(before[before < needed] / float(share))
+    order = np.concatenate(orders)[np.argsort(np.concatenate(due), kind="stable")]
+    return order[: int(np.searchsorted(np.cumsum(text.lengths[order]), wanted)) + 1]
+
+
+class StreamedBlocks:
+    """The blocks of sources that are too large to be kept: documents in the order of the stream, tokenised on the way.
+
+    A document is read if its `order_hash` is below `alpha` (of 1), so that a larger alpha reads a superset. With
+    `n_blocks` the stream ends there, and sources that are exhausted before begin again; without it, it ends with the
+    first of them. Every rank reads the whole stream and takes its own blocks.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        block_size: int,
+        seed: int = 0,
+        alpha: float = 1.0,
+        n_blocks: int | None = None,
+        heldout_fraction: float = 0.0,
+        add_bos: AddBos = "auto",
+        boundaries: bool = False,
+    ) -> None:
+        """Raises CorpusError where there are several sources and they have no weights."""
+        if len(sources) > 1 and any(source.weight is None for source in sources):
+            raise CorpusError("several streams need weights (SPEC@WEIGHT): their sizes are not known")
+        self.sources = sources
+        self.encoder = Encoder(tokenizer, add_bos)
+        self.size, self.seed, self.n_blocks, self.boundaries = block_size, seed, n_blocks, boundaries
+        self.threshold, self.heldout = hash_threshold(alpha), hash_threshold(heldout_fraction)
+        self.remainder = 0  # tokens after the last block, once the stream has ended
+
+    def blocks(self, start: int = 0) -> Iterator[Block]:
+        """Blocks from number `start` on. Those before are read too: a stream has no other way to get there."""
+        for number, block in enumerate(self._packed()):
+            if number == self.n_blocks:
+                return
+            if number >= start:
+                yield block
+
+    def __iter__(self) -> Iterator[Block]:
+        return self.blocks()
+
+    def _packed(self) -> Iterator[Block]:
+        parts: list[NDArray[np.int32]] = []
+        held = 0
+        for document in self._merged():
+            tokens = document
+            while held + len(tokens) >= self.size:
+                taken = self.size - held
+                yield block_of([*parts, tokens[:taken]], self.size, self.boundaries)
+                tokens, parts, held = tokens[taken:], [], 0
+            if len(tokens):
+                parts.append(tokens)
+                held += len(tokens)
+        self.remainder = held
+
+    def _merged(self) -> Iterator[NDArray[np.int32]]:
+        """As the function `_merged` does, by a queue of the sources."""
+        streams = [self._endless(source) for source in self.sources]
+        shares = [float(share) for share in _shares([source.weight or 1.0 for source in self.sources])]
+        queue = [(0.0, i, 0) for i in range(len(streams))]
+        while queue:
+            _, i, before = heapq.heappop(queue)
+            if (tokens := next(streams[i], None)) is None:
+                return
+            yield tokens
+            before += len(tokens)
+            heapq.heappush(queue, (before / shares[i], i, before))
+
+    def _endless(self, source: Source) -> Iterator[NDArray[np.int32]]:
+        """The documents of a source that are trained on; again and again where a number of blocks is wanted."""
+        while True:
+            count = 0
+            for _, tokens in self.encoder.encode(self._chosen(source)):
+                count += 1
+                yield np.array(tokens, np.int32)
+            if self.n_blocks is None:
+                return
+            if count == 0:
+                raise CorpusError(f"no document of {source.spec} is below alpha or not held out; nothing to train on")
+
+    def _chosen(self, source: Source) -> Iterator[Document]:
+        for found in source.documents():
+            digest = text_digest(found.text)
+            if is_below(order_hash(digest, self.seed), self.threshold) and not is_below(digest, self.heldout):
+                yield found

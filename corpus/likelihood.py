@@ -1,0 +1,115 @@
+"""Next-token likelihoods without the logits of a whole batch in memory.
+
+Uptraining, calibration and evaluation need logits in float32 of every position, but one position at a time: V numbers
+each, more than all hidden states of a small model together. So the backbone runs once, and the model's own head
+(projection, soft-capping, scaling, whatever its class does) runs on slices of its hidden states.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Float32 logits held at a time: small enough for a processor's cache, large enough for a matrix product.
+CHUNK_NUMBERS = 1 << 22
+
+
+class ChunkedHead:
+    """The model's backbone and head apart: `hidden(...)` once, then `logits(rows)` for any of its positions.
+
+    The head is the model's own `forward` with its backbone replaced by hidden states that are already there, so that
+    whatever the class does after the backbone is done exactly. Whether that reproduces the model's logits is checked
+    on the first input; where it does not (a backbone of an unusual shape), `split` is False and the model's full
+    forward is used instead, in its own dtype.
+    """
+
+    def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:
+        self.model = model
+        self.backbone = model.base_model
+        self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+        self.split = self.backbone is not model
+        self._checked = False
+        self._output: Any = None
+        self._run = torch.compile(self.backbone) if compile_backbone and self.split else self.backbone
+
+    def hidden(self, **inputs: Tensor) -> Tensor:
+        """`input_ids` (B, T) and whatever the model takes beside -> (B, T, D) hidden states of what it predicts from;
+        where it does not split, (B, T, V) logits in the model's dtype.
+        """
+        if self.split and not self._checked:
+            self._check({name: tensor[:1, :8] for name, tensor in inputs.items()})
+        if not self.split:
+            return self.model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
+        self._output = self._run(**inputs, use_cache=False, return_dict=True)
+        hidden: Tensor = self._output.last_hidden_state
+        return hidden
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """(n, D) rows of what `hidden` gave -> (n, V) logits, in the model's dtype."""
+        return self._head(rows, self._output) if self.split else rows
+
+    def _head(self, rows: Tensor, output: Any) -> Tensor:
+        given = copy.copy(output)
+        given.last_hidden_state = rows.unsqueeze(0)
+        ids = rows.new_zeros((1, len(rows)), dtype=torch.long)
+        with _replaced_forward(self.backbone, lambda *args, **kwargs: given):
+            return self.model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
+
+    def _check(self, inputs: dict[str, Tensor]) -> None:
+        self._checked = True
+        with torch.no_grad():
+            expected = self.model(**inputs, use_cache=False).logits[0]
+            try:
+                output = self.backbone(**inputs, use_cache=False, return_dict=True)
+                got = self._head(output.last_hidden_state[0], output)
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                self.split = False
+                return
+        scale = expected.float().abs().nan_to_num(posinf=0.0).max().clamp_min(1e-6)
+        tolerance = 32 * torch.finfo(expected.dtype).eps
+        self.split = got.shape == expected.shape and bool(
+            torch.allclose(got.float() / scale, expected.float() / scale, rtol=0, atol=tolerance, equal_nan=True)
+        )
+
+
+class _replaced_forward:  # noqa: N801 - reads as a function
+    """`with _replaced_forward(module, function)`: an instance attribute that hides the class' method meanwhile."""
+
+    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        self._module, self._function = module, function
+
+    def __enter__(self) -> None:
+        self._before = self._module.__dict__.get("forward")
+        self._module.forward = self._function
+
+    def __exit__(self, *error: object) -> None:
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+
+def chunks(count: int, vocabulary: int) -> Iterator[slice]:
+    """Slices of `count` rows whose float32 logits over `vocabulary` stay within CHUNK_NUMBERS."""
+    step = max(16, CHUNK_NUMBERS // vocabulary)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """-ln p(target): (n, V) float32 logits, (n,) ids -> (n,) float32."""
+    return logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)) in nats: two (n, V) tensors of log-probabilities -> (n,)."""
+    divergence = (p.exp() * (p - q)).sum(-1)
+    if bool(divergence.isnan().any()):  # 0 x (-inf - -inf) where a model rules a token out
+        divergence = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0).sum(-1)
+    return divergence.clamp_min(0.0)  # rounding, where the two are equal

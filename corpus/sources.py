@@ -1,0 +1,198 @@
+"""Where text comes from: the built-in corpus, local files, or a data set of the Hugging Face hub.
+
+    stdlib:train   stdlib:heldout                          the source of Python's standard library
+    notes.txt   data/   'data/**/*.jsonl.gz'               files of one format (`gqa.corpus.files`)
+    org/name   org/name:config   org/name:config:split     a data set of the hub, through `datasets`
+
+In a mixture, `SPEC@WEIGHT` gives a source its share of the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from gqa.corpus.document import CorpusError, Document, listing
+from gqa.corpus.files import find_files, is_local, read_file
+from gqa.corpus.hub import load_rows, read_rows
+from gqa.corpus.stdlib import Split, stdlib_documents
+
+Side = Literal["train", "heldout"]
+
+_NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
+_WEIGHTED = re.compile(r"(.+)@([^@/]+)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text that can be read any number of times, always in the same order.
+
+    `spec` is what it was made from; `identify` says what its content is, as a hash; `streaming` means that it is too
+    large or too far away to be kept; `weight` is its share of a mixture's tokens, where it was given one.
+    """
+
+    spec: str
+    read: Callable[[], Iterator[Document]]
+    identify: Callable[[], str]
+    streaming: bool = False
+    weight: float | None = None
+
+    def documents(self) -> Iterator[Document]:
+        """Documents in the order of the source, none of them blank.
+
+        Raises CorpusError, while they are read, for what cannot be read and for a source without any text.
+        """
+        documents = self.read()
+        if (first := next(documents, None)) is None:
+            raise CorpusError(f"{self.spec} holds no text: it is empty or blank")
+        yield first
+        yield from documents
+
+    def part(self, side: Side, fraction: float) -> Source:
+        """The documents that are held out, about `fraction` of them by a hash of their text, or all others."""
+        threshold = hash_threshold(fraction)
+
+        def read() -> Iterator[Document]:
+            for found in self.read():
+                if is_below(text_digest(found.text), threshold) == (side == "heldout"):
+                    yield found
+
+        return replace(
+            self,
+            spec=f"{self.spec} ({side} part, {fraction:g} held out)",
+            read=read,
+            identify=lambda: f"{self.identify()} {side} {fraction!r}",
+        )
+
+
+def parse_source(
+    spec: str,
+    *,
+    field: str = "text",
+    config: str | None = None,
+    split: str | None = None,
+    streaming: bool = False,
+    revision: str | None = None,
+    separator: str | None = None,
+) -> Source:
+    """The source that a spec names. Nothing of a hub data set is fetched before its documents are read.
+
+    `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets. `config`, `split` ("train" by default) and
+    `revision` choose among what a hub data set has; other sources have none and are read whole. `separator` cuts text
+    files into documents; without it each file is one. Raises CorpusError.
+    """
+    if not spec.strip():
+        raise CorpusError(_NO_DATA)
+    if separator == "":
+        raise CorpusError("the separator is empty; give the text between two documents, such as <|endoftext|>")
+    if spec == "stdlib" or spec.startswith("stdlib:"):
+        name = spec.removeprefix("stdlib:")
+        if name not in ("train", "heldout"):
+            raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
+        read = partial(stdlib_documents, cast(Split, name))
+        return Source(spec, read, partial(_digest_documents, read), streaming)
+    if is_local(spec):
+        files = find_files(spec)
+        identify = partial(_digest_files, files, field, separator)
+        return Source(spec, partial(_read_files, files, field, separator), identify, streaming)
+    if not (named := _HUB_NAME.fullmatch(spec)):
+        raise CorpusError(
+            f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
+        )
+    name, own_config, own_split = named.groups()
+    load = partial(load_rows, name, own_config or config, own_split or split or "train", revision, streaming)
+    return Source(spec, partial(_read_rows, name, load, field), partial(_identify_rows, load), streaming)
+
+
+def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
+    """The sources of a mixture, each `SPEC` or `SPEC@WEIGHT`; `options` are those of `parse_source`.
+
+    Weights are shares of the tokens and need not sum to 1. Without weights every document counts once.
+    Raises CorpusError, also where only some specs have a weight and where one is given twice.
+    """
+    if not specs:
+        raise CorpusError(_NO_DATA)
+    pairs = [_split_weight(spec) for spec in specs]
+    names = [name for name, _ in pairs]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise CorpusError(f"{listing(repeated)} is given twice; give it once, with a weight if it should count more")
+    bare = [name for name, weight in pairs if weight is None]
+    if 0 < len(bare) < len(pairs):
+        raise CorpusError(
+            f"{listing(bare)} has no weight while others have; give every source one (SPEC@WEIGHT) or none"
+        )
+    return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in pairs)
+
+
+def _split_weight(spec: str) -> tuple[str, float | None]:
+    """A name with an @ in it is a name where there is such a file."""
+    if os.path.exists(spec) or not (parts := _WEIGHTED.fullmatch(spec)):
+        return spec, None
+    try:
+        weight = float(parts[2])
+    except ValueError:
+        return spec, None
+    if not 0 < weight < float("inf"):
+        raise CorpusError(f"{spec}: the weight {parts[2]} is not above 0")
+    return parts[1], weight
+
+
+def text_digest(text: str) -> bytes:
+    """SHA-256 of a text in UTF-8, 32 bytes."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def hash_threshold(fraction: float) -> int:
+    """The number below which 64-bit hashes are that fraction of all: exact, so the same on every machine.
+
+    Raises CorpusError outside [0, 1].
+    """
+    if not 0 <= fraction <= 1:
+        raise CorpusError(f"a fraction of {fraction:g} is outside 0 to 1")
+    return int(Fraction(repr(float(fraction))) * 2**64)
+
+
+def is_below(digest: bytes, threshold: int) -> bool:
+    """Whether the first 64 bits of a digest, as a big-endian number, are below the threshold."""
+    return int.from_bytes(digest[:8], "big") < threshold
+
+
+def _read_files(files: Sequence[Path], field: str, separator: str | None) -> Iterator[Document]:
+    return chain.from_iterable(read_file(file, field, separator) for file in files)
+
+
+def _read_rows(name: str, load: Callable[[], Any], field: str) -> Iterator[Document]:
+    yield from read_rows(name, load(), field)
+
+
+def _identify_rows(load: Callable[[], Any]) -> str:
+    return str(load()._fingerprint)  # made of the commit, the configuration and the split
+
+
+def _digest_files(files: Sequence[Path], field: str, separator: str | None) -> str:
+    """By what is in the files and how it is read; where they are does not matter."""
+    digest = hashlib.sha256(repr((field, separator)).encode())
+    for path in files:
+        try:
+            with path.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise CorpusError(f"{path} cannot be read: {error.strerror}") from None
+        digest.update(f"{path.suffixes[-2:]} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _digest_documents(read: Callable[[], Iterator[Document]]) -> str:
+    digest = hashlib.sha256()
+    for found in read():
+        digest.update(text_digest(found.text))
+    return digest.hexdigest()

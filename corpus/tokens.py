@@ -1,0 +1,260 @@
+"""Documents -> tokens, once, and tokens -> blocks of one length.
+
+A document's tokens are its own with BOS before (where the tokenizer adds one) and EOS after, and nothing else: text
+that happens to spell a special token is text. The documents of a list, one after the other, are cut into blocks
+wherever that falls. So no token is padding, and a block depends on the list and its own number alone: not on batches
+or ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gqa.corpus.document import CorpusError, Document
+from gqa.corpus.hub import quiet
+from gqa.corpus.sources import Source, text_digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+AddBos = bool | Literal["auto"]
+Ints = NDArray[np.int64]
+Block = dict[str, Ints]
+
+_LAYOUT = 1  # of what is cached
+_BATCH_TEXTS, _BATCH_CHARACTERS = 1024, 1 << 22  # tokenised at a time
+
+
+@dataclass(frozen=True)
+class TokenisedText:
+    """The documents of a source (or of several, one after the other) as tokens, memory-mapped.
+
+    `pieces[k]`: int32, documents one after the other; document i is tokens `starts[i]` to `starts[i] + lengths[i]` of
+    `pieces[piece_of[i]]`. `digests`: (D, 32) uint8, SHA-256 of each document's text. `sizes`: documents of each source.
+    """
+
+    pieces: list[NDArray[np.int32]]
+    piece_of: Ints
+    starts: Ints
+    lengths: Ints
+    digests: NDArray[np.uint8]
+    sizes: tuple[int, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, i: int) -> NDArray[np.int32]:
+        """(n,) tokens of document i, BOS and EOS among them."""
+        start = self.starts[i]
+        tokens: NDArray[np.int32] = self.pieces[self.piece_of[i]][start : start + self.lengths[i]]
+        return tokens
+
+
+def tokenise(
+    source: Source, tokenizer: PreTrainedTokenizerBase, *, add_bos: AddBos = "auto", cache_dir: str | None = None
+) -> TokenisedText:
+    """The tokens of a source, from the cache where its content was tokenised before by the same tokenizer.
+
+    `add_bos="auto"` does as the tokenizer does by itself: Llama and Gemma get BOS before each document, GPT-2 and Qwen
+    do not. The cache is that of `datasets` (HF_DATASETS_CACHE) unless `cache_dir` says otherwise; processes that ask
+    for the same at the same time wait for one of them. Raises CorpusError.
+    """
+    import datasets
+
+    if source.streaming:
+        raise CorpusError(f"{source.spec} is streamed, and a stream is not kept; read it as StreamedBlocks")
+    encoder = Encoder(tokenizer, add_bos)
+    key = f"gqa tokens {_LAYOUT} {source.identify()} {encoder.identify()}"
+    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
+    features = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")})
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for found, tokens in encoder.encode(source.documents()):
+            yield {"tokens": tokens, "digest": text_digest(found.text)}
+
+    try:
+        with quiet():
+            table = datasets.Dataset.from_generator(
+                rows, features=features, cache_dir=cache_dir, fingerprint=fingerprint
+            ).data
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
+    return _from_columns(table.column("tokens").chunks, table.column("digest").chunks, fingerprint)
+
+
+def _from_columns(tokens: Iterable[Any], digests: Iterable[Any], fingerprint: str) -> TokenisedText:
+    """Views of Arrow's list and binary arrays, one for each record batch."""
+    pieces, piece_of, starts, lengths = [], [], [], []
+    for number, chunk in enumerate(tokens):
+        offsets = chunk.offsets.to_numpy().astype(np.int64)
+        pieces.append(chunk.values.to_numpy(zero_copy_only=True))
+        piece_of.append(np.full(len(chunk), number))
+        starts.append(offsets[:-1])
+        lengths.append(np.diff(offsets))
+    digest = np.frombuffer(b"".join(b"".join(chunk.to_pylist()) for chunk in digests), np.uint8).reshape(-1, 32)
+    return TokenisedText(
+        pieces,
+        np.concatenate(piece_of),
+        np.concatenate(starts),
+        np.concatenate(lengths),
+        digest,
+        (len(digest),),
+        fingerprint,
+    )
+
+
+def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
+    """Several tokenised sources as one; `sizes` remembers how many documents are of each."""
+    if len(texts) == 1:
+        return texts[0]
+    first_piece = np.cumsum([0, *(len(text.pieces) for text in texts)])
+    return TokenisedText(
+        [piece for text in texts for piece in text.pieces],
+        np.concatenate([text.piece_of + first for text, first in zip(texts, first_piece, strict=False)]),
+        np.concatenate([text.starts for text in texts]),
+        np.concatenate([text.lengths for text in texts]),
+        np.concatenate([text.digests for text in texts]),
+        tuple(size for text in texts for size in text.sizes),
+        hashlib.sha256(" ".join(text.fingerprint for text in texts).encode()).hexdigest()[:32],
+    )
+
+
+class Encoder:
+    """What a tokenizer makes of documents. Raises CorpusError where it lacks the tokens that are wanted."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, add_bos: AddBos = "auto") -> None:
+        self.tokenizer = tokenizer
+        if tokenizer.eos_token_id is None:
+            raise CorpusError("the tokenizer has no EOS token, which is put between documents; set its eos_token")
+        if add_bos is True and tokenizer.bos_token_id is None:
+            raise CorpusError("the tokenizer has no BOS token to put before documents; leave BOS away")
+        self.eos: int = tokenizer.eos_token_id
+        self.bos: int | None = None
+        if add_bos is True or (add_bos == "auto" and adds_bos(tokenizer)):
+            self.bos = tokenizer.bos_token_id
+
+    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
+        """Each document with its tokens, BOS and EOS among them."""
+        before = [] if self.bos is None else [self.bos]
+        for batch in _batches(documents):
+            encoded = self.tokenizer(
+                [found.text for found in batch],
+                add_special_tokens=False,
+                split_special_tokens=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,  # it warns of texts longer than the model's context
+            )["input_ids"]
+            for found, tokens in zip(batch, encoded, strict=True):
+                yield found, [*before, *tokens, self.eos]
+
+    def identify(self) -> str:
+        """A hash of all that decides the tokens, and of nothing else: not of paths, not of paddings set before."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:
+            content = json.loads(backend.to_str())
+            content.pop("truncation", None)
+            content.pop("padding", None)
+        else:
+            content = [type(self.tokenizer).__name__, repr(self.tokenizer), sorted(self.tokenizer.get_vocab().items())]
+        return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts BOS before a text when nobody tells it otherwise."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for found in documents:
+        batch.append(found)
+        characters += len(found.text)
+        if len(batch) == _BATCH_TEXTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The stream of documents in an order, cut into blocks. A map-style data set for a DataLoader without shuffling.
+
+    `order`: (N,) document numbers, repeated where there are several epochs. Block b is tokens b * size to
+    (b + 1) * size of the stream: {"input_ids": (size,) int64} and, on request, "position_ids" and "document_ids"
+    (size,): see `block_of`. There are `n_blocks` (by default all that fit); `remainder` is how many tokens of the
+    stream are in none.
+    """
+
+    text: TokenisedText
+    order: Ints
+    size: int
+    n_blocks: int = -1
+    boundaries: bool = False
+    ends: Ints = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        ends = np.cumsum(self.text.lengths[self.order])
+        object.__setattr__(self, "ends", ends)
+        fitting = self.stream_tokens // self.size
+        if self.n_blocks > fitting:
+            raise ValueError(
+                f"{self.n_blocks} blocks of {self.size} tokens are more than the {self.stream_tokens} there are"
+            )
+        if self.n_blocks < 0:
+            object.__setattr__(self, "n_blocks", fitting)
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of all documents in the order."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def remainder(self) -> int:
+        """Tokens of the stream after the last block."""
+        return self.stream_tokens - self.n_blocks * self.size
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where all blocks are: what a training state must agree with to be continued."""
+        told = f"{self.text.fingerprint} {self.size} {self.n_blocks} {self.boundaries}".encode()
+        return hashlib.sha256(told + self.order.tobytes()).hexdigest()[:32]
+
+    def __len__(self) -> int:
+        return self.n_blocks
+
+    def __getitem__(self, index: int) -> Block:
+        """Block `index`. Raises IndexError outside."""
+        if not -self.n_blocks <= index < self.n_blocks:
+            raise IndexError(f"block {index} of {self.n_blocks}")
+        begin = int(index) % self.n_blocks * self.size
+        first = int(np.searchsorted(self.ends, begin, "right"))
+        last = int(np.searchsorted(self.ends, begin + self.size, "left"))
+        parts = [self.text.document(int(i)) for i in self.order[first : last + 1]]
+        parts[0] = parts[0][begin - int(self.ends[first]) :]  # from the end: negative
+        return block_of(parts, self.size, self.boundaries)
+
+
+def block_of(parts: Sequence[NDArray[np.int32] | Sequence[int]], size: int, boundaries: bool) -> Block:
+    """The first `size` tokens of consecutive (parts of) documents.
+
+    With `boundaries` also "document_ids", which count them from 0, and "position_ids", which restart at 0 in each: what
+    attention needs so that no document sees another one.
+    """
+    tokens = np.concatenate(parts)[:size].astype(np.int64)
+    if not boundaries:
+        return {"input_ids": tokens}
+    lengths = [len(part) for part in parts]
+    documents = np.repeat(np.arange(len(parts)), lengths)[:size]
+    starts = np.cumsum([0, *lengths[:-1]])
+    return {"input_ids": tokens, "document_ids": documents, "position_ids": np.arange(size) - starts[documents]}

@@ -1,0 +1,75 @@
+"""Token ids -> the windows in which a model scores them. Pure integers: no model, no tensor.
+
+A window is `ids` of length n + 1: the model reads ids[:-1] and predicts ids[1:], and the last `scored` of those n
+predictions count. Every protocol is a list of such windows, so scoring, batching and ranks know nothing of protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Window:
+    """`ids`: what is read, and the last target; `scored`: how many predictions count, from the end.
+
+    `document` numbers the text that it is a part of. `source` are the encoder's ids where there is an encoder.
+    """
+
+    ids: tuple[int, ...]
+    scored: int
+    document: int = 0
+    source: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert 0 < self.scored < len(self.ids), f"{self.scored} scored of {len(self.ids)} ids"
+
+
+def rolling_windows(ids: Sequence[int], context: int, prefix: int, document: int = 0) -> Iterator[Window]:
+    """Each token scored exactly once: the windows of lm-evaluation-harness' `loglikelihood_rolling`.
+
+    The first window starts with the token `prefix` (BOS) and scores up to `context` tokens; each later one scores the
+    next `context` (or what is left, with left context up to `context` tokens in all).
+    """
+    first = min(context, len(ids))
+    if first:
+        yield Window((prefix, *ids[:first]), first, document)
+    for begin in range(first, len(ids), context):
+        end = min(begin + context, len(ids))
+        yield Window(tuple(ids[end - context - 1 : end]), end - begin, document)
+
+
+def strided_windows(ids: Sequence[int], context: int, stride: int, document: int = 0) -> Iterator[Window]:
+    """Overlapping windows of `context` tokens, `stride` apart (transformers' documentation, "Perplexity of fixed-length
+    models"): each scores the tokens that no earlier one has, the very first token excepted. `stride == context` gives
+    disjoint windows.
+    """
+    previous = 0
+    for begin in range(0, len(ids), stride):
+        end = min(begin + context, len(ids))
+        scored = min(end - previous, end - begin - 1)
+        if scored > 0:
+            yield Window(tuple(ids[begin:end]), scored, document)
+        previous = end
+        if end == len(ids):
+            break
+
+
+def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None, document: int = 0) -> Iterator[Window]:
+    """Disjoint chunks of `context` tokens of which the second half is scored, as llama-perplexity does.
+
+    `bos` replaces the first token of each chunk where the tokenizer adds one. The rest that fills no chunk is dropped.
+    """
+    for begin in range(0, len(ids) - context + 1, context):
+        chunk = tuple(ids[begin : begin + context])
+        if bos is not None:
+            chunk = (bos, *chunk[1:])
+        yield Window(chunk, context - 1 - context // 2, document)
+
+
+def batches(windows: Sequence[Window], size: int) -> Iterator[list[int]]:
+    """Indices of windows, longest first so that little is padded, `size` at a time."""
+    order = sorted(range(len(windows)), key=lambda i: (-len(windows[i].ids), -len(windows[i].source), i))
+    for start in range(0, len(order), size):
+        yield order[start : start + size]

@@ -1,0 +1,108 @@
+"""Pictures of an evaluation, as SVG and PNG: colours that the colour-blind tell apart, readable at half size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+Results = dict[str, Any]
+
+# Okabe and Ito's palette, with a marker and a dash each: what colour says is said twice.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STYLE: dict[Any, Any] = {
+    "font.size": 13, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+    "lines.linewidth": 2, "lines.markersize": 7, "legend.frameon": False, "svg.hashsalt": "gqa", "savefig.dpi": 120,
+}  # fmt: skip
+
+
+def look(index: int) -> dict[str, Any]:
+    """Colour and marker of the index-th line."""
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+
+
+@contextmanager
+def picture(directory: Path, name: str, width: float = 8, height: float = 5) -> Iterator[Axes]:
+    """One pair of axes, saved as NAME.svg and NAME.png at the end."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot()
+        yield axes
+        figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(directory / f"{name}.png")
+
+
+def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
+    """All pictures that the results have numbers for, as (name, title)."""
+    models: list[Results] = results["models"]
+    drawn = []
+    if all(m.get("by_context") for m in models):
+        drawn.append(_by_context(models, directory))
+    if any(m.get("attention_error") for m in models):
+        drawn.append(_attention_error(models, directory))
+    if all("decode" in m for m in models):
+        drawn.append(_decode(models, directory))
+    return drawn
+
+
+def _by_context(models: list[Results], directory: Path) -> tuple[str, str]:
+    title = "Loss by position: does a model fall apart at long range?"
+    with picture(directory, "by_context") as axes:
+        for index, model in enumerate(models):
+            bins = model["by_context"]
+            axes.plot([b["to"] for b in bins], [b["nats"] for b in bins], label=model["name"], **look(index))
+        _powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
+        axes.set(xlabel="tokens read before (up to)", ylabel="nats per token", title=title)
+        axes.set_ylim(bottom=0)
+        axes.legend()
+    return "by_context", title
+
+
+def _attention_error(models: list[Results], directory: Path) -> tuple[str, str]:
+    title = "Error of each layer's attention output"
+    with picture(directory, "attention_error") as axes:
+        for index, model in enumerate(models):
+            for kind, line in (("own", "-"), ("accumulated", ":")):
+                if errors := [e[kind] for e in model.get("attention_error", [])]:
+                    axes.plot(range(len(errors)), errors, line, label=f"{model['name']}, {kind}", **look(index))
+        axes.set(xlabel="attention module", ylabel="relative error", title=title)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend()
+    return "attention_error", title
+
+
+def _decode(models: list[Results], directory: Path) -> tuple[str, str]:
+    title = "Time per generated token"
+    with picture(directory, "decode") as axes:
+        for index, model in enumerate(models):
+            points = model["decode"]["points"]
+            for number, batch in enumerate(sorted({p["batch"] for p in points})):
+                line = [p for p in points if p["batch"] == batch]
+                axes.errorbar(
+                    [p["context"] for p in line],
+                    [p["seconds_per_token"] * 1e3 for p in line],
+                    yerr=[[(p["seconds_per_token"] - p["fastest"]) * 1e3 for p in line],
+                          [(p["slowest"] - p["seconds_per_token"]) * 1e3 for p in line]],
+                    linestyle=("-", "--", ":", "-.")[number % 4], capsize=3,
+                    label=f"{model['name']}, batch {batch}", **look(index),
+                )  # fmt: skip
+        _powers_of_two(axes, [p["context"] for p in models[0]["decode"]["points"]])
+        axes.set(xlabel="context (tokens)", ylabel="milliseconds per token", title=title)
+        # An outlier's bar may leave the picture; the lines must not be flattened by it.
+        axes.set_ylim(0, 1.4e3 * max(p["seconds_per_token"] for m in models for p in m["decode"]["points"]))
+        axes.legend(ncols=2)
+    return "decode", title
+
+
+def _powers_of_two(axes: Axes, ticks: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(set(ticks)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:,.0f}"))

@@ -1,0 +1,97 @@
+"""Statistics of a comparison, from arrays with one number per scored token. Definitions: those of llama.cpp's
+`llama-perplexity --kl-divergence`, so that numbers can be set beside the ones that quantisation tables quote.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.floating[Any]]
+
+PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
+
+
+def mean_and_error(values: Floats) -> tuple[float, float]:
+    """Mean and its standard error sd / sqrt(n - 1), tokens taken as independent."""
+    values = values.astype(np.float64)
+    count = len(values)
+    return float(values.mean()), float(values.std() / math.sqrt(count - 1)) if count > 1 else math.nan
+
+
+def percentiles(values: Floats) -> dict[str, float]:
+    """Maximum, percentiles (linear interpolation at (n - 1) q) and minimum."""
+    found = np.percentile(values.astype(np.float64), PERCENTILES)
+    named = {("median" if q == 50 else f"p{q:g}"): float(v) for q, v in zip(PERCENTILES, found, strict=True)}
+    return {"maximum": float(values.max()), **named, "minimum": float(values.min())}
+
+
+def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], model: Floats, baseline: Floats) -> dict[str, Any]:
+    """How a model's next-token distributions Q differ from the baseline's P.
+
+    Args:
+        kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; model, baseline: -ln of the true token's probability.
+    """
+    mean, error = mean_and_error(kl)
+    share = float(same_top.mean())
+    p, q = np.exp(-baseline.astype(np.float64)), np.exp(-model.astype(np.float64))
+    change = (q - p) * 100
+    return {
+        "kl": {"mean": mean, "mean_error": error, **percentiles(kl)},
+        "same_top": share,
+        "same_top_error": math.sqrt(share * (1 - share) / (len(kl) - 1)) if len(kl) > 1 else math.nan,
+        "delta_p_percent": {"mean": float(change.mean()), "rms": _rms(change), **percentiles(change)},
+        "log_probability_rms": _rms(model.astype(np.float64) - baseline),
+        "log_probability_correlation": correlation(model, baseline),
+    }
+
+
+def _rms(values: Floats) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
+
+
+def correlation(one: Floats, other: Floats) -> float:
+    """Pearson's; 1 for equal arrays, NaN where one does not vary and the other does."""
+    if np.array_equal(one, other):
+        return 1.0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(np.corrcoef(one.astype(np.float64), other.astype(np.float64))[0, 1])
+
+
+def paired_ratio(
+    model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]], *, samples: int = 2000, seed: int = 0
+) -> dict[str, float]:
+    """ln(PPL(Q) / PPL(P)) on the same tokens, with its standard error and a 95 % paired bootstrap interval.
+
+    The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent. They are not within
+    a text, so the interval resamples whole clusters (documents, or windows of one document): (Efron and Tibshirani,
+    An Introduction to the Bootstrap, 1993, section 8.6).
+    """
+    difference = model.astype(np.float64) - baseline
+    mean, error = mean_and_error(difference)
+    _, group = np.unique(cluster, return_inverse=True)
+    sums, counts = np.bincount(group, difference), np.bincount(group)
+    result = {"log_ratio": mean, "ratio": math.exp(mean), "log_ratio_error": error}
+    if len(sums) > 1:
+        generator = np.random.default_rng(seed)
+        weights = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=samples)
+        low, high = np.percentile(np.exp(weights @ sums / (weights @ counts)), (2.5, 97.5))
+        result |= {"ratio_low": float(low), "ratio_high": float(high)}
+    return result
+
+
+def by_context(nats: Floats, context: NDArray[np.integer[Any]], bins: int = 8) -> list[dict[str, float]]:
+    """Mean nats by the number of tokens read before: bins that double in width, as attention's reach is judged."""
+    longest = int(context.max())
+    edges = [0, *sorted({math.ceil(longest / 2**i) for i in range(bins)})]
+    result = []
+    for low, high in pairwise(edges):
+        inside = (context > low) & (context <= high)
+        if inside.any():
+            mean, count = float(nats[inside].mean(dtype=np.float64)), int(inside.sum())
+            result.append({"from": low + 1, "to": high, "nats": mean, "tokens": count})
+    return result

@@ -1,0 +1,215 @@
+"""What is timed is greedy decoding with the cache, and the bytes of a step are counted right. No time is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY, build
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+
+from gqa.convert import convert_checkpoint
+from gqa.convert.errors import RefusedError
+from gqa.eval import decode
+from gqa.eval.decode import DecodePoint, greedy_decode, measure_decode, memory_bandwidth, weights_read
+
+SOURCE = Path(__file__).parent.parent / "examples" / "stdlib-mha"
+# stdlib-mha: 6 layers of 8 heads of 32 in 256 dimensions, 688 wide, a tied table of 4096 tokens.
+NORMS_AND_MLP = 6 * (2 * 256 + 3 * 256 * 688) + 256
+TABLE = 4096 * 256
+BANDWIDTH = 1e9
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedModel]:
+    """stdlib-mha and its conversion to 2 heads, in float32."""
+    grouped = convert_checkpoint(SOURCE, 2, tmp_path_factory.mktemp("converted") / "2").out
+    return {
+        name: AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        for name, directory in (("mha", SOURCE), ("gqa2", grouped))
+    }
+
+
+@dataclass
+class Calls:
+    """What a model was asked: shapes of its inputs, and tokens that the cache held before."""
+
+    ids: list[Tensor] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def calls(pair: dict[str, PreTrainedModel]) -> Iterator[dict[str, Calls]]:
+    made = {name: Calls() for name in pair}
+
+    def hook(of: Calls) -> Any:
+        def note(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+            of.ids.append(kwargs["input_ids"])
+            held = kwargs.get("past_key_values")
+            of.cached.append(held.get_seq_length() if held is not None else 0)
+
+        return note
+
+    handles = [m.register_forward_pre_hook(hook(made[name]), with_kwargs=True) for name, m in pair.items()]
+    yield made
+    for handle in handles:
+        handle.remove()
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa2"])
+def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel], name: str) -> None:
+    model = pair[name]
+    ids = torch.randint(4096, (3, 20), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model.generation_config.eos_token_id = None  # both go on to the end
+    expected = model.generate(**given, do_sample=False, max_new_tokens=13, pad_token_id=0)[:, 20:]
+    made = greedy_decode(model, ids, steps=12)
+    assert torch.equal(made.tokens, expected)
+    assert len(made.tokens.unique()) > 3  # a loop that repeats one token would be no evidence
+    other = greedy_decode(model, ids.flip(1), steps=12)
+    assert not torch.equal(other.tokens, expected)
+    assert made.prefill_seconds > 0
+    assert made.seconds_per_token > 0
+
+
+def test_each_step_reads_one_token_and_the_cache(pair: dict[str, PreTrainedModel], calls: dict[str, Calls]) -> None:
+    made = greedy_decode(pair["gqa2"], torch.full((3, 20), 7), steps=4)
+    seen = calls["gqa2"]
+    assert [tuple(ids.shape) for ids in seen.ids] == [(3, 20), (3, 1), (3, 1), (3, 1), (3, 1)]
+    assert seen.cached == [0, 20, 21, 22, 23]
+    assert torch.equal(torch.cat(seen.ids[1:], dim=1), made.tokens[:, :-1])
+
+
+def test_a_sliding_window_decodes_too() -> None:
+    model = build(TINY["mistral"], 2, attention="sdpa")
+    ids = torch.randint(10, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+    model.generation_config.eos_token_id = None
+    expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[:, 9:]
+    assert torch.equal(greedy_decode(model, ids, steps=8).tokens, expected)
+
+
+# ------------------------------------------------------------------------------------------------- points
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which the n-th interval takes n seconds, and memory of 1 GB/s."""
+    ticks = (n * (n + 1) / 2 for n in count())
+    monkeypatch.setattr(decode, "clock", lambda device: next(ticks))
+    monkeypatch.setattr(decode, "memory_bandwidth", lambda device: BANDWIDTH)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_points_of_two_models(pair: dict[str, PreTrainedModel]) -> None:
+    order: list[tuple[str, int, int]] = []
+    points = measure_decode(pair, [1, 4], [8, 30], steps=2, repeats=3, progress=lambda *what: order.append(what))
+    cells = [(1, 8), (1, 30), (4, 8), (4, 30)]
+    assert order == [(name, *cell) for cell in cells for _ in range(3) for name in ("mha", "gqa2")]
+    assert list(points) == ["mha", "gqa2"]
+    for name, heads in (("mha", 8), ("gqa2", 2)):
+        assert [(p.batch, p.context) for p in points[name]] == cells
+        weights = 4 * (TABLE + NORMS_AND_MLP + 6 * 256 * (2 * 256 + 2 * heads * 32))
+        for p in points[name]:
+            assert p.cache_bytes == p.batch * p.context * 6 * heads * 2 * 32 * 4
+            assert p.bytes_per_step == weights + p.cache_bytes
+            assert p.roofline_seconds == p.bytes_per_step / BANDWIDTH
+            assert p.cache_share == p.cache_bytes / p.bytes_per_step
+            assert p.roofline_fraction == p.roofline_seconds / p.seconds_per_token
+            assert p.tokens_per_second == p.batch / p.seconds_per_token
+            assert (p.attention, p.dtype) == ("sdpa", "float32")
+            assert p.turns == ((0, 2, 4) if name == "mha" else (1, 3, 5))
+    shares = [[p.cache_share for p in points[name]] for name in points]
+    assert all(mha > gqa2 for mha, gqa2 in zip(*shares, strict=True))
+
+
+@pytest.mark.usefixtures("ticking")
+def test_median_and_spread(pair: dict[str, PreTrainedModel]) -> None:
+    """A run takes three readings of the clock; the warm-up of each of two models takes the first six."""
+    points = measure_decode(pair, [1], [4], steps=2, repeats=3)
+    # Intervals end at readings 0, 1, 2, ...: run r of all has its prefill end at reading 6 + 3 r + 1.
+    prefill = {name: [7 + 3 * turn for turn in points[name][0].turns] for name in points}
+    for name, seconds in prefill.items():
+        (point,) = points[name]
+        steps = [(s + 1) / 2 for s in seconds]
+        assert point.prefill_seconds == seconds[1]
+        assert (point.fastest, point.seconds_per_token, point.slowest) == (steps[0], steps[1], steps[2])
+
+
+def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: dict[str, Calls]) -> None:
+    measure_decode(pair, [2], [5], steps=1, repeats=2)
+    prompts = [ids for of in calls.values() for ids in of.ids if ids.shape == (2, 5)]
+    assert len(prompts) == 2 * (1 + 2)  # a warm-up and two repeats of each
+    assert all(torch.equal(ids, prompts[0]) for ids in prompts)
+    assert len(prompts[0].unique()) > 5
+
+
+def test_attention_and_dtype_are_the_models_own() -> None:
+    model = build(TINY["llama"], 2, attention="eager").to(torch.bfloat16)
+    (point,) = measure_decode({"tiny": model}, [1], [4], steps=1, repeats=1)["tiny"]
+    assert (point.attention, point.dtype, point.turns) == ("eager", "bfloat16", (0,))
+    assert point.cache_bytes == 4 * 2 * 2 * 2 * 8 * 2  # tokens, layers, heads, keys and values, dimension, bytes
+
+
+def test_a_looked_up_table_is_not_read() -> None:
+    """A step takes single rows of the input embedding; a tied one is read as the output's table."""
+    tied, untied = build(TINY["llama+tied"], 4), build(TINY["llama"], 4)
+    everything = [sum(p.nbytes for p in model.parameters()) for model in (tied, untied)]
+    table = 96 * 32 * 4
+    assert everything[1] - everything[0] == table
+    assert weights_read(tied) == weights_read(untied) == everything[0]
+
+
+def test_falcon_counts_the_heads_that_it_caches() -> None:
+    points = {kv: measure_decode({"": build(TINY["falcon"], kv)}, [2], [6], 1, 1)[""][0] for kv in (1, 4)}
+    assert points[1].cache_bytes == points[4].cache_bytes == 2 * 6 * 2 * 4 * 2 * 8 * 4
+
+
+def test_bandwidth_is_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading 4000 bytes takes 1 s and copying them, 8000 bytes moved, 4 s: the faster counts. Then the other way."""
+    for intervals, best in (((1, 4), 4000.0), ((4, 1), 8000.0)):
+        ticks = iter([t for n in range(20) for t in (100 * n, 100 * n + intervals[0], 100 * n + sum(intervals))])
+        monkeypatch.setattr(decode, "clock", lambda device, ticks=ticks: next(ticks))
+        assert memory_bandwidth("cpu", 4000) == best
+
+
+def test_a_point_is_plain_data() -> None:
+    point = DecodePoint(2, 8, 0.5, 0.25, 0.2, 0.5, 8.0, 1000, 250, 0.125, "sdpa", "float32", (0,))
+    assert (point.cache_share, point.roofline_fraction) == (0.25, 0.5)
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def test_contexts_that_do_not_fit() -> None:
+    """The prompt and every step need a position; all is refused before anything runs."""
+    done: list[object] = []
+    tiny = {"tiny": build(TINY["llama"], 2)}
+    assert measure_decode(tiny, [1], [60], steps=4, repeats=1)["tiny"][0].context == 60  # 64 positions
+    with pytest.raises(RefusedError, match=r"^65 tokens are not possible for LlamaForCausalLM, it has 64 positions$"):
+        measure_decode(tiny, [1], [4, 60], steps=5, repeats=1, progress=lambda *what: done.append(what))
+    assert not done
+
+
+@pytest.mark.parametrize("wrong", [{"batches": [1, 0]}, {"contexts": [0]}, {"steps": 0}, {"repeats": 0}])
+def test_numbers_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError, match="must be 1 or more"):
+        measure_decode({}, **({"batches": [1], "contexts": [4], "steps": 1, "repeats": 1} | wrong))
+
+
+def test_models_that_cannot_be_timed() -> None:
+    with pytest.raises(RefusedError, match="encoder-decoder"):
+        measure_decode({"t5": build(TINY["t5gemma"], 2)}, [1], [4], 1, 1)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(RefusedError, match="MambaForCausalLM returns no key/value cache"):
+        greedy_decode(mamba.eval(), torch.full((1, 4), 7), 1)
+    with pytest.raises(RefusedError, match="no attention"):
+        measure_decode({"mamba": mamba}, [1], [4], 1, 1)

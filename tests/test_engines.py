@@ -1,0 +1,93 @@
+"""Notes on serving engines: shown where a limit is met and only there. `make test-serving` tests the limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import llama, run
+
+from gqa.convert.engines import LIMITS, engine_notes
+from gqa.convert.families import FAMILIES
+from gqa.convert.kv_cache import kv_cache
+from gqa.convert.model_config import read_config
+
+
+def notes(model_type: str, kv: int = 2, **changes: Any) -> tuple[str, ...]:
+    """Of a model with 8 query heads of dimension 4 and the default rope_theta; `changes` to that, `...` for absent."""
+    raw = {
+        "model_type": model_type, "num_attention_heads": 8, "num_key_value_heads": kv, "hidden_size": 32, "head_dim": 4,
+        "num_hidden_layers": 2, "rope_theta": 10000.0,
+    } | changes  # fmt: skip
+    config = read_config({key: value for key, value in raw.items() if value is not ...}, "m")
+    return engine_notes(config, kv_cache(config, range(2), "F32"))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "stablelm", "olmo2"])
+def test_ordinary_checkpoints_have_none(model_type: str) -> None:
+    assert notes(model_type) == ()
+    assert notes(model_type, kv=8) == ()
+
+
+def test_phi_in_llama_cpp() -> None:
+    text = "llama.cpp: its converter gives phi as many KV heads as query heads, so it cannot load the result"
+    assert notes("phi") == (text,)
+    assert notes("phi", kv=8) == ()
+
+
+def test_bigcode_in_llama_cpp() -> None:
+    assert notes("gpt_bigcode", n_head=8, n_embd=32, multi_query=True) == ()
+    (note,) = notes("gpt_bigcode", n_head=8, n_embd=32, multi_query=False)
+    assert note.startswith("llama.cpp: its converter gives gpt_bigcode one KV head")
+
+
+@pytest.mark.parametrize("model_type", ["gemma", "gemma2", "stablelm"])
+@pytest.mark.parametrize("form", ["rope_theta", "rope_parameters"])
+def test_rope_theta(model_type: str, form: str) -> None:
+    """As transformers 4 and as transformers 5 write it."""
+    changes = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6}
+    found = notes(model_type, **{form: changes[form]})
+    assert f"llama.cpp: its converter does not write the rope_theta of {model_type}: " in found[0]
+    assert all(note.endswith("it computes with 10000, not 1000000") for note in found)
+    engines = [note.partition(":")[0] for note in found]
+    assert engines == (["llama.cpp"] if model_type == "stablelm" else ["llama.cpp", "CTranslate2"])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "qwen3", "gemma"])
+def test_head_dim(model_type: str) -> None:
+    found = [note.partition(":")[0] for note in notes(model_type, head_dim=8)]
+    assert found == {"llama": ["CTranslate2"], "qwen2": ["llama.cpp", "CTranslate2"]}.get(model_type, [])
+
+
+def test_falcon_in_transformers() -> None:
+    falcon = {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": ...}
+    (note,) = notes("falcon", **falcon)
+    assert note == "transformers caches 8 heads a layer, other engines only the 2 key/value heads"
+    assert len(notes("falcon", **falcon, rope_theta=5e5)) == 3
+
+
+def test_a_text_part_of_a_larger_model_has_none() -> None:
+    """Engines load it with another loader than the plain model."""
+    assert notes("llava", text_config={"model_type": "qwen2", "hidden_size": 32, "head_dim": 8}) == ()
+
+
+def test_limits_name_model_types_that_can_be_converted() -> None:
+    supported = {model_type for family in FAMILIES for model_type in family.model_types}
+    assert {model_type for limit in LIMITS for model_type in limit.model_types} <= supported
+
+
+@pytest.mark.parametrize("words", [["--dry-run"], []])
+def test_command_shows_them(words: list[str], tmp_path: Path) -> None:
+    """Not as warnings: nothing is wrong with the result."""
+    expected = "CTranslate2: its loader knows no head_dim of llama but hidden_size / heads, so it cannot load 4"
+    model = llama(tmp_path / "m", hidden_size=64, head_dim=4)
+    shown = run("--groups", 2, "-o", tmp_path / "out", *words, model)
+    assert (shown.code, shown.err) == (0, "")
+    assert f"\nnote        {expected}\n" in shown.out
+    record = json.loads(run("--groups", 2, "-o", tmp_path / "out2", "--json", *words, model).out)
+    assert record["engine_notes"] == [expected]
+    assert record["warnings"] == []
+    plain = run("--groups", 2, "-o", tmp_path / "out3", *words, llama(tmp_path / "plain"))
+    assert "note" not in plain.out

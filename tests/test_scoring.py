@@ -1,0 +1,367 @@
+"""The evaluator's numbers: identities, other implementations, and independence of how the work is cut up."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from embedded import SOURCE, UNIFORM_VOCABULARY, converted, copy_source, load, texts, tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_models import TINY, build, inputs
+
+import gqa.corpus.likelihood
+from gqa.convert.errors import RefusedError
+from gqa.convert.loading import load_model
+from gqa.corpus.likelihood import ChunkedHead
+from gqa.corpus.windows import Window
+from gqa.eval.attention_error import attention_errors
+from gqa.eval.evaluate import Options, measure_quality
+from gqa.eval.perplexity import count_words, make_pairs, make_text, perplexity
+from gqa.eval.scoring import LiveBaseline, score
+from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
+from gqa.eval.subjects import open_subjects
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("scoring")
+
+
+@pytest.fixture(scope="module")
+def source():
+    return load(SOURCE)
+
+
+@pytest.fixture(scope="module")
+def grouped(directory):
+    return load(converted(directory, 2))
+
+
+@pytest.fixture(scope="module")
+def text():
+    return make_text(texts(5), tokenizer(), protocol="rolling", context=128)
+
+
+@pytest.fixture(scope="module")
+def scores(source, text):
+    return score(ChunkedHead(source), text.windows, batch_size=4)
+
+
+def test_sums_and_sizes(text, scores):
+    ids = [tokenizer()(t)["input_ids"] for t in texts(5)]
+    assert text.tokens == scores.tokens == sum(map(len, ids))
+    assert text.bytes == sum(len(t.encode()) for t in texts(5))
+    found = perplexity(scores, text)
+    assert found.token_perplexity == pytest.approx(math.exp(scores.total_nats / text.tokens))
+    assert found.bits_per_byte == pytest.approx(scores.total_nats / text.bytes / math.log(2))
+    assert found.byte_perplexity == pytest.approx(2**found.bits_per_byte)
+    assert found.word_perplexity == pytest.approx(math.exp(scores.total_nats / text.words))
+    assert 5 < found.token_perplexity < 30  # it was trained on such text
+
+
+@torch.no_grad()
+def test_scores_are_cross_entropy_of_the_plain_model(source, text, scores):
+    start = 0
+    for window in text.windows[:4]:
+        ids = torch.tensor([window.ids])
+        logits = source(input_ids=ids[:, :-1]).logits[0]
+        expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[-window.scored :]
+        assert np.allclose(scores.nats[start : start + window.scored], expected, atol=2e-5)
+        start += window.scored
+
+
+def test_scores_are_the_harness(source, text, scores):
+    """Word and byte perplexity and bits per byte of lm-evaluation-harness on the same documents."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
+    from lm_eval.models.huggingface import HFLM
+
+    harness = HFLM(pretrained=source, tokenizer=tokenizer(), max_length=128, batch_size=1)
+    requests = [Instance("loglikelihood_rolling", {}, (t,), i) for i, t in enumerate(texts(5))]
+    likelihoods = harness.loglikelihood_rolling(requests, disable_tqdm=True)
+    found = perplexity(scores, text)
+    words = [(value, count_words(t)) for value, t in zip(likelihoods, texts(5), strict=True)]
+    sizes = [(value, len(t.encode())) for value, t in zip(likelihoods, texts(5), strict=True)]
+    assert found.word_perplexity == pytest.approx(weighted_perplexity(words), rel=1e-5)
+    assert found.byte_perplexity == pytest.approx(weighted_perplexity(sizes), rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(bits_per_byte(sizes), rel=1e-6)
+    assert found.word_perplexity != pytest.approx(weighted_perplexity(sizes), rel=1e-1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_any_batch_size_gives_the_same(source, text, scores, batch_size):
+    other = score(ChunkedHead(source), text.windows, batch_size=batch_size)
+    assert np.allclose(other.nats, scores.nats, atol=2e-5)
+    assert np.array_equal(other.context, scores.context)
+    assert other.total_nats == pytest.approx(scores.total_nats, rel=1e-7)
+
+
+@pytest.mark.parametrize("numbers", [1, 100_000])
+def test_any_chunk_gives_the_same(source, text, scores, monkeypatch, numbers):
+    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
+    assert np.allclose(score(ChunkedHead(source), text.windows[:6], batch_size=4).nats, scores.nats[: _tokens(text, 6)],
+                       atol=2e-5)  # fmt: skip
+
+
+def _tokens(text, windows):
+    return sum(window.scored for window in text.windows[:windows])
+
+
+def test_float32_logits_are_never_held_for_a_whole_batch(source, text, monkeypatch):
+    """Neither the model's nor ours: the largest float32 tensor of width V that the head makes is a chunk's."""
+    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", 16 * UNIFORM_VOCABULARY)
+    head, rows = ChunkedHead(source), []
+    score(head, text.windows[:1], batch_size=1)  # the check of the first input
+    handle = source.lm_head.register_forward_hook(lambda m, i, output: rows.append(output.shape[:-1].numel()))
+    score(head, text.windows[:8], batch_size=8)
+    handle.remove()
+    assert max(rows) <= 16 < _tokens(text, 8) <= sum(rows)
+
+
+def test_uniform_predictions_have_the_vocabulary_as_perplexity(directory, text):
+    path = copy_source(directory, "uniform")
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"].zero_()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    model = load(path)
+    found = perplexity(score(ChunkedHead(model), text.windows, batch_size=8), text)
+    assert found.token_perplexity == pytest.approx(UNIFORM_VOCABULARY, rel=1e-6)
+
+
+def test_a_model_against_itself(source, text, scores):
+    found = score(ChunkedHead(source), text.windows, batch_size=4, baseline=LiveBaseline(ChunkedHead(source)))
+    assert found.kl.max() == 0
+    assert found.same_top.all()
+    assert np.array_equal(found.nats, found.baseline_nats)
+    assert np.allclose(found.nats, scores.nats, atol=1e-5)
+
+
+@torch.no_grad()
+def test_comparison_with_torch_on_whole_logits(source, grouped, text):
+    found = score(ChunkedHead(grouped), text.windows[:3], batch_size=2, baseline=LiveBaseline(ChunkedHead(source)))
+    expected, same = [], []
+    for window in text.windows[:3]:
+        ids = torch.tensor([window.ids[:-1]])
+        p, q = (m(input_ids=ids).logits[0, -window.scored :].double().log_softmax(-1) for m in (source, grouped))
+        expected.append(torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1))
+        same.append(p.argmax(-1) == q.argmax(-1))
+    assert np.allclose(found.kl, torch.cat(expected), atol=2e-4)
+    assert np.array_equal(found.same_top, torch.cat(same))
+    assert found.kl.mean() > 0.5
+    assert found.same_top.mean() < 0.9
+
+
+def test_stored_baseline(source, grouped, text, directory):
+    live = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=LiveBaseline(ChunkedHead(source)))
+    place, key = directory / "stored", fingerprint(str(SOURCE), text.windows, "float32")
+    assert StoredBaseline.open(place, key) is None
+    recorder = Recorder(place, key, text.tokens, UNIFORM_VOCABULARY)
+    recorder.finish(score(ChunkedHead(source), text.windows, batch_size=8, record=recorder).nats)
+    stored = StoredBaseline.open(place, key)
+    found = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=stored)
+    assert 0 < stored.record["kl_lost_mean"] < 1e-4
+    assert np.allclose(stored.nats, live.baseline_nats, atol=2e-5)
+    assert abs(found.kl.mean() - live.kl.mean()) < 1e-4
+    assert not np.array_equal(found.kl, live.kl)  # it was rounded
+    assert (found.same_top == live.same_top).mean() > 0.99
+
+
+def test_stored_baseline_of_something_else_is_not_used(text, directory):
+    key = fingerprint(str(SOURCE), text.windows, "float32")
+    others = {
+        fingerprint(str(converted(directory, 4)), text.windows, "float32"),
+        fingerprint(str(SOURCE), text.windows[1:], "float32"),
+        fingerprint(str(SOURCE), text.windows, "bfloat16"),
+    }
+    assert len({key, *others}) == 4
+    assert all(StoredBaseline.open(directory / "stored", other) is None for other in others)
+
+
+def test_an_unfinished_recording_is_not_a_baseline(directory):
+    Recorder(directory / "unfinished", "key", 4, 4)
+    assert StoredBaseline.open(directory / "unfinished", "key") is None
+
+
+SPLIT = ["llama", "gemma2", "cohere", "granite", "mixtral", "gpt_oss", "phi3", "falcon", "olmo2", "t5gemma", "gemma3"]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+@torch.no_grad()
+def test_a_chunked_head_does_what_the_class_does(name):
+    """Soft-capping (Gemma 2), logit scales (Cohere, Granite), nested models, encoder-decoders."""
+    tiny = TINY[name]
+    model, given = build(tiny, 2), inputs(tiny)
+    head = ChunkedHead(model)
+    plain = {k: v for k, v in given.items() if k in ("input_ids", "decoder_input_ids")}
+    expected = model(**plain, use_cache=False).logits.flatten(0, 1)
+    hidden = head.hidden(**plain).flatten(0, 1)
+    got = torch.cat([head.logits(hidden[i : i + 5]) for i in range(0, len(hidden), 5)])
+    assert head.split, "the backbone was not found"
+    assert torch.allclose(got, expected, atol=1e-5 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_a_head_that_cannot_be_split_is_noticed(source):
+    """A class that does something to logits with what its backbone read: the plain forward is used instead."""
+    model = load(SOURCE)
+    plain = model.forward
+
+    def scaled(input_ids=None, **kwargs):
+        output = plain(input_ids=input_ids, **kwargs)
+        output.logits = output.logits * (1 + input_ids.float().mean())
+        return output
+
+    model.forward = scaled
+    head, ids = ChunkedHead(model), torch.arange(5, 25)[None]
+    hidden = head.hidden(input_ids=ids)
+    assert not head.split
+    assert torch.equal(head.logits(hidden[0, 3:5]), scaled(ids).logits[0, 3:5])
+
+
+def test_protocols_give_different_numbers_of_the_same_model(source):
+    found = {}
+    for protocol, options in {"rolling": {}, "strided": {"stride": 32}, "llama.cpp": {}}.items():
+        made = make_text(texts(5), tokenizer(), protocol=protocol, context=64, **options)
+        found[protocol] = perplexity(score(ChunkedHead(source), made.windows, batch_size=16), made)
+    assert found["llama.cpp"].token_perplexity < found["rolling"].token_perplexity  # more is read before
+    assert found["strided"].token_perplexity < found["rolling"].token_perplexity
+    assert found["llama.cpp"].bits_per_byte is None
+    assert found["strided"].word_perplexity is None
+
+
+@torch.no_grad()
+def test_llama_cpp_protocol_by_hand(source):
+    made = make_text(texts(2), tokenizer(), protocol="llama.cpp", context=64)
+    ids = tokenizer()("\n\n".join(texts(2)))["input_ids"]
+    total, count = 0.0, 0
+    for begin in range(0, len(ids) // 64 * 64, 64):
+        chunk = [tokenizer().bos_token_id, *ids[begin + 1 : begin + 64]]
+        logits = source(input_ids=torch.tensor([chunk])).logits[0].log_softmax(-1)
+        for position in range(32, 63):
+            total -= float(logits[position, chunk[position + 1]])
+            count += 1
+    found = perplexity(score(ChunkedHead(source), made.windows, batch_size=4), made)
+    assert (found.tokens, found.token_perplexity) == (count, pytest.approx(math.exp(total / count), rel=1e-5))
+
+
+def test_attention_errors(source, directory, text):
+    assert all(e.own == e.accumulated == 0 for e in attention_errors(source, source, text.windows[:2]))
+    other, pooled = load(SOURCE), load(SOURCE)
+    weight = other.model.layers[3].self_attn.v_proj.weight.data
+    weight *= 1.5
+    found = attention_errors(pooled, other, text.windows[:2])
+    assert [e.module for e in found] == [f"model.layers.{i}.self_attn" for i in range(6)]
+    assert [e.own for e in found] == [0, 0, 0, pytest.approx(0.5, rel=1e-5), 0, 0]  # V scaled: the output scaled
+    assert [e.accumulated > 0 for e in found] == [False, False, False, True, True, True]
+    assert found[3].accumulated == pytest.approx(0.5, rel=1e-5)
+
+
+def test_attention_errors_of_a_conversion_grow_with_depth(source, grouped, text):
+    found = attention_errors(source, grouped, text.windows[:4])
+    assert all(0.1 < e.own < 1.5 for e in found)
+    assert found[0].own == pytest.approx(found[0].accumulated)
+    assert found[-1].accumulated > found[-1].own
+
+
+def test_nan_names_the_window_and_the_module(directory, text):
+    path = copy_source(directory, "nan")
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.2.mlp.up_proj.weight"][5, 7] = math.nan
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RefusedError) as caught:
+        score(ChunkedHead(load(path)), text.windows, batch_size=4)
+    assert "window 0 (document 0): " not in str(caught.value)
+    assert "the logits of window 0 (document 0) are not finite" in str(caught.value)
+    assert "the first module whose output is not finite is model.layers.2.mlp.up_proj" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
+def test_a_checkpoint_that_transformers_only_warns_of_is_refused(directory, change):
+    path = copy_source(directory, change)
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    if change == "missing":
+        del weights[name]
+    elif change == "unexpected":
+        weights["model.layers.1.self_attn.extra.weight"] = torch.zeros(3)
+    else:
+        weights[name] = weights[name][:128].contiguous()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RefusedError, match=r"layers\.1\.self_attn|cannot load"):
+        load_model(str(path))
+
+
+def test_encoder_decoder(directory):
+    """Loss on pairs is that of the class with labels."""
+    tiny = TINY["t5gemma"]
+    model = build(tiny, 2)
+    windows = [Window((2, 5, 9, 11, 7), 4, 0, (3, 4, 5)), Window((2, 8, 6), 2, 1, (9, 10, 11, 12, 13))]
+    found = score(ChunkedHead(model), windows, batch_size=2)
+    expected = []
+    for window in windows:
+        ids = torch.tensor([window.ids])
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([window.source]), decoder_input_ids=ids[:, :-1])
+        expected.append(torch.nn.functional.cross_entropy(output.logits[0], ids[0, 1:], reduction="none"))
+    assert np.allclose(found.nats, torch.cat(expected), atol=1e-5)
+
+
+def test_pairs_score_every_target_token():
+    made = make_pairs([("a b", "def f(x):"), ("c", "return 1")], tokenizer(), 0, 64)
+    targets = [tokenizer()(t)["input_ids"] for t in ("def f(x):", "return 1")]
+    assert [list(w.ids[1:]) for w in made.windows] == targets
+    assert [w.scored for w in made.windows] == [len(t) for t in targets]
+    assert list(made.windows[0].source) == tokenizer()("a b")["input_ids"]
+
+
+def test_measure_quality_of_several(directory, text):
+    subjects = open_subjects([str(SOURCE), str(converted(directory, 4)), str(converted(directory, 2))])
+    plain = measure_quality(subjects, text, Options(dtype="float32"))
+    compared = measure_quality(subjects, text, Options(dtype="float32", compare=True))
+    for one, other in zip(plain, compared, strict=True):
+        assert one.record["quality"]["nats"] == pytest.approx(other.record["quality"]["nats"], rel=1e-6)
+    ratios = [row.record["against_baseline"]["ratio"] for row in compared[1:]]
+    losses = [row.record["quality"]["nats_per_token"] for row in compared]
+    assert ratios == [pytest.approx(math.exp(loss - losses[0]), rel=1e-6) for loss in losses[1:]]
+    assert 1 < ratios[0] < ratios[1]
+    assert "against_baseline" not in compared[0].record
+    assert "kl" not in plain[1].record["against_baseline"]
+
+
+RANKS = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from embedded import SOURCE, load, texts, tokenizer
+from gqa.corpus.likelihood import ChunkedHead
+from gqa.eval.perplexity import make_text
+from gqa.eval.scoring import LiveBaseline, score
+from gqa.convert.loading import ranks
+text = make_text(texts(5), tokenizer(), protocol="rolling", context=128)
+model = load(SOURCE)
+found = score(ChunkedHead(model), text.windows, batch_size=4, baseline=LiveBaseline(ChunkedHead(model)))
+state = ranks()
+assert state.num_processes == 2
+with open({out!r} + str(state.process_index), "w") as stream:
+    json.dump([found.nats.tolist(), float(found.kl.max()), bool(found.same_top.all())], stream)
+"""
+
+
+def test_ranks_share_the_work_and_find_the_same(scores, tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(tests=str(Path(__file__).parent), out=str(tmp_path / "found")))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in "01":
+        values, kl, same = json.loads((tmp_path / f"found{rank}").read_text())
+        assert np.allclose(values, scores.nats, atol=2e-5)
+        assert sum(values) == pytest.approx(scores.total_nats, rel=1e-6)
+        assert (kl, same) == (0, True)

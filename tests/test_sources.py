@@ -1,0 +1,469 @@
+"""Where text comes from: every format gives the same documents, and whatever is wrong is one line that says where."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hub_server import Hub, Machine, hub_server
+
+from gqa.corpus.document import CorpusError
+from gqa.corpus.files import ALLOWED
+from gqa.corpus.sources import parse_source, parse_sources, text_digest
+from gqa.corpus.stdlib import stdlib_documents
+
+# Whatever a loader that guesses types would turn into something else, and whatever could be cut in two.
+TEXTS = [
+    "2020-01-01",
+    "007",
+    "NA",
+    "null",
+    "[1]",
+    'a, "b"\tc',
+    "line\nbreak\r\nother",
+    "é ü 漢字 🙂",
+    "x\u2028y\x85\x0c",
+]
+
+
+def texts_of(spec: object, **options: str) -> list[str]:
+    return [document.text for document in parse_source(str(spec), **options).documents()]
+
+
+def refusal(spec: object, **options: str) -> str:
+    with pytest.raises(CorpusError) as refused:
+        texts_of(spec, **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def rows_of(texts: list[str]) -> list[dict[str, object]]:
+    return [{"id": i, "text": text} for i, text in enumerate(texts)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows_of(texts)).encode()
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(data))
+    elif path.suffix == ".zst":
+        path.write_bytes(pa.compress(data, codec="zstd", asbytes=True))
+    else:
+        path.write_bytes(data)
+
+
+def write_csv(path: Path, texts: list[str]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, ["id", "text"], delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows_of(texts))
+
+
+def table(texts: list[str], kind: pa.DataType | None = None) -> pa.Table:
+    return pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string()).cast(kind or pa.string())})
+
+
+def write_stream(path: Path, texts: list[str]) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table(texts).schema) as writer:
+        writer.write_table(table(texts), max_chunksize=2)
+
+
+def write_feather(path: Path, texts: list[str]) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table(texts).schema) as writer:
+        writer.write_table(table(texts), max_chunksize=2)
+
+
+def write_array(path: Path, texts: list[str]) -> None:
+    path.write_text(json.dumps(rows_of(texts), indent=1), encoding="utf-8")
+
+
+def write_separated(path: Path, texts: list[str]) -> None:
+    path.write_bytes("\n<|endoftext|>\n".join(texts).encode())
+
+
+WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
+    "a.jsonl": write_jsonl,
+    "a.jsonl.gz": write_jsonl,
+    "a.JSONL.zst": write_jsonl,
+    "a.json": write_array,
+    "a.csv": write_csv,
+    "a.tsv": write_csv,
+    "a.parquet": lambda path, texts: pq.write_table(table(texts), path),
+    "large.parquet": lambda path, texts: pq.write_table(table(texts, pa.large_string()), path),
+    "coded.parquet": lambda path, texts: pq.write_table(table(texts, pa.dictionary(pa.int32(), pa.string())), path),
+    "a.arrow": write_stream,
+    "feather.arrow": write_feather,
+    "a.txt": write_separated,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    WRITERS[name](path, [*TEXTS, "", " \n"])
+    assert texts_of(path, separator="<|endoftext|>") == TEXTS
+    source = parse_source(str(path), separator="<|endoftext|>")
+    assert next(source.documents()).name.startswith(str(path))
+    assert list(source.documents()) == list(source.documents())
+
+
+def test_datasets_writes_what_is_read(tmp_path: Path) -> None:
+    """`save_to_disk` keeps caches and state beside the data, which are no text."""
+    import datasets
+
+    data = datasets.Dataset.from_dict({"text": TEXTS})
+    data.save_to_disk(tmp_path / "saved", num_shards=2)
+    data.map(lambda row: {"text": "cached"}, cache_file_name=str(tmp_path / "saved/cache-0123.arrow"))
+    assert texts_of(tmp_path / "saved") == TEXTS
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n\ntwo\n")
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"# three\n"))
+    assert texts_of(tmp_path / "a.txt") == ["one\r\n\n\ntwo\n"]
+    assert texts_of(tmp_path) == ["one\r\n\n\ntwo\n", "# three\n"]
+    assert texts_of(tmp_path, separator="\n\n") == ["one", "two", "# three"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext\none\n")
+    assert texts_of(tmp_path / "a.jsonl") == texts_of(tmp_path / "a.csv") == ["one"]
+
+
+def test_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "b.jsonl",
+        "a.jsonl",
+        "deep/er/c.jsonl",
+        ".hidden.jsonl",
+        ".cache/d.jsonl",
+        "deep/.git/e.jsonl",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        lines(tmp_path / name, {"text": name})
+    lines(tmp_path / "dataset_info.json", {"text": "of datasets"})
+    (tmp_path / "README.md").write_text("a card")
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
+    (tmp_path / "again.jsonl").symlink_to("a.jsonl")
+    assert texts_of(tmp_path) == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
+    monkeypatch.chdir(tmp_path)
+    assert texts_of(".") == texts_of("./") == texts_of("**/*.jsonl") == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
+    assert texts_of("[ab].jsonl") == ["a.jsonl", "b.jsonl"]
+    assert texts_of("d*") == texts_of("deep") == ["deep/er/c.jsonl"]
+    assert texts_of("README.md") == ["a card"]
+    assert texts_of("*.md") == ["a card"]
+    (tmp_path / "b[1].txt").write_text("by name")
+    assert texts_of("b[1].txt") == ["by name"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert texts_of("~/deep") == ["deep/er/c.jsonl"]
+    (tmp_path / "deep/guide.md").write_text("a guide")
+    assert texts_of("**/*.md") == ["a card", "a guide"]
+
+
+def test_stdlib() -> None:
+    train, heldout = (list(parse_source(f"stdlib:{split}").documents()) for split in ("train", "heldout"))
+    assert heldout == list(stdlib_documents("heldout"))
+    assert not {text_digest(d.text) for d in train} & {text_digest(d.text) for d in heldout}
+
+
+def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.parquet").write_text("")
+    (tmp_path / "notes").write_text("a")
+    (tmp_path / "a.parquet.gz").write_text("")
+    for name in ("empty", "pictures", "data/train", "data/test"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "pictures/a.png").touch()
+    lines(tmp_path / "data/train/0.jsonl", {"text": "a"})
+    lines(tmp_path / "data/test/0.jsonl", {"text": "a"})
+    said = {
+        "none.txt": "there is no file or directory none.txt",
+        "../none/": "there is no file or directory ../none/",
+        "x" * 300 + ".txt": f"there is no file or directory {'x' * 300}.txt",
+        "a b": "there is no file or directory a b, and it is no data set name (org/name[:config[:split]])",
+        "notes": f"notes has no suffix that says what it is; allowed are {ALLOWED}",
+        "a.parquet.gz": f"a.parquet.gz has no suffix that says what it is; allowed are {ALLOWED}",
+        "empty": f"the directory empty has no file with text; allowed are {ALLOWED}",
+        "pictures": f"the directory pictures has no file with text; allowed are {ALLOWED}",
+        "*.txt": f"nothing matches *.txt (files: {ALLOWED}); quote it, so that the shell leaves it as it is",
+        "*.*": "*.* names files of several formats (a.jsonl, b.parquet); give a pattern that names those of one",
+        "data": "the directory data holds several splits (test, train); give the files of one, for instance "
+        "'data/**/*train*'",
+        "stdlib": "there is no stdlib; allowed are stdlib:train and stdlib:heldout",
+        "stdlib:test": "there is no stdlib:test; allowed are stdlib:train and stdlib:heldout",
+        " ": "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train",
+    }
+    assert {spec: refusal(spec) for spec in said} == said
+    assert texts_of("data/**/*train*") == ["a"]
+    assert refusal("a.jsonl", separator="").startswith("the separator is empty; give the text between two documents")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = pa.BufferOutputStream()
+    pq.write_table(table(TEXTS), whole)
+    bad_text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+    write_stream(tmp_path / "cut.arrow", TEXTS * 100)
+    os.truncate("cut.arrow", 2001)
+    with pa.OSFile("bytes.arrow", "wb") as sink, pa.ipc.new_stream(sink, pa.schema([("text", "string")])) as writer:
+        writer.write_table(pa.table({"text": bad_text}))
+    content = {
+        "empty.txt": b"",
+        "blank.txt": b" \n\t\n",
+        "empty.jsonl": b"",
+        "head.csv": b"text\n",
+        "latin.txt": "caf\xe9 au lait".encode("latin-1"),
+        "mark.txt": b"\xef\xbb\xbfok \xff",
+        "latin.jsonl": b'{"text": "a"}\n{"text": "caf\xe9"}\n',
+        "latin.csv": b"text\na\ncaf\xe9\n",
+        "cut.jsonl": b'{"text": "a"}\n\n{"text": "b\n',
+        "cut.json": b'[{"text": "a"},\n {"text": }]',
+        "deep.jsonl": b"{}\n".replace(b"{}", b'{"text":' + b"[" * 100_000),
+        "list.jsonl": b'{"text": "a"}\n["b"]\n',
+        "pretty.json": b'{\n "text": "a"\n}\n',
+        "half.jsonl": b'{"text": "a\\ud83d"}\n',
+        "number.jsonl": b'{"text": "a"}\n{"text": null}\n{"text": 5}\n',
+        "missing.jsonl": b'{"text": "a"}\n{"title": "a", "b\\n": 1}\n',
+        "missing.csv": b"title,body\na,b\n",
+        "short.csv": b"id,text\n1,a\n2\n",
+        "quote.csv": b'text\n"a\n',
+        "not.gz.txt.gz": b"plain",
+        "cut.txt.gz": gzip.compress(b"a" * 1000)[:-12],
+        "not.parquet": b"PAR1 but no more",
+        "cut.parquet": whole.getvalue().to_pybytes()[:-9],
+        "not.arrow": b"plain text",
+    }
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    pq.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), "number.parquet")
+    said = {name: refusal(name) for name in [*content, "number.parquet", "cut.arrow", "bytes.arrow"]}
+    beginnings = {
+        "empty.txt": "empty.txt holds no text: it is empty or blank",
+        "blank.txt": "blank.txt holds no text: it is empty or blank",
+        "empty.jsonl": "empty.jsonl holds no text: it is empty or blank",
+        "head.csv": "head.csv holds no text: it is empty or blank",
+        "latin.txt": "latin.txt is not UTF-8: byte 3 is 0xe9; convert it, for instance with iconv",
+        "mark.txt": "mark.txt is not UTF-8: byte 6 is 0xff; convert it, for instance with iconv",
+        "latin.jsonl": "latin.jsonl is not UTF-8: byte 27 is 0xe9; convert it, for instance with iconv",
+        "latin.csv": "latin.csv is not UTF-8: byte 10 is 0xe9; convert it, for instance with iconv",
+        "cut.jsonl": "cut.jsonl:3: not JSON: Unterminated string starting at at column 10; wanted is one object a",
+        "cut.json": "cut.json:2: not JSON: Expecting value at column 11; wanted is one object a line, or one array of",
+        "deep.jsonl": "deep.jsonl:1: not JSON that can be read: maximum recursion depth exceeded",
+        "list.jsonl": "list.jsonl:2: a JSON object with the field 'text' is wanted, this is list",
+        "pretty.json": "pretty.json:1: not JSON: Expecting property name enclosed in double quotes at column 2; wanted",
+        "half.jsonl": "half.jsonl:1: field 'text' has half a character (\\ud83d) at 1; repair it",
+        "number.jsonl": "number.jsonl:3: field 'text' is no text but int; name a field of text",
+        "missing.jsonl": "missing.jsonl:2 has no field 'text'; it has 'title', 'b\\n'",
+        "missing.csv": "missing.csv has no field 'text'; it has 'title', 'body'",
+        "short.csv": "short.csv:3: 1 values under a header of 2",
+        "quote.csv": "quote.csv:2: not CSV: unexpected end of data",
+        "not.gz.txt.gz": "not.gz.txt.gz cannot be read: zlib inflate failed: incorrect header check",
+        "cut.txt.gz": "cut.txt.gz cannot be read: Truncated compressed stream",
+        "not.parquet": "not.parquet is no parquet file or is damaged: ",
+        "cut.parquet": "cut.parquet is no parquet file or is damaged: Parquet magic bytes not found in footer",
+        "not.arrow": "not.arrow is no arrow file or is damaged: ",
+        "number.parquet": "number.parquet: field 'text' is no text but int64; name a field of text",
+        "cut.arrow": "cut.arrow is no arrow file or is damaged: Corrupted message, only 1 bytes available",
+        "bytes.arrow": "bytes.arrow is no arrow file or is damaged: Invalid UTF8 sequence at string index 0",
+    }
+    assert {name: text[: len(beginnings[name])] for name, text in said.items()} == beginnings
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "a"})
+    path.chmod(0)
+    assert refusal(path) == f"{path} cannot be read: Permission denied"
+    with pytest.raises(CorpusError, match="Permission denied"):
+        parse_source(str(path)).identify()
+
+
+def test_hostile_names_are_printed_harmlessly(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1})
+    said = refusal(path, field="\x1b]0;")
+    assert said.isprintable()
+    assert len(said) < 1100
+
+
+def test_other_fields(tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"body": "one", "text": 5})
+    assert texts_of(path, field="body") == ["one"]
+
+
+def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
+    one, other = lines(tmp_path / "a.jsonl", {"text": "a"}), lines(tmp_path / "b.jsonl", {"text": "a"})
+    assert parse_source(str(one)).identify() == parse_source(str(other)).identify()
+    seen = {parse_source(str(one), field=field).identify() for field in ("text", "title")}
+    lines(one, {"text": "b"})
+    seen |= {parse_source(str(one)).identify(), parse_source(str(one), separator="b").identify()}
+    (tmp_path / "b.csv").write_bytes(one.read_bytes())
+    assert len(seen | {parse_source(str(tmp_path / "b.csv")).identify()}) == 5
+
+
+def test_mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "at@0.5", "at@home.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "at@0.5").rename("c@0.5.txt")
+
+    def weights(*specs: str) -> list[tuple[str, float | None]]:
+        return [(source.spec, source.weight) for source in parse_sources(specs)]
+
+    assert weights("a.txt", "at@home.txt") == [("a.txt", None), ("at@home.txt", None)]
+    assert weights("a.txt@7", "stdlib:train@3e-1") == [("a.txt", 7.0), ("stdlib:train", 0.3)]
+    assert weights("c@0.5.txt@2", "org/name:config:split@1")[0] == ("c@0.5.txt", 2.0)
+    said = {
+        (): "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train",
+        ("a.txt@0.7", "b.txt"): "b.txt has no weight while others have; give every source one (SPEC@WEIGHT) or none",
+        ("a.txt@1", "a.txt@2"): "a.txt is given twice; give it once, with a weight if it should count more",
+        ("a.txt@0",): "a.txt@0: the weight 0 is not above 0",
+        ("a.txt@-1",): "a.txt@-1: the weight -1 is not above 0",
+        ("a.txt@nan",): "a.txt@nan: the weight nan is not above 0",
+        ("a.txt@inf",): "a.txt@inf: the weight inf is not above 0",
+        ("a.txt@much",): "there is no file or directory a.txt@much",
+    }
+    for specs, text in said.items():
+        with pytest.raises(CorpusError) as refused:
+            parse_sources(specs)
+        assert str(refused.value).startswith(text)
+
+
+def test_heldout_part(tmp_path: Path) -> None:
+    """A partition that depends on the texts alone: not on their order or file, and copies stay together."""
+    texts = [f"text {i % 700}" for i in range(1000)]
+    path = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
+    source = parse_source(str(path))
+    train, heldout = ([d.text for d in source.part(side, 0.1).documents()] for side in ("train", "heldout"))
+    assert sorted(train + heldout) == sorted(texts)
+    assert not set(train) & set(heldout)
+    assert 40 < len(set(heldout)) < 100
+    again = parse_source(str(lines(tmp_path / "b.jsonl", *({"text": text} for text in reversed(texts)))))
+    assert [d.text for d in again.part("heldout", 0.1).documents()] == heldout[::-1]
+    more = [d.text for d in source.part("heldout", 0.2).documents()]
+    assert set(heldout) < set(more)
+    assert len({part.identify() for part in (source, source.part("train", 0.1), source.part("heldout", 0.1))}) == 3
+    with pytest.raises(CorpusError, match=r"a fraction of 1\.5 is outside 0 to 1"):
+        source.part("train", 1.5)
+    with pytest.raises(CorpusError, match=r"\(heldout part, 0 held out\) holds no text"):
+        next(source.part("heldout", 0.0).documents())
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_server() as server:
+        yield server
+
+
+# Each line of its input is a spec and options; each line of its output is the texts, or what was refused.
+READER = """
+import json, sys
+from gqa.corpus.sources import parse_source
+for spec, options in json.load(sys.stdin):
+    try: print(json.dumps([d.text for d in parse_source(spec, **options).documents()]))
+    except ValueError as error: print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def read_with(machine: Machine, *jobs: tuple[str, dict[str, object]], **environment: str) -> list[object]:
+    """What a process of its own reads; nothing but what is raised is said."""
+    (machine.work / "jobs").write_text(json.dumps(jobs))
+    done = machine.python("-c", READER.replace("sys.stdin", "open('jobs')"), **environment)
+    assert (done.code, done.err) == (0, ""), done
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+def data_set(directory: Path) -> Path:
+    """Two configurations, the first with two splits."""
+    for name in ("a/train", "a/test", "b/train"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        lines(directory / f"{name}.jsonl", {"text": f"{name} 1", "n": 1}, {"text": f"{name} 2", "n": 2})
+    (directory / "README.md").write_text(
+        "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: a/train.jsonl}\n"
+        "  - {split: test, path: a/test.jsonl}\n- config_name: b\n  data_files: b/train.jsonl\n---\n"
+    )
+    return directory
+
+
+def test_hub(tmp_path: Path, hub: Hub) -> None:
+    machine = Machine(tmp_path, hub.endpoint)
+    hub.repo("lab/data", data_set(tmp_path / "data"), token="hf_secret")
+    hub.repo("lab/gated", data_set(tmp_path / "gated"), gated=True)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/train.parquet").write_bytes(b"PAR1 and no more")
+    hub.repo("lab/broken", tmp_path / "broken")
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script/script.py").write_text("raise SystemExit(5)")
+    hub.repo("lab/script", tmp_path / "script")
+    choose = "; write lab/data:CONFIG or lab/data:CONFIG:SPLIT"
+    cannot = "CorpusError: the data set lab/data cannot be loaded: "
+    missing = cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
+    no_data_set = "CorpusError: there is no file or directory lab/none, and the hub shows no data set of that name: "
+    said: list[tuple[str, dict[str, object], object]] = [
+        ("lab/data:a", {}, ["a/train 1", "a/train 2"]),
+        ("lab/data:a:test", {}, ["a/test 1", "a/test 2"]),
+        ("lab/data", {"config": "a", "split": "test"}, ["a/test 1", "a/test 2"]),
+        ("lab/data:b", {"streaming": True, "revision": "main"}, ["b/train 1", "b/train 2"]),
+        ("lab/data", {}, missing + choose),
+        ("lab/data:c", {}, cannot + "BuilderConfig 'c' not found. Available: ['a', 'b']" + choose),
+        ("lab/data:a:x", {}, cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose),
+        ("lab/data:a:x", {"streaming": True}, cannot + "Bad split: x. Available splits: ['train', 'test']" + choose),
+        ("lab/data:a", {"field": "body"}, "CorpusError: the data set lab/data has no field 'body'; it has 'text', 'n'"),
+        ("lab/data:a", {"field": "n"}, "CorpusError: lab/data:0: field 'n' is no text but int; name a field of text"),
+        ("lab/data:a", {"revision": "v9"}, "CorpusError: the data set lab/data has no revision 'v9'; give a branch, a "
+         "tag or a whole commit id"),
+        ("lab/none", {}, no_data_set + "check it; if it is private, the present token has no access, log in with "
+         "`hf auth login` or set HF_TOKEN of one that has"),
+        ("lab/gated", {}, f"CorpusError: the data set lab/gated is gated: accept its terms at {hub.endpoint}/datasets/"
+         "lab/gated, then use a token of that account (the present one has no access): log in with `hf auth login` or "
+         "set HF_TOKEN"),
+        ("lab/broken", {}, "CorpusError: the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
+         "footer. Either the file is corrupted or this is not a parquet file"),
+        ("lab/script", {}, "CorpusError: the data set lab/script cannot be loaded: Dataset scripts are no longer "
+         "supported, but found script.py"),
+    ]  # fmt: skip
+    jobs = [(spec, options) for spec, options, _ in said]
+    assert read_with(machine, *jobs, HF_TOKEN="hf_secret") == [answer for *_, answer in said]
+
+    requests = len(hub.requests)
+    offline: list[tuple[str, dict[str, object], object]] = [
+        ("lab/data:a:test", {}, ["a/test 1", "a/test 2"]),
+        ("lab/none", {}, "CorpusError: the data set lab/none is not in the cache, and HF_HUB_OFFLINE is set; unset it "
+         "to fetch it"),
+        ("lab/data:a", {"revision": "main"}, "CorpusError: HF_HUB_OFFLINE is set, and without the hub no revision of "
+         "lab/data can be told; unset one of them"),
+    ]  # fmt: skip
+    jobs = [(spec, options) for spec, options, _ in offline]
+    assert read_with(machine, *jobs, HF_HUB_OFFLINE="1") == [answer for *_, answer in offline]
+    assert len(hub.requests) == requests
+
+
+def test_local_data_needs_no_hub(tmp_path: Path) -> None:
+    """With the hub closed, local files are read at once; a name at the hub is one line, without a minute of retries."""
+    machine = Machine(tmp_path, "http://127.0.0.1:9")
+    lines(machine.work / "a.jsonl", {"text": "one"})
+    local, remote = read_with(machine, ("a.jsonl", {}), ("lab/data", {}))
+    assert local == ["one"]
+    assert str(remote).startswith("CorpusError: the hub at http://127.0.0.1:9 cannot be reached (")
+    assert "check the connection and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use what is in the cache" in str(remote)
+
+
+def test_importing_sources_is_cheap() -> None:
+    heavy = "{'datasets', 'pyarrow', 'huggingface_hub', 'numpy', 'torch', 'transformers'}"
+    code = f"import sys, gqa.corpus.sources; print(sorted({{m.split('.')[0] for m in sys.modules}} & {heavy}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,127 @@
+"""Statistics of a comparison, against numbers worked out by hand and by identities."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gqa.corpus.likelihood import chunks, kl_divergence, nats
+from gqa.eval.statistics import by_context, correlation, kl_statistics, mean_and_error, paired_ratio, percentiles
+
+
+def test_kl_divergence_by_hand():
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.25, 0.5]])
+    expected = 0.5 * math.log(2) + 0.25 * math.log(0.5)
+    assert kl_divergence(p.log(), q.log()).item() == pytest.approx(expected, rel=1e-6)
+    assert kl_divergence(q.log(), p.log()).item() == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2), rel=1e-6)
+    assert kl_divergence(p.log(), p.log()).item() == 0.0
+
+
+def test_kl_divergence_where_a_token_is_ruled_out():
+    p = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    assert kl_divergence(p, p).item() == 0.0
+    assert kl_divergence(torch.tensor([[0.5, 0.25, 0.25]]).log(), p).item() == math.inf
+
+
+def test_kl_divergence_is_torch_s():
+    torch.manual_seed(0)
+    p, q = torch.randn(50, 30).log_softmax(-1), torch.randn(50, 30).log_softmax(-1)
+    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    assert torch.allclose(kl_divergence(p, q), expected, atol=1e-6)
+    assert not torch.allclose(kl_divergence(q, p), expected, atol=1e-2)
+
+
+def test_nats_are_cross_entropy():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(50, 30) * 5, torch.randint(30, (50,))
+    assert torch.allclose(nats(logits, targets), torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    uniform = nats(torch.zeros(3, 77), torch.tensor([0, 5, 76]))
+    assert torch.allclose(uniform, torch.full((3,), math.log(77)))
+
+
+def test_chunks_cover_all_rows_once():
+    for count, vocabulary in ((1, 10), (1000, 1 << 20), (100_000, 50_000)):
+        rows = [i for piece in chunks(count, vocabulary) for i in range(piece.start, piece.stop)]
+        assert rows == list(range(count))
+
+
+def test_percentiles_interpolate():
+    found = percentiles(np.arange(101.0))
+    assert (found["maximum"], found["median"], found["minimum"]) == (100, 50, 0)
+    assert (found["p90"], found["p99"], found["p1"]) == (90, 99, 1)
+    assert found["p99.9"] == pytest.approx(99.9)
+    assert percentiles(np.array([1.0, 2.0]))["median"] == 1.5
+
+
+def test_mean_and_error_by_hand():
+    assert mean_and_error(np.array([1.0, 2.0, 3.0, 4.0])) == (2.5, pytest.approx(math.sqrt(1.25 / 3)))
+    assert math.isnan(mean_and_error(np.array([1.0]))[1])
+
+
+def test_a_comparison_of_equals():
+    values = np.random.default_rng(0).gamma(2, 1, 500).astype(np.float32)
+    found = kl_statistics(np.zeros(500, np.float32), np.ones(500, bool), values, values)
+    assert found["kl"]["mean"] == found["kl"]["maximum"] == 0
+    assert found["same_top"] == 1
+    assert found["same_top_error"] == 0
+    assert found["delta_p_percent"]["rms"] == found["log_probability_rms"] == 0
+    assert found["log_probability_correlation"] == 1
+    ratio = paired_ratio(values, values, np.arange(500) // 10)
+    assert (ratio["ratio"], ratio["ratio_low"], ratio["ratio_high"], ratio["log_ratio_error"]) == (1, 1, 1, 0)
+
+
+def test_changes_of_probability_by_hand():
+    model, baseline = -np.log([0.5, 0.1]), -np.log([0.25, 0.4])
+    found = kl_statistics(np.array([0.1, 0.2]), np.array([True, False]), model, baseline)
+    assert found["delta_p_percent"]["mean"] == pytest.approx((25 - 30) / 2)
+    assert found["delta_p_percent"]["rms"] == pytest.approx(math.sqrt((25**2 + 30**2) / 2))
+    assert found["log_probability_rms"] == pytest.approx(math.sqrt((math.log(2) ** 2 + math.log(4) ** 2) / 2))
+    assert found["same_top"] == 0.5
+    assert found["same_top_error"] == pytest.approx(0.5)
+
+
+def test_the_paired_error_is_smaller_than_the_unpaired():
+    """sqrt((var Q + var P - 2 cov) / (n - 1)): what is common to both does not count."""
+    generator = np.random.default_rng(0)
+    common = generator.gamma(2, 1, 4000)
+    model, baseline = common + 0.1 + generator.normal(0, 0.05, 4000), common
+    found = paired_ratio(model, baseline, np.arange(4000) // 20)
+    n = len(model)
+    covariance = np.cov(model, baseline, bias=True)
+    expected = math.sqrt((covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]) / (n - 1))
+    assert found["log_ratio_error"] == pytest.approx(expected, rel=1e-6)
+    assert found["log_ratio_error"] < 0.1 * math.sqrt((covariance[0, 0] + covariance[1, 1]) / (n - 1))
+    assert found["ratio_low"] < math.exp(0.1) < found["ratio_high"]
+    assert found["ratio_high"] - found["ratio_low"] < 0.02
+
+
+def test_the_bootstrap_resamples_clusters():
+    """Where documents differ and tokens within one do not, the interval is that of the few documents."""
+    difference = np.repeat(np.random.default_rng(1).normal(0, 0.3, 40), 100)
+    whole = paired_ratio(difference, np.zeros(4000), np.repeat(np.arange(40), 100))
+    single = paired_ratio(difference, np.zeros(4000), np.arange(4000))
+    width = [math.log(found["ratio_high"] / found["ratio_low"]) for found in (whole, single)]
+    assert width[0] > 5 * width[1]
+    assert width[0] == pytest.approx(2 * 1.96 * difference.std() / math.sqrt(40), rel=0.15)
+
+
+def test_one_cluster_has_no_interval():
+    assert "ratio_low" not in paired_ratio(np.ones(5), np.ones(5), np.zeros(5, int))
+
+
+def test_correlation():
+    x = np.arange(10.0)
+    assert correlation(x, 2 * x + 1) == pytest.approx(1)
+    assert correlation(x, -x) == pytest.approx(-1)
+    assert math.isnan(correlation(x, np.zeros(10)))
+
+
+def test_loss_by_position():
+    context = np.tile(np.arange(1, 513), 3)
+    found = by_context(context.astype(np.float32), context)
+    assert [(b["from"], b["to"]) for b in found][-3:] == [(65, 128), (129, 256), (257, 512)]
+    assert found[-1]["nats"] == pytest.approx((257 + 512) / 2)
+    assert sum(b["tokens"] for b in found) == len(context)

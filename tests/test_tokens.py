@@ -1,0 +1,298 @@
+"""Tokens and blocks: nothing is lost, added or moved, and nothing is tokenised twice."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from gqa.corpus.document import CorpusError, Document
+from gqa.corpus.sources import Source, parse_source
+from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, adds_bos, block_of, concatenate, tokenise
+
+MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
+BOS, EOS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def variant(**changes: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_file=str(MODEL / "tokenizer.json"), **changes)
+
+
+def texts_of(count: int, seed: int = 0) -> list[str]:
+    """Texts of very different lengths, some that spell special tokens, some twice."""
+    draw = random.Random(seed)
+    words = ["def", "return x", "</s>", "<s>", "é漢🙂", "\n    ", "import os\n", "0x1f"]
+    texts = [" ".join(draw.choices(words, k=int(draw.paretovariate(0.7)) % 300 + 1)) + f" {i}" for i in range(count)]
+    return [*texts, *texts[: count // 10]]
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def read(path: Path, **options: str) -> Source:
+    return parse_source(str(path), **options)
+
+
+class Counted:
+    """The encoder, counting the documents that are tokenised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.documents = 0
+        encode = Encoder.encode
+
+        def counting(encoder: Encoder, documents: Any) -> Iterator[tuple[Document, list[int]]]:
+            for found, tokens in encode(encoder, documents):
+                self.documents += 1
+                yield found, tokens
+
+        monkeypatch.setattr(Encoder, "encode", counting)
+
+    def taken(self) -> int:
+        count, self.documents = self.documents, 0
+        return count
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TokenisedText:
+    """2200 documents, so that they are in several record batches."""
+    directory = tmp_path_factory.mktemp("text")
+    return tokenise(read(write(directory / "a.jsonl", texts_of(2000))), tokenizer, cache_dir=str(directory / "cache"))
+
+
+def test_documents_are_what_the_tokenizer_makes_of_them(text: TokenisedText, tokenizer: Any) -> None:
+    texts = texts_of(2000)
+    assert len(text) == len(texts) == 2200
+    assert len(text.pieces) > 1
+    assert text.sizes == (2200,)
+    for i in range(0, 2200, 37):
+        alone = tokenizer(texts[i], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert text.document(i).tolist() == [BOS, *alone, EOS]
+        assert {BOS, EOS}.isdisjoint(alone)
+        assert tokenizer.decode(alone) == texts[i]
+    assert len(np.unique(text.digests, axis=0)) == 2000
+    with pytest.raises(ValueError, match="read-only"):
+        text.document(0)[0] = 5
+
+
+def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
+    def first(tokenizer: Any, **options: Any) -> list[int]:
+        return next(Encoder(tokenizer, **options).encode([Document("a", "x")]))[1]
+
+    x = tokenizer("x", add_special_tokens=False)["input_ids"]
+    assert adds_bos(tokenizer)
+    assert first(tokenizer) == first(tokenizer, add_bos=True) == [BOS, *x, EOS]
+    assert first(tokenizer, add_bos=False) == [*x, EOS]
+    silent = variant(eos_token="</s>", bos_token="<s>", add_bos_token=False)
+    silent.backend_tokenizer.post_processor = None
+    assert not adds_bos(silent)
+    assert first(silent) == [*x, EOS]
+    assert first(silent, add_bos=True) == [BOS, *x, EOS]
+    # One token for both, as GPT-2 and Qwen have it, is not doubled.
+    both = variant(eos_token="</s>", bos_token="</s>")
+    both.backend_tokenizer.post_processor = None
+    assert first(both) == [*x, EOS]
+    with pytest.raises(CorpusError, match="has no EOS token, which is put between documents; set its eos_token"):
+        Encoder(variant())
+    with pytest.raises(CorpusError, match="has no BOS token to put before documents; leave BOS away"):
+        Encoder(variant(eos_token="</s>"), add_bos=True)
+    assert not adds_bos(variant(eos_token="</s>"))
+
+
+def stream(text: TokenisedText, order: Any) -> list[int]:
+    return [token for i in order for token in text.document(int(i)).tolist()]
+
+
+def test_blocks_are_the_documents_one_after_the_other(text: TokenisedText) -> None:
+    order = np.random.default_rng(0).permutation(len(text))[:500]
+    whole = stream(text, order)
+    for size in (1, 7, 512, len(whole)):
+        blocks = Blocks(text, order, size)
+        joined = np.concatenate([blocks[b]["input_ids"] for b in range(len(blocks))]).tolist()
+        assert joined == whole[: len(joined)]
+        assert len(joined) + blocks.remainder == len(whole)
+        assert 0 <= blocks.remainder < size
+    assert whole.count(EOS) == whole.count(BOS) == 500
+
+
+def test_blocks_that_are_asked_for(text: TokenisedText) -> None:
+    order = np.arange(100)
+    blocks = Blocks(text, order, 64, n_blocks=3)
+    assert len(blocks) == 3
+    assert blocks.remainder == len(stream(text, order)) - 3 * 64
+    assert blocks[-1]["input_ids"].tolist() == blocks[2]["input_ids"].tolist() == stream(text, order)[128:192]
+    assert len(list(blocks)) == 3
+    for outside in (3, -4):
+        with pytest.raises(IndexError):
+            blocks[outside]
+    with pytest.raises(ValueError, match="blocks of 64 tokens are more than"):
+        Blocks(text, order, 64, n_blocks=10**6)
+    assert len(Blocks(text, order[:0], 64)) == 0
+
+
+def test_boundaries_keep_documents_apart(text: TokenisedText) -> None:
+    """Position ids restart and document ids change exactly where a document begins, which is at BOS."""
+    blocks = Blocks(text, np.arange(300), 100, boundaries=True)
+    starts = 0
+    for block in (blocks[b] for b in range(len(blocks))):
+        assert {name: (ids.shape, ids.dtype) for name, ids in block.items()} == dict.fromkeys(
+            ("input_ids", "document_ids", "position_ids"), ((100,), np.dtype(np.int64))
+        )
+        position = document = 0
+        for i, token in enumerate(block["input_ids"]):
+            if i and token == BOS:
+                position, document = 0, document + 1
+            assert (block["position_ids"][i], block["document_ids"][i]) == (position, document)
+            position += 1
+        starts += document
+    assert starts > 100
+    assert Blocks(text, np.arange(300), 100)[0].keys() == {"input_ids"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 12))
+def test_blocks_of_any_lengths(lengths: list[int], size: int) -> None:
+    tokens = np.arange(sum(lengths), dtype=np.int32)
+    starts = np.cumsum([0, *lengths[:-1]])
+    text = TokenisedText(
+        [tokens], np.zeros(len(lengths), np.int64), starts, np.array(lengths), np.zeros((len(lengths), 32), np.uint8),
+        (len(lengths),), "",
+    )  # fmt: skip
+    blocks = Blocks(text, np.arange(len(lengths)), size, boundaries=True)
+    assert len(blocks) == len(tokens) // size
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    for b in range(len(blocks)):
+        ids = slice(b * size, (b + 1) * size)
+        assert blocks[b]["input_ids"].tolist() == tokens[ids].tolist()
+        assert blocks[b]["document_ids"].tolist() == (owner[ids] - owner[ids][0]).tolist()
+        assert blocks[b]["position_ids"].tolist() == [
+            t - max(b * size, starts[owner[t]]) for t in range(b * size, (b + 1) * size)
+        ]
+
+
+def test_block_of_takes_no_more_than_its_size() -> None:
+    block = block_of([[5, 6], [7, 8, 9]], 4, boundaries=True)
+    assert {name: ids.tolist() for name, ids in block.items()} == {
+        "input_ids": [5, 6, 7, 8],
+        "document_ids": [0, 0, 1, 1],
+        "position_ids": [0, 1, 0, 1],
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_neither_ranks_nor_batches_change_a_block(text: TokenisedText, ranks: int, batch: int) -> None:
+    """Rank r of R reads blocks r, r + R, ...; taking turns gives what one rank reads, through a DataLoader."""
+    single = Blocks(text, np.arange(400), 128)
+
+    def of_rank(rank: int) -> list[list[int]]:
+        mine = range(rank, len(single), ranks)
+        loader = DataLoader(Blocks(text, np.arange(400), 128), batch_size=batch, sampler=mine)
+        return [row.tolist() for rows in loader for row in rows["input_ids"]]
+
+    read = [of_rank(rank) for rank in range(ranks)]
+    turns = [read[b % ranks][b // ranks] for b in range(len(single))]
+    assert turns == [single[b]["input_ids"].tolist() for b in range(len(single))]
+
+
+def test_several_sources_as_one(tokenizer: Any, tmp_path: Path) -> None:
+    parts = [
+        tokenise(read(write(tmp_path / f"{i}.jsonl", texts_of(20 + i, i))), tokenizer, cache_dir=str(tmp_path))
+        for i in range(3)
+    ]
+    whole = concatenate(parts)
+    assert whole.sizes == tuple(map(len, parts))
+    assert stream(whole, range(len(whole))) == [t for part in parts for t in stream(part, range(len(part)))]
+    assert whole.digests.tolist() == [row for part in parts for row in part.digests.tolist()]
+    assert concatenate(parts[:1]) is parts[0]
+    assert len({whole.fingerprint, concatenate(parts[::-1]).fingerprint, parts[0].fingerprint}) == 3
+
+
+def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
+    cache, path = str(tmp_path / "cache"), write(tmp_path / "a.jsonl", texts_of(30))
+
+    def again(source: Source, tokenizer: Any = tokenizer, **options: Any) -> tuple[str, int]:
+        made = tokenise(source, tokenizer, cache_dir=cache, **options)
+        return made.fingerprint, counted.taken()
+
+    first, fresh = again(read(path))
+    assert fresh == 33
+    assert again(read(path)) == (first, 0)
+    assert again(read(path.rename(tmp_path / "b.jsonl"))) == (first, 0)
+    assert again(read(tmp_path / "b.jsonl"), AutoTokenizer.from_pretrained(MODEL)) == (first, 0)
+    padded = AutoTokenizer.from_pretrained(MODEL)
+    padded.pad_token = "</s>"
+    padded(["a", "a b"], padding=True, truncation=True, max_length=1)  # which is kept in the backend
+    assert again(read(tmp_path / "b.jsonl"), padded) == (first, 0)
+    assert again(read(tmp_path / "b.jsonl"), add_bos=True) == (first, 0)
+
+    seen = {first}
+    larger = AutoTokenizer.from_pretrained(MODEL)
+    larger.add_tokens(["import os"])
+    changed = [
+        again(read(tmp_path / "b.jsonl"), add_bos=False),
+        again(read(tmp_path / "b.jsonl"), larger),
+        again(read(write(tmp_path / "b.jsonl", ["z", *texts_of(30)[1:]]))),
+        again(read(tmp_path / "b.jsonl").part("train", 0.5)),
+    ]
+    for fingerprint, count in changed:
+        assert fingerprint not in seen
+        assert 0 < count <= 33
+        seen.add(fingerprint)
+
+
+def test_the_cache_is_that_of_datasets(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenise(read(write(tmp_path / "a.jsonl", ["a"])), tokenizer)
+    assert [path.name for path in (tmp_path / "cache").rglob("*.arrow")] == ["generator-train.arrow"]
+    assert capfd.readouterr() == ("", "")
+    assert datasets.is_progress_bar_enabled()
+
+
+def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n{"text": 5}\n')
+    for _ in range(2):
+        with pytest.raises(CorpusError, match=r"a\.jsonl:2: field 'text' is no text but int; name a field of text"):
+            tokenise(read(path), tokenizer, cache_dir=str(tmp_path / "cache"))
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    path.write_text("")
+    with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
+        tokenise(read(path), tokenizer, cache_dir=str(tmp_path / "cache"))
+    assert len(tokenise(read(write(path, ["a", "b"])), tokenizer, cache_dir=str(tmp_path / "cache"))) == 2
+
+
+def test_streams_are_not_kept(tokenizer: Any) -> None:
+    with pytest.raises(CorpusError, match="stdlib:train is streamed, and a stream is not kept"):
+        tokenise(parse_source("stdlib:train", streaming=True), tokenizer)
+
+
+def test_fingerprints_are_those_of_the_blocks(text: TokenisedText) -> None:
+    orders = (np.arange(100), np.arange(100)[::-1])
+    made = {Blocks(text, order, size, n).fingerprint for order in orders for size in (8, 16) for n in (2, 3)}
+    assert len(made) == 8
+    assert Blocks(text, np.arange(100), 8, 2).fingerprint in made

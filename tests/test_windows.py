@@ -1,0 +1,83 @@
+"""Windows against hand-written lists, against lm-evaluation-harness' own generator, and by identities."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from gqa.corpus.windows import Window, batches, llama_cpp_windows, rolling_windows, strided_windows
+
+P = 99  # the prefix
+
+
+def shown(windows):
+    return [(list(w.ids), w.scored) for w in windows]
+
+
+def test_rolling_windows_by_hand():
+    assert shown(rolling_windows(range(10), 4, P)) == [
+        ([P, 0, 1, 2, 3], 4),
+        ([3, 4, 5, 6, 7], 4),
+        ([5, 6, 7, 8, 9], 2),  # what is left has left context
+    ]
+    assert shown(rolling_windows(range(3), 4, P)) == [([P, 0, 1, 2], 3)]
+    assert shown(rolling_windows(range(8), 4, P)) == [([P, 0, 1, 2, 3], 4), ([3, 4, 5, 6, 7], 4)]
+    assert shown(rolling_windows([], 4, P)) == []
+
+
+def test_strided_windows_by_hand():
+    assert shown(strided_windows(range(10), 4, 2)) == [
+        ([0, 1, 2, 3], 3),  # nothing predicts the first
+        ([2, 3, 4, 5], 2),
+        ([4, 5, 6, 7], 2),
+        ([6, 7, 8, 9], 2),
+    ]
+    assert shown(strided_windows(range(9), 4, 4)) == [([0, 1, 2, 3], 3), ([4, 5, 6, 7], 3)]
+    assert shown(strided_windows(range(7), 4, 3)) == [([0, 1, 2, 3], 3), ([3, 4, 5, 6], 3)]
+
+
+def test_llama_cpp_windows_by_hand():
+    assert shown(llama_cpp_windows(range(19), 8, None)) == [
+        ([0, 1, 2, 3, 4, 5, 6, 7], 3),  # n_ctx - 1 - n_ctx / 2
+        ([8, 9, 10, 11, 12, 13, 14, 15], 3),
+    ]
+    assert shown(llama_cpp_windows(range(8), 8, P)) == [([P, 1, 2, 3, 4, 5, 6, 7], 3)]
+    (window,) = llama_cpp_windows(range(512), 512, None)
+    assert window.scored == 255
+
+
+@given(st.integers(1, 200), st.integers(1, 60))
+def test_rolling_windows_are_those_of_the_harness(count, context):
+    ids = list(range(1000, 1000 + count))
+    theirs = list(map(make_disjoint_window, get_rolling_token_windows(ids, P, context, 1)))
+    ours = [(list(w.ids[: -w.scored]), list(w.ids[-w.scored :])) for w in rolling_windows(ids, context, P)]
+    assert ours == [(list(a), list(b)) for a, b in theirs]
+    assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids  # each once, in order
+
+
+@given(st.integers(2, 200), st.integers(2, 60), st.data())
+def test_strided_windows_score_everything_once(count, context, data):
+    stride = data.draw(st.integers(1, context - 1))
+    windows = list(strided_windows(range(count), context, stride))
+    assert [i for w in windows for i in w.ids[-w.scored :]] == list(range(1, count))
+    assert all(len(w.ids) <= context for w in windows)
+
+
+def test_stride_of_a_whole_window_leaves_out_each_first_token():
+    windows = list(strided_windows(range(100), 10, 10))
+    assert [i for w in windows for i in w.ids[-w.scored :]] == [i for i in range(100) if i % 10]
+
+
+def test_batches_hold_every_window_once_and_similar_lengths_together():
+    windows = [Window(tuple(range(n)), 1) for n in (3, 9, 4, 9, 2, 7)]
+    grouped = list(batches(windows, 2))
+    assert grouped == [[1, 3], [5, 2], [0, 4]]
+    assert list(batches(windows, 100)) == [[1, 3, 5, 2, 0, 4]]
+
+
+@pytest.mark.parametrize("scored", [0, 4])
+def test_a_window_scores_what_it_can_predict(scored):
+    with pytest.raises(AssertionError):
+        Window((1, 2, 3, 4), scored)
