@@ -64,17 +64,24 @@ class ChunkedHead:
 
     def _check(self, inputs: dict[str, Tensor]) -> None:
         self._checked = True
-        with torch.no_grad():
-            expected = self.model(**inputs, use_cache=False).logits[0]
-            try:
-                output = self.backbone(**inputs, use_cache=False, return_dict=True)
-                got = self._head(output.last_hidden_state[0], output)
-            except (AttributeError, TypeError, ValueError, RuntimeError):
-                self.split = False
-                return
+        training = self.model.training
+        self.model.eval()  # no dropout
+        try:
+            with torch.no_grad():
+                self.split = self._reproduces(inputs)
+        finally:
+            self.model.train(training)
+
+    def _reproduces(self, inputs: dict[str, Tensor]) -> bool:
+        expected = self.model(**inputs, use_cache=False).logits[0]
+        try:
+            output = self.backbone(**inputs, use_cache=False, return_dict=True)
+            got = self._head(output.last_hidden_state[0], output)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return False
         scale = expected.float().abs().nan_to_num(posinf=0.0).max().clamp_min(1e-6)
         tolerance = 32 * torch.finfo(expected.dtype).eps
-        self.split = got.shape == expected.shape and bool(
+        return got.shape == expected.shape and bool(
             torch.allclose(got.float() / scale, expected.float() / scale, rtol=0, atol=tolerance, equal_nan=True)
         )
 

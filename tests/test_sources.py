@@ -8,13 +8,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_server import Hub, Machine, hub_server
 
 from gqa.corpus.document import CorpusError
 from gqa.corpus.files import ALLOWED
@@ -213,75 +212,77 @@ def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert refusal("a.jsonl", separator="").startswith("the separator is empty; give the text between two documents")
 
 
+# What is in a file, and how what is said of it goes on after its name.
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "empty.txt": (b"", " holds no text: it is empty or blank"),
+    "blank.txt": (b" \n\t\n", " holds no text: it is empty or blank"),
+    "empty.jsonl": (b"", " holds no text: it is empty or blank"),
+    "head.csv": (b"text\n", " holds no text: it is empty or blank"),
+    "latin.txt": (
+        "caf\xe9 au lait".encode("latin-1"),
+        " is not UTF-8: byte 3 is 0xe9; convert it, for instance with iconv",
+    ),
+    "mark.txt": (b"\xef\xbb\xbfok \xff", " is not UTF-8: byte 6 is 0xff; convert it, for instance with iconv"),
+    "latin.jsonl": (
+        b'{"text": "a"}\n{"text": "caf\xe9"}\n',
+        " is not UTF-8: byte 27 is 0xe9; convert it, for instance with iconv",
+    ),
+    "latin.csv": (b"text\na\ncaf\xe9\n", " is not UTF-8: byte 10 is 0xe9; convert it, for instance with iconv"),
+    "cut.jsonl": (
+        b'{"text": "a"}\n\n{"text": "b\n',
+        ":3: not JSON: Unterminated string starting at at column 10; wanted is one object a",
+    ),
+    "cut.json": (
+        b'[{"text": "a"},\n {"text": }]',
+        ":2: not JSON: Expecting value at column 11; wanted is one object a line, or one array of",
+    ),
+    "deep.jsonl": (b'{"text":' + b"[" * 100_000, ":1: not JSON that can be read: "),
+    "list.jsonl": (b'{"text": "a"}\n["b"]\n', ":2: a JSON object with the field 'text' is wanted, this is list"),
+    "pretty.json": (
+        b'{\n "text": "a"\n}\n',
+        ":1: not JSON: Expecting property name enclosed in double quotes at column 2; wanted",
+    ),
+    "half.jsonl": (b'{"text": "a\\ud83d"}\n', ":1: field 'text' has half a character (\\ud83d) at 1; repair it"),
+    "number.jsonl": (
+        b'{"text": "a"}\n{"text": null}\n{"text": 5}\n',
+        ":3: field 'text' is no text but int; name a field of text",
+    ),
+    "missing.jsonl": (b'{"text": "a"}\n{"title": "a", "b\\n": 1}\n', ":2 has no field 'text'; it has 'title', 'b\\n'"),
+    "missing.csv": (b"title,body\na,b\n", " has no field 'text'; it has 'title', 'body'"),
+    "short.csv": (b"id,text\n1,a\n2\n", ":3: 1 values under a header of 2"),
+    "quote.csv": (b'text\n"a\n', ":2: not CSV: unexpected end of data"),
+    "not.gz.txt.gz": (b"plain", " cannot be read: "),
+    "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], " cannot be read: "),
+    "not.parquet": (b"PAR1 but no more", " is no parquet file or is damaged: "),
+    "not.arrow": (b"plain text", " is no arrow file or is damaged: "),
+}
+
+
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    whole = pa.BufferOutputStream()
-    pq.write_table(table(TEXTS), whole)
-    bad_text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
-    write_stream(tmp_path / "cut.arrow", TEXTS * 100)
+    for name, (data, _) in BROKEN.items():
+        Path(name).write_bytes(data)
+    wanted = {name: name + said for name, (_, said) in BROKEN.items()}
+    assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
+
+
+def test_tables_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(table(TEXTS), "cut.parquet")
+    os.truncate("cut.parquet", Path("cut.parquet").stat().st_size - 9)
+    pq.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), "number.parquet")
+    write_stream(Path("cut.arrow"), TEXTS * 100)
     os.truncate("cut.arrow", 2001)
+    bad_text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
     with pa.OSFile("bytes.arrow", "wb") as sink, pa.ipc.new_stream(sink, pa.schema([("text", "string")])) as writer:
         writer.write_table(pa.table({"text": bad_text}))
-    content = {
-        "empty.txt": b"",
-        "blank.txt": b" \n\t\n",
-        "empty.jsonl": b"",
-        "head.csv": b"text\n",
-        "latin.txt": "caf\xe9 au lait".encode("latin-1"),
-        "mark.txt": b"\xef\xbb\xbfok \xff",
-        "latin.jsonl": b'{"text": "a"}\n{"text": "caf\xe9"}\n',
-        "latin.csv": b"text\na\ncaf\xe9\n",
-        "cut.jsonl": b'{"text": "a"}\n\n{"text": "b\n',
-        "cut.json": b'[{"text": "a"},\n {"text": }]',
-        "deep.jsonl": b"{}\n".replace(b"{}", b'{"text":' + b"[" * 100_000),
-        "list.jsonl": b'{"text": "a"}\n["b"]\n',
-        "pretty.json": b'{\n "text": "a"\n}\n',
-        "half.jsonl": b'{"text": "a\\ud83d"}\n',
-        "number.jsonl": b'{"text": "a"}\n{"text": null}\n{"text": 5}\n',
-        "missing.jsonl": b'{"text": "a"}\n{"title": "a", "b\\n": 1}\n',
-        "missing.csv": b"title,body\na,b\n",
-        "short.csv": b"id,text\n1,a\n2\n",
-        "quote.csv": b'text\n"a\n',
-        "not.gz.txt.gz": b"plain",
-        "cut.txt.gz": gzip.compress(b"a" * 1000)[:-12],
-        "not.parquet": b"PAR1 but no more",
-        "cut.parquet": whole.getvalue().to_pybytes()[:-9],
-        "not.arrow": b"plain text",
-    }
-    for name, data in content.items():
-        (tmp_path / name).write_bytes(data)
-    pq.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), "number.parquet")
-    said = {name: refusal(name) for name in [*content, "number.parquet", "cut.arrow", "bytes.arrow"]}
     beginnings = {
-        "empty.txt": "empty.txt holds no text: it is empty or blank",
-        "blank.txt": "blank.txt holds no text: it is empty or blank",
-        "empty.jsonl": "empty.jsonl holds no text: it is empty or blank",
-        "head.csv": "head.csv holds no text: it is empty or blank",
-        "latin.txt": "latin.txt is not UTF-8: byte 3 is 0xe9; convert it, for instance with iconv",
-        "mark.txt": "mark.txt is not UTF-8: byte 6 is 0xff; convert it, for instance with iconv",
-        "latin.jsonl": "latin.jsonl is not UTF-8: byte 27 is 0xe9; convert it, for instance with iconv",
-        "latin.csv": "latin.csv is not UTF-8: byte 10 is 0xe9; convert it, for instance with iconv",
-        "cut.jsonl": "cut.jsonl:3: not JSON: Unterminated string starting at at column 10; wanted is one object a",
-        "cut.json": "cut.json:2: not JSON: Expecting value at column 11; wanted is one object a line, or one array of",
-        "deep.jsonl": "deep.jsonl:1: not JSON that can be read: maximum recursion depth exceeded",
-        "list.jsonl": "list.jsonl:2: a JSON object with the field 'text' is wanted, this is list",
-        "pretty.json": "pretty.json:1: not JSON: Expecting property name enclosed in double quotes at column 2; wanted",
-        "half.jsonl": "half.jsonl:1: field 'text' has half a character (\\ud83d) at 1; repair it",
-        "number.jsonl": "number.jsonl:3: field 'text' is no text but int; name a field of text",
-        "missing.jsonl": "missing.jsonl:2 has no field 'text'; it has 'title', 'b\\n'",
-        "missing.csv": "missing.csv has no field 'text'; it has 'title', 'body'",
-        "short.csv": "short.csv:3: 1 values under a header of 2",
-        "quote.csv": "quote.csv:2: not CSV: unexpected end of data",
-        "not.gz.txt.gz": "not.gz.txt.gz cannot be read: zlib inflate failed: incorrect header check",
-        "cut.txt.gz": "cut.txt.gz cannot be read: Truncated compressed stream",
-        "not.parquet": "not.parquet is no parquet file or is damaged: ",
         "cut.parquet": "cut.parquet is no parquet file or is damaged: Parquet magic bytes not found in footer",
-        "not.arrow": "not.arrow is no arrow file or is damaged: ",
         "number.parquet": "number.parquet: field 'text' is no text but int64; name a field of text",
         "cut.arrow": "cut.arrow is no arrow file or is damaged: Corrupted message, only 1 bytes available",
         "bytes.arrow": "bytes.arrow is no arrow file or is damaged: Invalid UTF8 sequence at string index 0",
     }
-    assert {name: text[: len(beginnings[name])] for name, text in said.items()} == beginnings
+    assert {name: refusal(name)[: len(text)] for name, text in beginnings.items()} == beginnings
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
@@ -361,105 +362,6 @@ def test_heldout_part(tmp_path: Path) -> None:
         source.part("train", 1.5)
     with pytest.raises(CorpusError, match=r"\(heldout part, 0 held out\) holds no text"):
         next(source.part("heldout", 0.0).documents())
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with hub_server() as server:
-        yield server
-
-
-# Each line of its input is a spec and options; each line of its output is the texts, or what was refused.
-READER = """
-import json, sys
-from gqa.corpus.sources import parse_source
-for spec, options in json.load(sys.stdin):
-    try: print(json.dumps([d.text for d in parse_source(spec, **options).documents()]))
-    except ValueError as error: print(json.dumps(f"{type(error).__name__}: {error}"))
-"""
-
-
-def read_with(machine: Machine, *jobs: tuple[str, dict[str, object]], **environment: str) -> list[object]:
-    """What a process of its own reads; nothing but what is raised is said."""
-    (machine.work / "jobs").write_text(json.dumps(jobs))
-    done = machine.python("-c", READER.replace("sys.stdin", "open('jobs')"), **environment)
-    assert (done.code, done.err) == (0, ""), done
-    return [json.loads(line) for line in done.out.splitlines()]
-
-
-def data_set(directory: Path) -> Path:
-    """Two configurations, the first with two splits."""
-    for name in ("a/train", "a/test", "b/train"):
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        lines(directory / f"{name}.jsonl", {"text": f"{name} 1", "n": 1}, {"text": f"{name} 2", "n": 2})
-    (directory / "README.md").write_text(
-        "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: a/train.jsonl}\n"
-        "  - {split: test, path: a/test.jsonl}\n- config_name: b\n  data_files: b/train.jsonl\n---\n"
-    )
-    return directory
-
-
-def test_hub(tmp_path: Path, hub: Hub) -> None:
-    machine = Machine(tmp_path, hub.endpoint)
-    hub.repo("lab/data", data_set(tmp_path / "data"), token="hf_secret")
-    hub.repo("lab/gated", data_set(tmp_path / "gated"), gated=True)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/train.parquet").write_bytes(b"PAR1 and no more")
-    hub.repo("lab/broken", tmp_path / "broken")
-    (tmp_path / "script").mkdir()
-    (tmp_path / "script/script.py").write_text("raise SystemExit(5)")
-    hub.repo("lab/script", tmp_path / "script")
-    choose = "; write lab/data:CONFIG or lab/data:CONFIG:SPLIT"
-    cannot = "CorpusError: the data set lab/data cannot be loaded: "
-    missing = cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
-    no_data_set = "CorpusError: there is no file or directory lab/none, and the hub shows no data set of that name: "
-    said: list[tuple[str, dict[str, object], object]] = [
-        ("lab/data:a", {}, ["a/train 1", "a/train 2"]),
-        ("lab/data:a:test", {}, ["a/test 1", "a/test 2"]),
-        ("lab/data", {"config": "a", "split": "test"}, ["a/test 1", "a/test 2"]),
-        ("lab/data:b", {"streaming": True, "revision": "main"}, ["b/train 1", "b/train 2"]),
-        ("lab/data", {}, missing + choose),
-        ("lab/data:c", {}, cannot + "BuilderConfig 'c' not found. Available: ['a', 'b']" + choose),
-        ("lab/data:a:x", {}, cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose),
-        ("lab/data:a:x", {"streaming": True}, cannot + "Bad split: x. Available splits: ['train', 'test']" + choose),
-        ("lab/data:a", {"field": "body"}, "CorpusError: the data set lab/data has no field 'body'; it has 'text', 'n'"),
-        ("lab/data:a", {"field": "n"}, "CorpusError: lab/data:0: field 'n' is no text but int; name a field of text"),
-        ("lab/data:a", {"revision": "v9"}, "CorpusError: the data set lab/data has no revision 'v9'; give a branch, a "
-         "tag or a whole commit id"),
-        ("lab/none", {}, no_data_set + "check it; if it is private, the present token has no access, log in with "
-         "`hf auth login` or set HF_TOKEN of one that has"),
-        ("lab/gated", {}, f"CorpusError: the data set lab/gated is gated: accept its terms at {hub.endpoint}/datasets/"
-         "lab/gated, then use a token of that account (the present one has no access): log in with `hf auth login` or "
-         "set HF_TOKEN"),
-        ("lab/broken", {}, "CorpusError: the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
-         "footer. Either the file is corrupted or this is not a parquet file"),
-        ("lab/script", {}, "CorpusError: the data set lab/script cannot be loaded: Dataset scripts are no longer "
-         "supported, but found script.py"),
-    ]  # fmt: skip
-    jobs = [(spec, options) for spec, options, _ in said]
-    assert read_with(machine, *jobs, HF_TOKEN="hf_secret") == [answer for *_, answer in said]
-
-    requests = len(hub.requests)
-    offline: list[tuple[str, dict[str, object], object]] = [
-        ("lab/data:a:test", {}, ["a/test 1", "a/test 2"]),
-        ("lab/none", {}, "CorpusError: the data set lab/none is not in the cache, and HF_HUB_OFFLINE is set; unset it "
-         "to fetch it"),
-        ("lab/data:a", {"revision": "main"}, "CorpusError: HF_HUB_OFFLINE is set, and without the hub no revision of "
-         "lab/data can be told; unset one of them"),
-    ]  # fmt: skip
-    jobs = [(spec, options) for spec, options, _ in offline]
-    assert read_with(machine, *jobs, HF_HUB_OFFLINE="1") == [answer for *_, answer in offline]
-    assert len(hub.requests) == requests
-
-
-def test_local_data_needs_no_hub(tmp_path: Path) -> None:
-    """With the hub closed, local files are read at once; a name at the hub is one line, without a minute of retries."""
-    machine = Machine(tmp_path, "http://127.0.0.1:9")
-    lines(machine.work / "a.jsonl", {"text": "one"})
-    local, remote = read_with(machine, ("a.jsonl", {}), ("lab/data", {}))
-    assert local == ["one"]
-    assert str(remote).startswith("CorpusError: the hub at http://127.0.0.1:9 cannot be reached (")
-    assert "check the connection and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use what is in the cache" in str(remote)
 
 
 def test_importing_sources_is_cheap() -> None:

@@ -243,8 +243,9 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     padded = AutoTokenizer.from_pretrained(MODEL)
     padded.pad_token = "</s>"
     padded(["a", "a b"], padding=True, truncation=True, max_length=1)  # which is kept in the backend
+    assert json.loads(padded.backend_tokenizer.to_str())["truncation"] is not None
+    assert again(read(tmp_path / "b.jsonl"), padded, add_bos=True) == (first, 0)
     assert again(read(tmp_path / "b.jsonl"), padded) == (first, 0)
-    assert again(read(tmp_path / "b.jsonl"), add_bos=True) == (first, 0)
 
     seen = {first}
     larger = AutoTokenizer.from_pretrained(MODEL)
@@ -271,6 +272,20 @@ def test_the_cache_is_that_of_datasets(
     assert [path.name for path in (tmp_path / "cache").rglob("*.arrow")] == ["generator-train.arrow"]
     assert capfd.readouterr() == ("", "")
     assert datasets.is_progress_bar_enabled()
+
+
+def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local files are found, read, tokenised and kept without a single connection, though nothing says offline."""
+    asked: list[Any] = []
+    monkeypatch.setattr("socket.socket.connect", lambda socket, address: asked.append(address))
+    monkeypatch.setattr("socket.getaddrinfo", lambda *address, **how: asked.append(address))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    write(tmp_path / "a.jsonl", ["a"])
+    assert len(tokenise(read(tmp_path), tokenizer, cache_dir=str(tmp_path / "cache"))) == 1
+    assert asked == []
+    with pytest.raises(CorpusError):
+        next(parse_source("lab/none").documents())
+    assert asked != []  # which is how it would be seen
 
 
 def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Data sets of the hub, against a stand-in on this machine: what is read, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import Hub, Machine, hub_server
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_server() as server:
+        yield server
+
+
+# Each line of its input is a spec and options; each line of its output is the texts, or what was refused.
+READER = """
+import json, sys
+from gqa.corpus.sources import parse_source
+for spec, options in json.load(sys.stdin):
+    try: print(json.dumps([d.text for d in parse_source(spec, **options).documents()]))
+    except ValueError as error: print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def read_with(machine: Machine, *jobs: tuple[str, dict[str, object]], **environment: str) -> list[object]:
+    """What a process of its own reads; nothing but what is raised is said."""
+    (machine.work / "jobs").write_text(json.dumps(jobs))
+    done = machine.python("-c", READER.replace("sys.stdin", "open('jobs')"), **environment)
+    assert (done.code, done.err) == (0, ""), done
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+def data_set(directory: Path) -> Path:
+    """Two configurations, the first with two splits."""
+    for name in ("a/train", "a/test", "b/train"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        lines(directory / f"{name}.jsonl", {"text": f"{name} 1", "n": 1}, {"text": f"{name} 2", "n": 2})
+    (directory / "README.md").write_text(
+        "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: a/train.jsonl}\n"
+        "  - {split: test, path: a/test.jsonl}\n- config_name: b\n  data_files: b/train.jsonl\n---\n"
+    )
+    return directory
+
+
+def test_hub(tmp_path: Path, hub: Hub) -> None:
+    machine = Machine(tmp_path, hub.endpoint)
+    hub.repo("lab/data", data_set(tmp_path / "data"), token="hf_secret")
+    hub.repo("lab/gated", data_set(tmp_path / "gated"), gated=True)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/train.parquet").write_bytes(b"PAR1 and no more")
+    hub.repo("lab/broken", tmp_path / "broken")
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script/script.py").write_text("raise SystemExit(5)")
+    hub.repo("lab/script", tmp_path / "script")
+    choose = "; write lab/data:CONFIG or lab/data:CONFIG:SPLIT"
+    cannot = "CorpusError: the data set lab/data cannot be loaded: "
+    missing = cannot + "Config name is missing. Please pick one among the available configs: ['a', 'b']"
+    no_data_set = "CorpusError: there is no file or directory lab/none, and the hub shows no data set of that name: "
+    said: list[tuple[str, dict[str, object], object]] = [
+        ("lab/data:a", {}, ["a/train 1", "a/train 2"]),
+        ("lab/data:a:test", {}, ["a/test 1", "a/test 2"]),
+        ("lab/data", {"config": "a", "split": "test"}, ["a/test 1", "a/test 2"]),
+        ("lab/data:b", {"streaming": True, "revision": "main"}, ["b/train 1", "b/train 2"]),
+        ("lab/data", {}, missing + choose),
+        ("lab/data:c", {}, cannot + "BuilderConfig 'c' not found. Available: ['a', 'b']" + choose),
+        ("lab/data:a:x", {}, cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose),
+        ("lab/data:a:x", {"streaming": True}, cannot + "Bad split: x. Available splits: ['train', 'test']" + choose),
+        ("lab/data:a", {"field": "body"}, "CorpusError: the data set lab/data has no field 'body'; it has 'text', 'n'"),
+        ("lab/data:a", {"field": "n"}, "CorpusError: lab/data:0: field 'n' is no text but int; name a field of text"),
+        ("lab/data:a", {"revision": "v9"}, "CorpusError: the data set lab/data has no revision 'v9'; give a branch, a "
+         "tag or a whole commit id"),
+        ("lab/none", {}, no_data_set + "check it; if it is private, the present token has no access, log in with "
+         "`hf auth login` or set HF_TOKEN of one that has"),
+        ("lab/gated", {}, f"CorpusError: the data set lab/gated is gated: accept its terms at {hub.endpoint}/datasets/"
+         "lab/gated, then use a token of that account (the present one has no access): log in with `hf auth login` or "
+         "set HF_TOKEN"),
+        ("lab/broken", {}, "CorpusError: the data set lab/broken cannot be loaded: Parquet magic bytes not found in "
+         "footer. Either the file is corrupted or this is not a parquet file"),
+        ("lab/script", {}, "CorpusError: the data set lab/script cannot be loaded: Dataset scripts are no longer "
+         "supported, but found script.py"),
+    ]  # fmt: skip
+    jobs = [(spec, options) for spec, options, _ in said]
+    assert read_with(machine, *jobs, HF_TOKEN="hf_secret") == [answer for *_, answer in said]
+
+    requests = len(hub.requests)
+    offline: list[tuple[str, dict[str, object], object]] = [
+        ("lab/data:a:test", {}, ["a/test 1", "a/test 2"]),
+        ("lab/none", {}, "CorpusError: the data set lab/none is not in the cache, and HF_HUB_OFFLINE is set; unset it "
+         "to fetch it"),
+        ("lab/data:a", {"revision": "main"}, "CorpusError: HF_HUB_OFFLINE is set, and without the hub no revision of "
+         "lab/data can be told; unset one of them"),
+    ]  # fmt: skip
+    jobs = [(spec, options) for spec, options, _ in offline]
+    assert read_with(machine, *jobs, HF_HUB_OFFLINE="1") == [answer for *_, answer in offline]
+    assert len(hub.requests) == requests
+
+
+def test_local_data_needs_no_hub(tmp_path: Path) -> None:
+    """With the hub closed, local files are read at once; a name at the hub is one line, without a minute of retries."""
+    machine = Machine(tmp_path, "http://127.0.0.1:9")
+    lines(machine.work / "a.jsonl", {"text": "one"})
+    local, remote = read_with(machine, ("a.jsonl", {}), ("lab/data", {}))
+    assert local == ["one"]
+    assert str(remote).startswith("CorpusError: the hub at http://127.0.0.1:9 cannot be reached (")
+    assert "check the connection and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to use what is in the cache" in str(remote)
