@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SERVING ?= .venv-serving
 
-.PHONY: install lint format types test test-real build check demo benchmark clean
+.PHONY: install lint format types test test-real test-serving build check demo benchmark quantise clean
 
 install: $(VENV)/.installed
 
@@ -32,6 +33,16 @@ test: install
 test-real: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m real
 
+# Serving engines in an environment of their own; pytest collects nothing below tests/serving.
+test-serving: $(SERVING)/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=tests $(SERVING)/bin/python -m serving
+
+$(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/requirements.txt
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/serving/requirements.txt -e .
+	@touch $@
+
 build: install
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
@@ -44,6 +55,9 @@ demo: install
 
 benchmark: install
 	$(BIN)/python benchmarks/convert.py
+
+quantise: $(SERVING)/.installed
+	HF_HUB_OFFLINE=1 TQDM_DISABLE=1 PYTHONPATH=tests $(SERVING)/bin/python benchmarks/quantise.py
 
 clean:
 	rm -rf build dist typings .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

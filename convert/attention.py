@@ -72,7 +72,11 @@ class AttentionModule:
 
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""
-        return next(spec.dtype for tail, spec in self.tensors.items() if _rule_for(tail, config.family, config.text))
+        return next(spec.dtype for tail, spec in self.tensors.items() if self.rule_of(tail, config))
+
+    def rule_of(self, tail: str, config: ModelConfig) -> Rule | None:
+        """The rule of one tensor by its name below the module; None where it does not depend on KV heads."""
+        return _rule_for(tail, config.family, config.text)
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:

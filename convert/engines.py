@@ -84,7 +84,7 @@ LIMITS: tuple[Limit, ...] = (
         "CTranslate2",
         ("llama", "qwen2"),
         _other_head_dim,
-        "its loader knows no head_dim of {model_type} but hidden_size / heads, so it cannot load {head_dim}",
+        "its loader knows no head_dim of {model_type} but hidden_size / heads: it refuses or misreads {head_dim}",
     ),
 )
 

@@ -81,7 +81,7 @@ def test_limits_name_model_types_that_can_be_converted() -> None:
 @pytest.mark.parametrize("words", [["--dry-run"], []])
 def test_command_shows_them(words: list[str], tmp_path: Path) -> None:
     """Not as warnings: nothing is wrong with the result."""
-    expected = "CTranslate2: its loader knows no head_dim of llama but hidden_size / heads, so it cannot load 4"
+    expected = "CTranslate2: its loader knows no head_dim of llama but hidden_size / heads: it refuses or misreads 4"
     model = llama(tmp_path / "m", hidden_size=64, head_dim=4)
     shown = run("--groups", 2, "-o", tmp_path / "out", *words, model)
     assert (shown.code, shown.err) == (0, "")

@@ -1,0 +1,1 @@
+"""Serving engines as clients of converted checkpoints: `make test-serving`. pytest collects nothing here."""
