@@ -196,10 +196,11 @@ def copy_file(source: Path, target: Path) -> None:
         copy_range(read, write, 0, source.stat().st_size, lambda n: None, threading.Event())
         os.fsync(write.fileno())
     if source.stat().st_mode & 0o100:
-        target.chmod(target.stat().st_mode | 0o111 & ~_umask())
+        target.chmod(target.stat().st_mode | 0o111 & ~umask())
 
 
-def _umask() -> int:
+def umask() -> int:
+    """The process' file mode mask, which the system only tells by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

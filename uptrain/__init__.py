@@ -1,1 +1,1 @@
-"""Continued training of a converted checkpoint. Not there yet: the next issues fill it."""
+"""Continued training of a converted checkpoint: a fraction alpha of the data, optionally taught by the source."""

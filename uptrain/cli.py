@@ -1,0 +1,231 @@
+"""gqa-uptrain: options, what is printed, exit codes. Nothing here imports torch before it is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gqa.convert.console import CONTEXT_SETTINGS, fail, run, version_option
+
+if TYPE_CHECKING:
+    from gqa.uptrain.run import Setup
+
+_EPILOG = """\b
+Examples:
+  gqa-uptrain MODEL-gqa8 --data corpus.jsonl --alpha 0.05 -o MODEL-gqa8-uptrained
+  gqa-uptrain MODEL-gqa8 --data corpus.jsonl --alpha 0.05 --teacher MODEL -o OUT
+  accelerate launch -m gqa.uptrain MODEL-gqa8 --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B -o OUT
+  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8 --data 'shards/*.parquet' --tokens 1B --precision bf16 -o OUT
+"""
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class Count(click.ParamType[int]):
+    """`500M`, `1B`."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", str(value).strip().upper())
+        if match is None or float(match[1]) == 0:
+            self.fail(f"{value!r} is not a number of tokens; give one like 65536, 500M or 1B", param, ctx)
+        return int(float(match[1]) * _COUNTS[match[2]])
+
+
+_DATA = [
+    click.option("--data", multiple=True, required=True, metavar="SOURCE", help="stdlib:train, a file, a directory or "
+                 "glob of them, a hub data set; several times for a mixture, with SOURCE@WEIGHT."),
+    click.option("--field", default="text", show_default=True, help="Of jsonl, csv, parquet and data sets."),
+    click.option("--data-config", metavar="NAME", help="Configuration of a hub data set."),
+    click.option("--split", help="Split of a hub data set.  [default: train]"),
+    click.option("--separator", metavar="TEXT", help="Between the documents of a text file, like '<|endoftext|>'."),
+    click.option("--streaming", is_flag=True, help="Read a hub data set as it comes, keep nothing."),
+    click.option("--alpha", type=float, help="Train on this fraction of the data (0.05 in the GQA paper)."),
+    click.option("--tokens", type=Count(), help="Train on so many tokens, like 1B."),
+    click.option("--steps", type=click.IntRange(min=1), help="Train for so many steps."),
+    click.option("--pretraining-tokens", type=Count(), help="That alpha is a fraction of.  [default: the data's]"),
+    click.option("--block-size", type=click.IntRange(min=2), help="Tokens of one sequence.  [default: the model's "
+                 "positions, 2048 at most]"),
+    click.option("--mask-documents", is_flag=True, help="Keep attention inside documents."),
+    click.option("--heldout", metavar="SOURCE", help="Text to report the loss on.  [default: stdlib:heldout with "
+                 "stdlib:train]"),
+    click.option("--heldout-fraction", type=click.FloatRange(0, 1), default=0.0, show_default=True,
+                 help="Hold out this share of the documents."),
+    click.option("--heldout-tokens", type=Count(), default="65536", show_default=True, help="Of them, at most."),
+]  # fmt: skip
+_TRAINING = [
+    click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True,
+                 help="Blocks of one step, over all processes."),
+    click.option("--micro-batch", type=click.IntRange(min=1), help="Blocks of one forward pass on one process.  "
+                 "[default: its share of the batch]"),
+    click.option("--train", type=click.Choice(["all", "attention", "kv", "lora"]), default="all", show_default=True,
+                 help="What trains; lora: keys and values whole, adapters elsewhere, merged at the end."),
+    click.option("--lora-rank", type=click.IntRange(min=1), default=16, show_default=True, help="Of --train lora."),
+    click.option("--keep-adapter", is_flag=True, help="Of --train lora: also keep it as adapter.pt."),
+    click.option("--optimizer", type=click.Choice(["adamw", "adafactor"]), default="adamw", show_default=True),
+    click.option("--learning-rate", "--lr", type=click.FloatRange(min=0, min_open=True), default=3e-4,
+                 show_default=True),
+    click.option("--schedule", type=click.Choice(["constant", "linear", "cosine", "wsd"]), default="constant",
+                 show_default=True, help="Of the learning rate, after the warm-up."),
+    click.option("--warmup", type=click.IntRange(min=0), help="Steps.  [default: 5 %, 100 at most]"),
+    click.option("--decay", type=click.FloatRange(0, 1), default=0.2, show_default=True, help="Share of the steps in "
+                 "which wsd decays."),
+    click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1, show_default=True),
+    click.option("--clip", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+                 help="Norm of the gradient, at most."),
+    click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", show_default=True,
+                 help="Of the computation; weights and optimiser stay in float32."),
+    click.option("--checkpointing", is_flag=True, help="Compute activations twice instead of keeping them."),
+    click.option("--compile", is_flag=True, help="Compile the model with torch.compile."),
+    click.option("--attention", default="sdpa", show_default=True, help="sdpa, eager, flash_attention_2 ..."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the order of the data."),
+]  # fmt: skip
+_TEACHER = [
+    click.option("--teacher", metavar="MODEL", help="The checkpoint before conversion: learn its predictions."),
+    click.option("--distill", type=click.FloatRange(0, 1), default=1.0, show_default=True,
+                 help="Share of the teacher in the loss; the rest is cross-entropy."),
+    click.option("--temperature", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True),
+    click.option("--match", type=click.Choice(["attention", "hidden"]), help="Also match the teacher's attention "
+                 "outputs, or the outputs of its layers."),
+    click.option("--match-weight", type=click.FloatRange(min=0), default=1.0, show_default=True),
+]  # fmt: skip
+_RUN = [
+    click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
+                 help="The trained checkpoint; DIR-state holds the run until it is done."),
+    click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DIR once the new one is complete."),
+    click.option("--save-every", type=click.IntRange(min=1), metavar="STEPS"),
+    click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES"),
+    click.option("--keep-last", type=click.IntRange(min=1), default=2, show_default=True, help="States."),
+    click.option("--keep-state", is_flag=True, help="Keep DIR-state after the end."),
+    click.option("--resume", is_flag=True, help="Continue from the last state in DIR-state."),
+    click.option("--eval-every", type=click.IntRange(min=1), metavar="STEPS", help="Held-out loss.  [default: at the "
+                 "start and the end]"),
+    click.option("--patience", type=click.IntRange(min=1), default=10, show_default=True,
+                 help="Give up after so many steps in a row that are not finite."),
+    click.option("--report-to", multiple=True, help="tensorboard, wandb, trackio ...; several times for several."),
+    click.option("--revision", help="Branch, tag or commit of a hub id."),
+    click.option("--trust-remote-code", is_flag=True, help="Run code that a checkpoint brings (dangerous)."),
+    click.option("--dry-run", is_flag=True, help="Print what would be trained on what, and stop."),
+    click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, the rest on stderr."),
+    click.option("-v", "--verbose", is_flag=True, help="Tracebacks of defects."),
+    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+]  # fmt: skip
+
+
+def _with(*groups: list[Any]) -> Any:
+    def decorate(command: Any) -> Any:
+        for option in reversed([option for group in groups for option in group]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.argument("model", metavar="MODEL")
+@_with(_DATA, _TRAINING, _TEACHER, _RUN)
+@version_option("gqa-uptrain")
+def command(resume: bool, dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+    """Train the converted checkpoint MODEL further, on a fraction of the data, and write a plain checkpoint.
+
+    Runs on one CPU or GPU as it is, on many through `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
+    """
+    import transformers
+
+    from gqa.uptrain import run as steps
+    from gqa.uptrain.loop import StoppedError
+    from gqa.uptrain.options import TrainOptions
+
+    transformers.utils.logging.set_verbosity_error()
+    setup = steps.prepare(TrainOptions(**options), resume)
+    main = setup.accelerator.is_main_process
+    if main and not quiet:
+        click.echo(_plan(setup), err=as_json)
+    if dry_run:
+        if main and as_json:
+            click.echo(json.dumps(_plan_record(setup)))
+        return
+    try:
+        progress, record = steps.run(setup, resume=resume, quiet=quiet, words=sys.argv[1:])
+    except StoppedError as stopped:
+        if not main:
+            sys.exit(128 + stopped.number)
+        where = setup.states.directory
+        fail(
+            "gqa-uptrain",
+            f"stopped; step {stopped.step} is saved in {where}, continue with --resume",
+            128 + stopped.number,
+        )
+    if main and not quiet:
+        click.echo(_result(setup, progress), err=as_json)
+    if main and as_json:
+        click.echo(json.dumps(record))
+
+
+def _plan_record(setup: Setup) -> dict[str, Any]:
+    return {
+        "model": setup.checkpoint.hub_id or setup.checkpoint.name,
+        "parameters": setup.parameters,
+        "trained_parameters": setup.trained,
+        "data": setup.feed.summary,
+        "steps": setup.feed.steps,
+        "tokens": setup.feed.steps * setup.feed.tokens_per_step,
+        "tokens_per_step": setup.feed.tokens_per_step,
+        "block_size": setup.block_size,
+        "micro_batch": setup.micro,
+        "processes": setup.accelerator.num_processes,
+        "heldout_tokens": len(setup.heldout) * (setup.block_size - 1),
+        "memory_bytes": _memory(setup),
+    }
+
+
+def _memory(setup: Setup) -> int:
+    """Weights, gradients, optimiser and teacher, of one process without sharding; activations come on top."""
+    teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
+    optimizer = 8 if setup.options.optimizer == "adamw" else 1  # Adafactor keeps rows and columns only
+    return 4 * setup.parameters + (4 + optimizer) * setup.trained + teacher
+
+
+def _plan(setup: Setup) -> str:
+    from gqa.convert.summary import size
+
+    options, record = setup.options, _plan_record(setup)
+    micro = options.batch_size // (setup.micro * record["processes"])
+    warmup = options.warmup if options.warmup is not None else min(100, record["steps"] // 20)
+    teacher = f"taught by {options.teacher}" if options.teacher else "no teacher"
+    lines = [
+        f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
+        f"({options.train}), {teacher}",
+        f"data        {', '.join(options.data)}: {record['data']}",
+        f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
+        f"({record['processes']} processes x {micro} x {setup.micro}), {record['tokens']:,} tokens in all",
+        f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, {warmup} steps of warm-up",
+        f"memory      {size(record['memory_bytes'])} for weights, gradients and optimiser, activations on top",
+        f"held out    {record['heldout_tokens']:,} tokens" if setup.heldout else "held out    nothing (see --heldout)",
+    ]
+    return "\n".join(lines)
+
+
+def _result(setup: Setup, progress: Any) -> str:
+    lines = []
+    if progress.heldout_before is not None:
+        lines.append(
+            f"held out    {progress.heldout_before:.4f} nats per token before, {progress.heldout_after:.4f} after"
+        )
+    if progress.skipped:
+        lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
+    return "\n".join([*lines, f"written     {setup.options.output}: loads with plain transformers, verified"])
+
+
+def main() -> None:
+    """Entry point; exit codes as `gqa.convert.console.run` says."""
+    run(command, "gqa-uptrain", "nothing half-written is left")
+
+
+if __name__ == "__main__":
+    main()

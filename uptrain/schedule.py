@@ -1,0 +1,25 @@
+"""Learning rates by step: pure functions, so that a resumed run is where it would have been."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+Schedule = Literal["constant", "linear", "cosine", "wsd"]
+SCHEDULES: tuple[Schedule, ...] = ("constant", "linear", "cosine", "wsd")
+
+
+def rate_factor(step: int, steps: int, schedule: Schedule, warmup: int = 0, decay: float = 0.2) -> float:
+    """What the learning rate is multiplied by in `step` (from 0) of `steps`.
+
+    All rise linearly over `warmup` steps. Then `constant` stays, `linear` and `cosine` fall to zero at the end, and
+    `wsd` (warm-up, stable, decay; MiniCPM, arXiv 2404.06395, section 4) stays until the last `decay` of all steps and
+    falls linearly over them.
+    """
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if schedule == "constant":
+        return 1.0
+    falling = max(1, math.ceil(steps * decay)) if schedule == "wsd" else steps - warmup
+    left = max(0, min(falling, steps - step)) / max(1, falling)
+    return 0.5 * (1 + math.cos(math.pi * (1 - left))) if schedule == "cosine" else left
