@@ -35,7 +35,7 @@ def load_model(
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = transformers.AutoConfig.from_pretrained(name, **hub)
-        options = hub | ({"attn_implementation": attention} if attention else {})
+        options = hub | {"ignore_mismatched_sizes": True} | ({"attn_implementation": attention} if attention else {})
         model_class = _class(config, trust_remote_code)
         model, info = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     except RefusedError:

@@ -1,1 +1,1 @@
-"""What a conversion cost and saved. Not there yet: the next issues fill it."""
+"""What a conversion cost and saved: quality, memory and speed of checkpoints, side by side."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,11 +16,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gqa.convert.errors import RefusedError
-from gqa.convert.loading import load_model
+from gqa.convert.errors import OutputError, RefusedError, explain
+from gqa.convert.loading import load_model, ranks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.attention_error import attention_errors
+from gqa.eval.decode import measure_decode
+from gqa.eval.memory import largest_batch, largest_context, measured_cache_bytes, model_cache
 from gqa.eval.perplexity import Text, clusters, perplexity
+from gqa.eval.report import nearest
 from gqa.eval.scoring import LiveBaseline, Progress, Scores, score
 from gqa.eval.statistics import by_context, kl_statistics, paired_ratio
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
@@ -26,7 +31,9 @@ from gqa.eval.subjects import Subject
 
 SCHEMA = 1
 MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions would be scored in windows of 128k
+MAX_DECODE = 4096
 LAYER_WINDOWS = 8
+Bars = Callable[[str], Progress]  # by a model's name: what is called with numbers of tokens while it is scored
 
 
 @dataclass(frozen=True)
@@ -36,10 +43,9 @@ class Options:
     batch_size: int = 8
     dtype: str = "auto"
     device: str = "cpu"
-    attention: str | None = "sdpa"
+    attention: str | None = None  # transformers' choice: sdpa where the model's class has it
     compile: bool = False
     trust_remote_code: bool = False
-    revision: str | None = None
     compare: bool = False  # distributions and attention outputs against the baseline
     baseline_cache: Path | None = None
 
@@ -53,75 +59,129 @@ class Row:
     record: dict[str, Any] = field(default_factory=dict)
 
 
+def usable_device(asked: str | None) -> str:
+    """The device to run on: this rank's, unless another is asked for. Raises RefusedError where it cannot be used."""
+    own = ranks().device
+    if asked is None or asked == own.type:
+        return str(own)
+    try:
+        torch.zeros(1, device=asked).item()
+    except Exception as error:  # each backend has its own
+        raise RefusedError(f"--device {asked} cannot be used: {_first_line(error)}") from None
+    return asked
+
+
 def load(subject: Subject, options: Options) -> PreTrainedModel:
-    return load_model(
-        subject.path,
-        dtype=options.dtype,
-        device=options.device,
-        attention=options.attention,
-        revision=options.revision,
-        trust_remote_code=options.trust_remote_code,
-    )
+    with _explained(subject.name, options):
+        return load_model(
+            subject.path,
+            dtype=options.dtype,
+            device=options.device,
+            attention=options.attention,
+            trust_remote_code=options.trust_remote_code,
+        )
+
+
+@contextmanager
+def _explained(name: str, options: Options) -> Iterator[None]:
+    """What options cause while a model is loaded or runs is told as such."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise RefusedError(
+            f"{name}: the memory of {options.device} is too small; give smaller batches or contexts, another --dtype, "
+            "or fewer checkpoints to --decode"
+        ) from None
+    except IndexError:
+        raise RefusedError(
+            f"{name} has a table of positions that ends before the context: --beyond-positions needs positions that "
+            "are computed, as rotary ones are"
+        ) from None
+    except RuntimeError as error:
+        if not options.compile:
+            raise
+        raise RefusedError(f"{name} cannot be compiled: {_first_line(error)}; leave --compile out") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in map(str.strip, str(error).splitlines()) if line), explain(error))
 
 
 def measure_quality(
-    subjects: Sequence[Subject],
-    text: Text,
-    options: Options,
-    progress: Callable[[str], Progress] = lambda name: lambda tokens: None,
+    subjects: Sequence[Subject], text: Text, options: Options, bars: Bars = lambda name: lambda tokens: None
 ) -> list[Row]:
     """Perplexity of every checkpoint on the same windows and, with `options.compare`, how it differs from the first.
 
-    One model is in memory at a time, two while they are compared in lockstep. `progress(name)` gives the function that
-    is called with numbers of tokens while that model is scored.
+    One model is in memory at a time; two while they are compared in lockstep, which `options.baseline_cache` avoids:
+    then distributions are compared with what is stored, and attention outputs are not.
     """
     rows = [Row(subject) for subject in subjects]
-    baseline = load(subjects[0], options)
-    head = ChunkedHead(baseline, options.compile)
-    reference: LiveBaseline | StoredBaseline = LiveBaseline(head)
+    first, others = rows[0], rows[1:]
+    stored = live = None
     if options.compare and options.baseline_cache:
-        reference = _stored_baseline(subjects[0], head, text, options, progress)
-        rows[0].scores = Scores.of(text.windows, reference.nats)
-    elif not options.compare or len(rows) == 1:
-        rows[0].scores = score(head, text.windows, batch_size=options.batch_size, progress=progress(subjects[0].name))
-    if not options.compare:
-        del baseline, head
-    for row in rows[1:]:
-        model = load(row.subject, options)
-        row.scores = score(
-            ChunkedHead(model, options.compile),
-            text.windows,
-            batch_size=options.batch_size,
-            baseline=reference if options.compare else None,
-            progress=progress(row.subject.name),
-        )
-        if rows[0].scores is None:
-            assert row.scores.baseline_nats is not None
-            rows[0].scores = Scores.of(text.windows, row.scores.baseline_nats)
-        if options.compare:
-            row.record["attention_error"] = [asdict(e) for e in attention_errors(baseline, model, _some(text))]
+        stored = _stored_baseline(first, text, options, bars)
+        first.scores = Scores.of(text.windows, stored.nats)
+    elif options.compare and others:
+        live = _head(first, options)
+    else:
+        first.scores = _score(first, _head(first, options), text, options, bars)
+    baseline = LiveBaseline(live) if live else stored
+    for row in others:
+        head = _head(row, options)
+        row.scores = _score(row, head, text, options, bars, baseline=baseline)
+        if live:
+            first.scores = first.scores or _baseline_scores(first, live, row.scores, text, options)
+            row.record["attention_error"] = [asdict(e) for e in attention_errors(live.model, head.model, _some(text))]
+        del head  # before the next one is loaded
     for row in rows:
-        _summarise(row, rows[0], text)
-        if isinstance(reference, StoredBaseline) and row is not rows[0]:
-            row.record["against_baseline"]["stored_baseline"] = reference.record
+        _summarise(row, first, text)
+        if stored and row is not first:
+            row.record["against_baseline"]["stored_baseline"] = stored.record
     return rows
 
 
-def _stored_baseline(
-    subject: Subject, head: ChunkedHead, text: Text, options: Options, progress: Callable[[str], Progress]
-) -> StoredBaseline:
-    assert options.baseline_cache is not None
-    key = fingerprint(subject.path, text.windows, str(head.model.dtype))
-    found = StoredBaseline.open(options.baseline_cache, key)
-    if found is None:
-        recorder = Recorder(options.baseline_cache, key, text.tokens, head.vocabulary)
-        scores = score(
-            head, text.windows, batch_size=options.batch_size, record=recorder, progress=progress(subject.name)
+def _head(row: Row, options: Options) -> ChunkedHead:
+    model = load(row.subject, options)
+    row.record |= {"dtype": str(model.dtype).removeprefix("torch."), "attention": model.config._attn_implementation}
+    return ChunkedHead(model, options.compile)
+
+
+def _score(row: Row, head: ChunkedHead, text: Text, options: Options, bars: Bars, **more: Any) -> Scores:
+    with _explained(row.subject.name, options):
+        return score(head, text.windows, batch_size=options.batch_size, progress=bars(row.subject.name), **more)
+
+
+def _baseline_scores(row: Row, head: ChunkedHead, compared: Scores, text: Text, options: Options) -> Scores:
+    """The baseline's own, as they were found in lockstep with another model."""
+    assert compared.baseline_nats is not None
+    if not np.isfinite(compared.baseline_nats).all():
+        return _score(row, head, text, options, lambda name: lambda tokens: None)  # refuses, and says where
+    return Scores.of(text.windows, compared.baseline_nats)
+
+
+def _stored_baseline(row: Row, text: Text, options: Options, bars: Bars) -> StoredBaseline:
+    """The recording in the cache; where there is none of this model and text, the baseline is run once to make it."""
+    directory, subject = options.baseline_cache, row.subject
+    assert directory is not None
+    dtype = (str(subject.config.dtype) if options.dtype == "auto" else options.dtype).removeprefix("torch.")
+    key = fingerprint(subject.path, text.windows, f"{dtype} {options.attention}")
+    row.record |= {"dtype": dtype, "attention": options.attention}
+    if found := StoredBaseline.open(directory, key):
+        return found
+    if ranks().num_processes > 1:
+        raise RefusedError(
+            f"{directory} holds no baseline of this model and text, and only one process can record it: run the "
+            "command once without a launcher"
         )
-        recorder.finish(scores.nats)
-        found = StoredBaseline.open(options.baseline_cache, key)
-        assert found is not None
-    return found
+    needed, free = text.tokens * subject.vocabulary * 2, shutil.disk_usage(nearest(directory)).free
+    if needed > free:
+        raise OutputError(f"--baseline-cache needs {needed:,} bytes in {directory}, where {free:,} are free")
+    head = _head(row, options)
+    recorder = Recorder(directory, key, text.tokens, head.vocabulary)
+    recorder.finish(_score(row, head, text, options, bars, record=recorder).nats)
+    made = StoredBaseline.open(directory, key)
+    assert made is not None
+    return made
 
 
 def _some(text: Text) -> list[Any]:
@@ -157,6 +217,8 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
                 f"{first.name} ({len(vocabulary):,} tokens) and {other.name} ({len(theirs):,}) have different "
                 "tokenizers, so their losses per token do not compare; evaluate each alone and compare bits per byte"
             )
+        if other.config.is_encoder_decoder != first.config.is_encoder_decoder:
+            raise RefusedError(f"of {first.name} and {other.name} only one is an encoder-decoder: they do not compare")
         if other.vocabulary != first.vocabulary:
             raise RefusedError(
                 f"{first.name} predicts {first.vocabulary:,} tokens and {other.name} {other.vocabulary:,}; "
@@ -164,11 +226,22 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
             )
 
 
-def choose_context(subjects: Sequence[Subject], asked: int | None, beyond: bool) -> int:
-    """Tokens of a window: what is asked for, or the models' positions up to MAX_CONTEXT. Raises RefusedError."""
+def check_ids(subjects: Sequence[Subject], text: Text) -> None:
+    """Raise RefusedError where the text has tokens that a model does not know: its tokenizer is another's."""
+    largest = max(max(*window.ids, *window.source) for window in text.windows)
+    for subject in subjects:
+        if largest >= subject.vocabulary:
+            raise RefusedError(
+                f"the tokenizer of {subject.name} gives token {largest:,} and its model knows {subject.vocabulary:,}: "
+                "they do not belong together"
+            )
+
+
+def choose_context(subjects: Sequence[Subject], asked: int | None, beyond: bool, most: int = MAX_CONTEXT) -> int:
+    """Tokens of a window: what is asked for, or the models' positions but `most` at most. Raises RefusedError."""
     limits = [subject.positions for subject in subjects if subject.positions]
     if asked is None:
-        return min([*limits, MAX_CONTEXT])
+        return min([*limits, most])
     if limits and asked > min(limits) and not beyond:
         raise RefusedError(
             f"--context {asked} is more than the {min(limits)} positions that the model was made for; give at most "
@@ -177,13 +250,75 @@ def choose_context(subjects: Sequence[Subject], asked: int | None, beyond: bool)
     return asked
 
 
-def environment(device: str) -> dict[str, Any]:
-    """What the numbers were measured with."""
-    names = ("gqa-convert", "torch", "transformers", "accelerate", "datasets", "numpy")
+def fit(
+    subjects: Sequence[Subject], records: Sequence[dict[str, Any]], memory: int, devices: int, context: int
+) -> dict[str, Any]:
+    """Add to each record the largest batch and context that fit into the memory of each of `devices` that share it."""
+    for subject, record in zip(subjects, records, strict=True):
+        if not subject.cache:
+            continue
+        found: dict[str, Any] = {"batch": None, "longest": None}
+        try:
+            if (query := record["heads"]["query"]) % devices:
+                raise RefusedError(f"{devices} ranks are not possible for {query} query heads: they must divide them")
+            found["batch"] = largest_batch(subject.cache, subject.weight_bytes, memory, context, devices)
+            found["longest"] = largest_context(subject.cache, subject.weight_bytes, memory, devices)
+        except RefusedError as error:  # of this conversion; the ranks may suit another
+            found["impossible"] = str(error)
+        record["kv_cache"]["fits"] = found
+    return {"bytes": memory, "ranks": devices, "context": context}
+
+
+def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, steps: int) -> tuple[int, ...]:
+    """Lengths of the prompts to time. Raises RefusedError where a model cannot be timed with them."""
+    longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
+    contexts = tuple(asked or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
+    for subject in subjects:
+        if subject.config.is_encoder_decoder or not subject.cache:
+            raise RefusedError(f"--decode is for decoders with key/value heads, and {subject.name} is none")
+        if subject.positions and max(contexts) + steps > subject.positions:
+            raise RefusedError(
+                f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the {subject.positions:,} "
+                f"positions of {subject.name}; give smaller --contexts or --steps"
+            )
+    return contexts
+
+
+def time_decoding(
+    subjects: Sequence[Subject],
+    records: Sequence[dict[str, Any]],
+    options: Options,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    steps: int,
+    repeats: int,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Add to each record how fast its model decodes, and its cache as it is measured; all models are in memory at once,
+    since they take turns. `progress` is that of `measure_decode`.
+    """
+    models = {subject.name: load(subject, options) for subject in subjects}
+    with _explained(", ".join(models), options):
+        points = measure_decode(models, batches, contexts, steps, repeats, progress)
+    for record in records:
+        model = models[record["name"]]
+        found = [asdict(point) for point in points[record["name"]]]
+        record["decode"] = {"steps": steps, "repeats": repeats, "points": found}
+        record["kv_cache"]["measured"] = {
+            "tokens": contexts[0],
+            "bytes": measured_cache_bytes(model, contexts[0], 1),
+            "formula": model_cache(model).bytes_at(contexts[0]),
+        }
+
+
+def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What the numbers were measured with; `packages` are those used besides the usual ones."""
+    names = ("gqa-convert", "torch", "transformers", "accelerate", "datasets", "numpy", *packages)
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine(),
         "threads": torch.get_num_threads(),
+        "ranks": ranks().num_processes,
     }

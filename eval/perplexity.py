@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,6 @@ from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strid
 from gqa.eval.scoring import Scores
 
 Protocol = Literal["rolling", "strided", "llama.cpp"]
-PROTOCOLS: tuple[Protocol, ...] = ("rolling", "strided", "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -21,23 +20,30 @@ class Text:
     """What is scored: windows of token ids, and the size of what they were made of."""
 
     windows: tuple[Window, ...]
-    protocol: Protocol
+    protocol: Protocol | Literal["pairs"]
     context: int
     documents: int
     bytes: int
     words: int
     stride: int | None = None
+    cut: int = 0  # pairs that are longer than the context
 
     @property
     def tokens(self) -> int:
         """Predictions that count."""
         return sum(window.scored for window in self.windows)
 
+    @property
+    def whole(self) -> bool:
+        """Whether every token of the text is scored, so that its bytes and words have been predicted."""
+        return self.protocol in ("rolling", "pairs") and not self.cut
+
     def record(self) -> dict[str, Any]:
         """Everything but the windows."""
         return {
             "protocol": self.protocol, "context": self.context, "stride": self.stride, "tokens": self.tokens,
             "documents": self.documents, "bytes": self.bytes, "words": self.words, "windows": len(self.windows),
+            "cut": self.cut,
         }  # fmt: skip
 
 
@@ -60,46 +66,69 @@ def make_text(
         max_tokens: Stop after the document that reaches this many tokens.
 
     Raises:
-        RefusedError: No text, or less of it than one window.
+        RefusedError: Less text than one window (two for `llama.cpp`), or a stride that leaves gaps.
     """
+    if stride and stride > context:
+        raise RefusedError(f"--stride {stride:,} is more than the context of {context:,}: it would leave gaps unscored")
     if protocol == "rolling":
-        windows, documents, size, words = _rolling(texts, tokenizer, context, max_tokens)
+        found, sizes = _rolling(texts, tokenizer, context, max_tokens)
     else:
-        kept = list(_until(texts, tokenizer, max_tokens))
-        joined = "\n\n".join(kept)
-        documents, size, words = len(kept), len(joined.encode()), count_words(joined)
-        ids = encode(tokenizer, joined)
-        if protocol == "strided":
-            windows = list(strided_windows(ids, context, stride or context))
-        else:
-            bos = tokenizer.bos_token_id if ids and ids[0] == tokenizer.bos_token_id else None
-            windows = list(llama_cpp_windows(ids, context, bos))
-            if len(ids) < 2 * context:
-                raise RefusedError(
-                    f"the text has {len(ids):,} tokens, --protocol llama.cpp needs twice the context of {context:,}; "
-                    "give more text or a smaller --context"
-                )
-    if not windows:
-        raise RefusedError("the text has no token to score; give more text with --data")
-    return Text(tuple(windows), protocol, context, documents, size, words, stride)
+        found, sizes = _joined(texts, tokenizer, protocol, context, stride or context, max_tokens)
+    needed = 2 * context if protocol == "llama.cpp" else context
+    if sizes.tokens < needed:
+        raise RefusedError(
+            f"the text has {sizes.tokens:,} tokens, less than {'two windows' if needed > context else 'one window'} of "
+            f"{context:,}; give more text or a smaller --context"
+        )
+    return Text(tuple(found), protocol, context, sizes.documents, sizes.bytes, sizes.words, stride)
 
 
-def _rolling(
-    texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None
-) -> tuple[list[Window], int, int, int]:
+@dataclass
+class _Sizes:
+    """Of the text so far."""
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    words: int = 0
+
+    def add(self, text: str, tokens: int) -> None:
+        self.tokens, self.documents = self.tokens + tokens, self.documents + 1
+        self.bytes, self.words = self.bytes + len(text.encode()), self.words + count_words(text)
+
+
+def _rolling(texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None) -> tuple[list[Window], _Sizes]:
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
-        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; use --protocol strided")
+        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; use --stride")
     windows: list[Window] = []
-    documents = size = words = tokens = 0
+    sizes = _Sizes()
     for text in texts:
         ids = encode(tokenizer, text)
-        windows += rolling_windows(ids, context, prefix, documents)
-        documents, size, words = documents + 1, size + len(text.encode()), words + count_words(text)
-        tokens += len(ids)
-        if max_tokens and tokens >= max_tokens:
+        windows += rolling_windows(ids, context, prefix, sizes.documents)
+        sizes.add(text, len(ids))
+        if max_tokens and sizes.tokens >= max_tokens:
             break
-    return windows, documents, size, words
+    return windows, sizes
+
+
+def _joined(
+    texts: Iterable[str], tokenizer: Any, protocol: Protocol, context: int, stride: int, max_tokens: int | None
+) -> tuple[list[Window], _Sizes]:
+    kept, tokens = [], 0
+    for text in texts:
+        kept.append(text)
+        if max_tokens:
+            tokens += len(encode(tokenizer, text))
+            if tokens >= max_tokens:
+                break
+    joined = "\n\n".join(kept)
+    ids = encode(tokenizer, joined)
+    sizes = _Sizes(len(ids), len(kept), len(joined.encode()), count_words(joined))
+    if protocol == "strided":
+        return list(strided_windows(ids, context, stride)), sizes
+    bos = tokenizer.bos_token_id if ids and ids[0] == tokenizer.bos_token_id else None
+    return list(llama_cpp_windows(ids, context, bos)), sizes
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -109,29 +138,32 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _until(texts: Iterable[str], tokenizer: Any, max_tokens: int | None) -> Iterator[str]:
-    tokens = 0
-    for text in texts:
-        yield text
-        if max_tokens:
-            tokens += len(encode(tokenizer, text))
-            if tokens >= max_tokens:
-                return
+def make_pairs(
+    pairs: Iterable[tuple[str, str]], tokenizer: Any, start: int, context: int, max_tokens: int | None = None
+) -> Text:
+    """Source and target texts for an encoder-decoder: every target token is scored, after the token `start`.
 
-
-def make_pairs(pairs: Iterable[tuple[str, str]], tokenizer: Any, start: int, context: int) -> Text:
-    """Source and target texts for an encoder-decoder: every target token is scored, after the token `start`."""
+    What is longer than the context is cut to it. Where the tokenizer itself puts `start` before a target, it is not
+    scored: the decoder is given it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError.
+    """
     windows: list[Window] = []
-    size = words = 0
+    sizes, cut = _Sizes(), 0
     for number, (source, target) in enumerate(pairs):
-        encoder = tokenizer(source, truncation=True, max_length=context, verbose=False)["input_ids"]
-        ids = tokenizer(text_target=target, truncation=True, max_length=context, verbose=False)["input_ids"]
-        if ids:
-            windows.append(Window((start, *ids), len(ids), number, tuple(encoder)))
-        size, words = size + len(target.encode()), words + count_words(target)
+        encoder: list[int] = tokenizer(source, verbose=False)["input_ids"]
+        ids: list[int] = tokenizer(text_target=target, verbose=False)["input_ids"]
+        ids = ids[ids[:1] == [start] :]
+        if not ids:
+            continue
+        cut += max(len(encoder), len(ids)) > context
+        if len(encoder) > context:  # the tokenizer cuts before its own last tokens
+            encoder = tokenizer(source, truncation=True, max_length=context, verbose=False)["input_ids"]
+        windows.append(Window((start, *ids[:context]), len(ids[:context]), number, tuple(encoder)))
+        sizes.add(target, len(ids))
+        if max_tokens and sizes.tokens >= max_tokens:
+            break
     if not windows:
-        raise RefusedError("there is no target text to score; give more with --data")
-    return Text(tuple(windows), "rolling", context, len(windows), size, words)
+        raise RefusedError("there is no pair of a source and a target text; give more with --data")
+    return Text(tuple(windows), "pairs", context, sizes.documents, sizes.bytes, sizes.words, cut=cut)
 
 
 def count_words(text: str) -> int:
@@ -167,7 +199,7 @@ def perplexity(scores: Scores, text: Text) -> Perplexity:
     total, tokens = scores.total_nats, scores.tokens
     value = exp(total / tokens)
     error = value * float(scores.nats.std(dtype="float64")) / math.sqrt(tokens - 1) if tokens > 1 else math.nan
-    if text.protocol != "rolling":
+    if not text.whole:
         return Perplexity(total, tokens, value, error)
     per_byte = total / text.bytes
     return Perplexity(total, tokens, value, error, exp(total / text.words), exp(per_byte), per_byte / math.log(2))

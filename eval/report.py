@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gqa.convert.errors import OutputError, RefusedError, listing, one_line
 from gqa.convert.summary import size
 from gqa.convert.writer import write_text
 
 Results = dict[str, Any]
+
+PICTURES = ("by_context", "attention_error", "decode")
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,16 @@ class Table:
 
     def markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            return "| " + " | ".join(map(_escaped, cells)) + " |"
 
         rule = "|" + "---|" + "---:|" * (len(self.header) - 1)
-        parts = [f"## {self.title}", "", line(self.header), rule, *(line(row) for row in self.rows)]
-        return "\n".join([*parts, *(["", self.note] if self.note else [])])
+        parts = [f"## {_escaped(self.title)}", "", line(self.header), rule, *(line(row) for row in self.rows)]
+        return "\n".join([*parts, *(["", _escaped(self.note)] if self.note else [])])
+
+
+def _escaped(text: str) -> str:
+    """Names of models and files as they are, in Markdown."""
+    return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in text)
 
 
 def tables(results: Results, every: bool = False) -> Iterator[Table]:
@@ -81,14 +92,17 @@ def _quality(models: list[Results], text: Results) -> Table:
         rows.append(tuple(cells))
     if per_byte:
         header += ("bits/byte", "word perplexity")
-    return Table(f"Quality on {text['data']}", header, tuple(rows), _protocol(text))
+    return Table(f"Quality on {text['data']}", header, tuple(rows), _protocol(text, models))
 
 
-def _protocol(text: Results) -> str:
-    stride = f", stride {text['stride']:,}" if text.get("stride") else ""
+def _protocol(text: Results, models: list[Results]) -> str:
+    stride = f", stride {text['stride']:,}" if text["stride"] else ""
+    kind = "source and target texts" if text["protocol"] == "pairs" else f"{text['protocol']} windows"
+    cut = f" ({text['cut']:,} are longer and cut)" if text["cut"] else ""
+    dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in models if "dtype" in m))
     return (
-        f"{text['protocol']} windows of {text['context']:,} tokens{stride}: {text['tokens']:,} tokens scored, "
-        f"{text['documents']:,} documents, {text['bytes']:,} bytes"
+        f"{kind} of {text['context']:,} tokens{stride}{cut}: {text['tokens']:,} tokens scored, "
+        f"{text['documents']:,} documents, {text['bytes']:,} bytes; in {dtypes}"
     )
 
 
@@ -126,20 +140,23 @@ def _distributions(models: list[Results]) -> Table:
 
 def _cache(models: list[Results], memory: Results | None) -> Table:
     header: tuple[str, ...] = ("model", "KV heads", "weights", "KV/token", "of baseline", "KV at context", "context")
-    if any("measured" in m.get("kv_cache", {}) for m in models):
-        header += ("measured", "formula")
+    measured = [m["kv_cache"]["measured"]["tokens"] for m in models if "measured" in m.get("kv_cache", {})]
+    if measured:
+        header += (f"measured, {measured[0]:,} tokens", "formula")
     if memory:
-        header += (f"batch in {size(memory['bytes'])}", "longest")
+        header += ("batch", "longest")
     first = models[0].get("kv_cache", {}).get("bytes_per_token")
     rows = [tuple(_cache_cells(model, first, len(header))) for model in models]
-    remarks = dict.fromkeys(m["kv_cache"]["remark"] for m in models if m.get("kv_cache", {}).get("remark"))
+    caches = [m["kv_cache"] for m in models if "kv_cache" in m]
+    remarks = [cache["remark"] for cache in caches if cache["remark"]]
     if memory:
         ranks = f" on each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""
-        remarks[
-            f"{size(memory['bytes'])}{ranks} hold weights and KV cache (activations not counted): sequences of "
-            f"{memory['context']:,} tokens, and the longest single sequence"
-        ] = None
-    return Table("Memory", header, tuple(rows), "; ".join(remarks))
+        remarks.append(
+            f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache (activations are not counted): batch of "
+            f"sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's positions"
+        )
+        remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
+    return Table("Memory", header, tuple(rows), "; ".join(dict.fromkeys(remarks)))
 
 
 def _cache_cells(model: Results, first: int | None, count: int) -> list[str]:
@@ -151,9 +168,9 @@ def _cache_cells(model: Results, first: int | None, count: int) -> list[str]:
     cells += [size(cache["bytes_at_context"]), f"{cache['context']:,}"] if cache["context"] else ["", "no limit"]
     if "measured" in cache:
         cells += [size(cache["measured"]["bytes"]), size(cache["measured"]["formula"])]
-    if "fits" in cache:
-        longest = cache["fits"]["longest"]
-        cells += [f"{cache['fits']['batch']:,}", "no limit" if longest is None else f"{longest:,}"]
+    if fits := cache.get("fits"):
+        longest = "no limit" if fits["longest"] is None else f"{fits['longest']:,}"
+        cells += ["-", "-"] if "impossible" in fits else [f"{fits['batch']:,}", longest]
     return cells
 
 
@@ -186,16 +203,20 @@ def _decode(models: list[Results]) -> Table:
 
 
 def _tasks(models: list[Results]) -> Table:
-    names = list(models[0]["tasks"])
     header = ("task", "metric", *(model["name"] for model in models))
     rows = []
-    for name in names:
-        for metric, value in models[0]["tasks"][name].items():
-            if "_stderr" in metric or not isinstance(value, float | int):
-                continue
-            cells = [m["tasks"].get(name, {}).get(metric) for m in models]
-            rows.append((name, metric.removesuffix(",none"), *(f"{cell:.4f}" for cell in cells)))
+    for task, found in models[0]["tasks"].items():
+        for metric in found["metrics"]:
+            if "_stderr," not in metric:
+                cells = (_metric(m["tasks"][task]["metrics"], metric) for m in models)
+                rows.append((task, metric.removesuffix(",none"), *cells))
     return Table("Tasks (lm-evaluation-harness)", header, tuple(rows))
+
+
+def _metric(metrics: Results, name: str) -> str:
+    value, error = metrics[name], metrics.get(name.replace(",", "_stderr,"))
+    shown = number(value) if isinstance(value, float | int) else str(value)
+    return f"{shown} ± {error:.2g}" if isinstance(error, float) and math.isfinite(error) else shown
 
 
 def _attention(models: list[Results]) -> Table:
@@ -219,28 +240,100 @@ def _context(models: list[Results]) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Four decimals for perplexities near those of good models, fewer for larger ones."""
+    """Five digits: more are not the same in every batch size."""
     if value is None:
         return ""
-    return f"{value:.4f}" if value < 100 else f"{value:,.1f}" if value < 1e6 else f"{value:.3g}"
+    if not 1 <= value < 1e5:
+        return f"{value:.4g}"
+    return f"{value:,.{4 - int(math.log10(value))}f}"
+
+
+def as_json(results: Results, indent: int | None = None) -> str:
+    """JSON that any reader takes: NaN becomes null, infinity a string."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, float) and not math.isfinite(value):
+            return None if math.isnan(value) else str(value)
+        return value
+
+    return json.dumps(plain(results), indent=indent, allow_nan=False)
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or the nearest parent that is there: where it would be made."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def check_output(directory: Path) -> None:
+    """Find out before hours of measuring what would keep a report from being written. Leaves nothing behind.
+
+    Raises OutputError, and RefusedError where files that are no report's would be overwritten.
+    """
+    try:
+        tempfile.TemporaryFile(dir=nearest(directory)).close()
+    except OSError as error:
+        raise OutputError(f"no report can be written to {directory}: {error.strerror}") from None
+    taken = [name for name in _FILES if (directory / name).exists()]
+    if taken and not _is_report(directory):
+        raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
+
+
+def _is_report(directory: Path) -> bool:
+    try:
+        found = json.loads((directory / _FILES[0]).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"schema", "command", "models"} <= found.keys()
+
+
+_FILES = ("results.json", "report.md", *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
+
+
+def no_pictures() -> str:
+    """Why a report has no pictures; nothing where it has."""
+    if find_spec("matplotlib"):
+        return ""
+    return "no pictures, for which matplotlib is missing: pip install 'gqa-convert[report]'"
 
 
 def write_report(results: Results, directory: Path) -> list[str]:
-    """results.json, report.md and, where matplotlib is installed, plots; returns the names of what was written."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / "results.json", json.dumps(results, indent=2) + "\n")
-    pictures = []
+    """results.json, report.md and, where matplotlib is installed, pictures; returns the names of what was written.
+
+    An earlier report is replaced, other files in the directory stay. All are made aside first, so that what keeps one
+    from being written leaves the directory as it was.
+    """
     try:
+        with tempfile.TemporaryDirectory(prefix=".gqa-eval-", dir=nearest(directory)) as aside:
+            made = _make_report(results, Path(aside))
+            directory.mkdir(parents=True, exist_ok=True)
+            for name in made:
+                (Path(aside) / name).replace(directory / name)
+    except OSError as error:
+        raise OutputError(f"no report was written to {directory}: {error.strerror or error}") from None
+    for name in set(_FILES) - set(made):  # of an earlier report, and not of this one
+        (directory / name).unlink(missing_ok=True)
+    return made
+
+
+def _make_report(results: Results, directory: Path) -> list[str]:
+    pictures: list[tuple[str, str]] = []
+    if not (remark := no_pictures()):
         from gqa.eval import plots
-    except ModuleNotFoundError:  # matplotlib is an extra
-        pass
-    else:
+
         pictures = plots.draw(results, directory)
-    parts = [f"# {results['models'][0]['name']} and its conversions", "", f"`{results['command']}`", ""]
+    names = ", ".join(model["name"] for model in results["models"])
+    parts = [f"# {_escaped(names)}", "", f"    {one_line(results['command'])}", ""]
     for table in tables(results, every=True):
         parts += [table.markdown(), ""]
     parts += [f"![{title}]({name}.svg)\n" for name, title in pictures]
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    parts += [f"{remark}\n"] if remark else []
     parts += [f"{results['created']}, {results['device']}, {results['threads']} threads; {versions}."]
     write_text(directory / "report.md", "\n".join(parts) + "\n")
-    return ["results.json", "report.md", *(f"{name}.svg" for name, _ in pictures)]
+    write_text(directory / "results.json", as_json(results, indent=2) + "\n")
+    return [name for name in _FILES if (directory / name).exists()]

@@ -75,7 +75,9 @@ def paired_ratio(
     mean, error = mean_and_error(difference)
     _, group = np.unique(cluster, return_inverse=True)
     sums, counts = np.bincount(group, difference), np.bincount(group)
-    result = {"log_ratio": mean, "ratio": math.exp(mean), "log_ratio_error": error}
+    with np.errstate(over="ignore"):
+        ratio = float(np.exp(mean))
+    result = {"log_ratio": mean, "ratio": ratio, "log_ratio_error": error}
     if len(sums) > 1:
         generator = np.random.default_rng(seed)
         weights = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=samples)

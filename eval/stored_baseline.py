@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gqa.convert.errors import RefusedError
+from gqa.convert.errors import OutputError
 from gqa.convert.writer import write_text
 from gqa.corpus.likelihood import kl_divergence
 from gqa.corpus.windows import Window
@@ -46,10 +47,16 @@ class Recorder:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _META).unlink(missing_ok=True)
         self._directory, self._key, self._shape = directory, key, (tokens, vocabulary)
+        size = tokens * vocabulary * 2
         try:
-            self._data = np.memmap(directory / _DATA, np.float16, "w+", shape=self._shape)
+            with (directory / _DATA).open("wb") as stream:
+                if hasattr(os, "posix_fallocate"):  # a write to a mapped hole of a full disk would kill the process
+                    os.posix_fallocate(stream.fileno(), 0, size)
+                stream.truncate(size)
+            self._data = np.memmap(directory / _DATA, np.float16, "r+", shape=self._shape)
         except OSError as error:
-            raise RefusedError(f"cannot keep {tokens * vocabulary * 2:,} bytes in {directory}: {error}") from None
+            (directory / _DATA).unlink(missing_ok=True)
+            raise OutputError(f"cannot keep {size:,} bytes in {directory}: {error}") from None
         self._sum, self._worst = 0.0, 0.0
 
     def __call__(self, rows: NDArray[np.int64], exact: Tensor) -> None:
@@ -89,7 +96,12 @@ class StoredBaseline:
             record = json.loads((directory / _META).read_text())
         except (OSError, ValueError):
             return None
-        return cls(directory, record) if record.get("fingerprint") == key else None
+        if record.get("fingerprint") != key:
+            return None
+        try:
+            return cls(directory, record)
+        except (OSError, ValueError, KeyError):  # cut short, or of another version: to be made again
+            return None
 
     def start(self, batch: Batch) -> None:
         self._device = batch.targets.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +12,12 @@ from typing import Any
 
 from gqa.convert.card import PROVENANCE
 from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError, explain
+from gqa.convert.errors import RefusedError, explain, one_line
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import KVCache, checkpoint_cache
 from gqa.convert.model_config import read_config
+
+_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Subject:
         try:
             return transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:
+            if not any(found for pattern in _TOKENIZER_FILES for found in Path(self.path).glob(pattern)):
+                raise RefusedError(f"{self.path} has no tokenizer; copy its source's tokenizer files into it") from None
             raise RefusedError(f"transformers cannot load the tokenizer of {self.name}: {explain(error)}") from None
 
     @property
@@ -57,6 +62,15 @@ class Subject:
     def positions(self) -> int | None:
         """Positions that the model was made for; None where its config states none."""
         return getattr(self.text_config, "max_position_embeddings", None)
+
+    @property
+    def decoder_start(self) -> int:
+        """The token that an encoder-decoder's decoder reads first."""
+        stated = getattr(self.config, "decoder_start_token_id", None)
+        start = getattr(self.text_config, "bos_token_id", None) if stated is None else stated  # T5Gemma: the decoder's
+        if start is None:
+            raise RefusedError(f"the config of {self.name} does not say which token its decoder starts with")
+        return int(start)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -105,10 +119,25 @@ class Subject:
 
 
 def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None) -> list[Subject]:
-    """Directories or hub ids; a hub id is fetched. Names are made different where two directories have the same."""
-    checkpoints = [open_model(model, revision if not Path(model).is_dir() else None) for model in models]
-    names = [checkpoint.hub_id or checkpoint.name for checkpoint in checkpoints]
+    """Directories or hub ids; a hub id is fetched. Every name is another, though it be the same checkpoint."""
+    local = [os.path.lexists(model) for model in models]
+    if revision is not None and all(local):
+        raise RefusedError("--revision is for hub ids, and all of these are local paths")
+    checkpoints = [open_model(model, None if here else revision) for model, here in zip(models, local, strict=True)]
+    places = [(c.hub_id,) if c.hub_id else Path(os.path.abspath(c.directory or "")).parts for c in checkpoints]
     return [
-        Subject(name if names.count(name) == 1 else model, str(checkpoint.directory), checkpoint, trust_remote_code)
-        for name, model, checkpoint in zip(names, models, checkpoints, strict=True)
+        Subject(name, str(checkpoint.directory), checkpoint, trust_remote_code)
+        for name, checkpoint in zip(distinct_names(places), checkpoints, strict=True)
     ]
+
+
+def distinct_names(places: Sequence[tuple[str, ...]]) -> list[str]:
+    """The last part of each path, with the parts before it that tell it from others; numbered where it is the same."""
+    names: list[str] = []
+    for parts in places:
+        others = [other for other in places if other != parts]
+        enough = (n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others))
+        name = one_line("/".join(parts[-next(enough, len(parts)) :]))
+        again = sum(other == name or other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({again + 1})" if again else name)
+    return names

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +14,78 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from gqa.convert.errors import RefusedError, explain, listing
 
 
-def run_tasks(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
-    *,
-    batch_size: int,
-    shots: int | None = None,
-    limit: int | None = None,
-    include: Path | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Metrics by task, as lm-evaluation-harness names them, of a loaded model.
+class Harness:
+    """The tasks that were asked for. Finding them needs no model, so what is wrong with them is said before one runs.
 
     Args:
-        shots: Examples in the prompt; None leaves each task's own number.
-        limit: Only that many documents of each task.
+        tasks: Names or patterns (`mmlu_*`) of tasks, groups or tags.
         include: A directory of task definitions of one's own (YAML).
+        quiet: Keep the harness' log and progress bars back. Nothing of it goes to stdout in any case.
 
     Raises:
         RefusedError: The harness is not installed, or does not know a task.
     """
-    try:
+
+    def __init__(self, tasks: Sequence[str], include: Path | None = None, quiet: bool = False) -> None:
+        try:
+            from lm_eval.tasks import TaskManager
+        except ModuleNotFoundError:
+            raise RefusedError(
+                "--tasks needs lm-evaluation-harness; install it with: pip install 'gqa-convert[tasks]'"
+            ) from None
+        self._quiet = quiet
+        with self._output():
+            self._manager = TaskManager(include_path=str(include) if include else None)
+            found = {task: self._manager.match_tasks([task]) for task in tasks}
+        if unknown := [task for task, names in found.items() if not names]:
+            raise RefusedError(f"lm-evaluation-harness has no task {listing(unknown)}; `lm-eval ls tasks` lists them")
+        self.tasks = list(dict.fromkeys(name for names in found.values() for name in names))
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int,
+        shots: int | None = None,
+        limit: int | None = None,
+    ) -> dict[str, dict[str, Any]]:
+        """Of every task (and subtask) its version, shots, number of documents, and the harness' metrics by its names.
+
+        Args:
+            shots: Examples in the prompt; None leaves each task's own number.
+            limit: Only that many documents of each task.
+
+        Raises:
+            RefusedError: A task cannot be run; mostly a data set that cannot be fetched.
+        """
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ModuleNotFoundError:
-        raise RefusedError(
-            "--tasks needs lm-evaluation-harness; install it with: pip install 'gqa-convert[tasks]'"
-        ) from None
-    manager = TaskManager(include_path=str(include) if include else None)
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise RefusedError(f"lm-evaluation-harness has no task {listing(unknown)}; `lm-eval ls tasks` lists them")
-    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    try:
-        found = simple_evaluate(
-            harness, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager, bootstrap_iters=1000
-        )
-    except OSError as error:  # a data set that cannot be fetched
-        raise RefusedError(f"a task of {listing(tasks)} could not be run: {explain(error)}") from None
-    assert found is not None
-    return {
-        task: {key: value for key, value in metrics.items() if key != "alias"}
-        for task, metrics in found["results"].items()
-    }
+
+        try:
+            with self._output():
+                found: Any = simple_evaluate(
+                    HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+                    tasks=self.tasks, num_fewshot=shots, limit=limit, task_manager=self._manager, bootstrap_iters=1000,
+                    log_samples=False,
+                )  # fmt: skip
+        except Exception as error:  # whatever definitions, data sets and their libraries raise
+            raise RefusedError(f"a task of {listing(self.tasks)} cannot be run: {explain(error)}") from None
+        return {
+            task: {
+                "version": found["versions"].get(task),
+                "shots": found["n-shot"].get(task),
+                "documents": metrics.get("sample_len"),
+                "metrics": {key: value for key, value in metrics.items() if "," in key},
+            }
+            for task, metrics in found["results"].items()
+        }
+
+    def _output(self) -> ExitStack:
+        """stdout is for results."""
+        stack = ExitStack()
+        stack.enter_context(redirect_stdout(sys.stderr))
+        if self._quiet:
+            stack.enter_context(redirect_stdout(io.StringIO()))
+            stack.enter_context(redirect_stderr(io.StringIO()))
+        return stack

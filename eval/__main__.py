@@ -1,0 +1,6 @@
+"""`python -m gqa.eval`, and so every launcher: accelerate launch -m gqa.eval, torchrun -m gqa.eval."""
+
+from gqa.eval.cli import main
+
+if __name__ == "__main__":
+    main()

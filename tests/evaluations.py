@@ -1,0 +1,77 @@
+"""`gqa-eval` run in this process, on the embedded checkpoint, its conversions and a little text."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Result, run
+from embedded import SOURCE, converted, texts
+from tiny_models import TINY, build
+
+
+@cache
+def place() -> Path:
+    """Made once and left as it is: gqa4 and gqa2, t5gemma (tiny, random), text.jsonl and text.txt."""
+    directory = Path(tempfile.mkdtemp(prefix="gqa-eval-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    for groups in (4, 2):
+        converted(directory, groups)
+    rows = [{"text": text, "other": text[:40]} for text in texts(4, 1500)]
+    (directory / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "text.txt").write_text(texts(1)[0])
+    tiny = TINY["t5gemma"]
+    options = json.loads(json.dumps(dict(tiny.options)))
+    for part in (options, options["encoder"], options["decoder"]):
+        part["vocab_size"] = 4096
+    with_tokenizer(build(dataclasses.replace(tiny, options=options), 4), directory / "t5gemma")
+    return directory
+
+
+def with_tokenizer(model: Any, path: Path) -> Path:
+    """A random model with the embedded checkpoint's tokenizer."""
+    model.save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(SOURCE / name, path / name)
+    return path
+
+
+def words(line: str) -> list[str]:
+    """SRC is the embedded checkpoint, G4 and G2 its conversions, T5 the encoder-decoder, TEXT text.jsonl."""
+    known = {"SRC": SOURCE, "G4": place() / "gqa4", "G2": place() / "gqa2", "T5": place() / "t5gemma"}
+    known["TEXT"] = place() / "text.jsonl"
+    return [str(known.get(word, word)).replace("PLACE", str(place())) for word in line.split()]
+
+
+def done(line: str, *more: object) -> Result:
+    """What `gqa-eval LINE` prints, with nothing on stderr."""
+    result = run(*words(line), *more, program="gqa-eval")
+    assert (result.code, result.err) == (0, ""), result
+    return result
+
+
+def results(line: str, *more: object) -> dict[str, Any]:
+    """The one JSON object that --json puts on stdout, which is all that is there."""
+    result = run(*words(line), *more, "--json", "-q", program="gqa-eval")
+    assert (result.code, result.err) == (0, ""), result
+    assert result.out.count("\n") == 1
+    found = json.loads(result.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert isinstance(found, dict)
+    return found
+
+
+def refused(line: str, *more: object, code: int = 2) -> str:
+    """The one line that a failing command says."""
+    result = run(*words(line), *more, program="gqa-eval")
+    assert (result.code, result.out) == (code, ""), result
+    assert result.err.startswith("gqa-eval: ")
+    assert result.err.count("\n") == 1, result.err
+    assert "please report" not in result.err
+    return result.err

@@ -1,0 +1,274 @@
+"""`gqa-eval` as its user meets it: what it prints, with every option that has no test of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, run
+from embedded import SOURCE, copy_source
+from evaluations import done, place, refused, results, words
+from hub_server import Machine, hub_server
+
+from gqa.eval import evaluate
+
+ROOT = Path(__file__).parents[1]
+LOAD = evaluate.load
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['gqa-eval', '--help']\n"
+        "try: runpy.run_module('gqa.eval', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print('loaded:', sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'numpy'}))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "--baseline-cache" in shown
+    assert shown.splitlines()[-1] == "loaded: []"
+
+
+def test_the_table() -> None:
+    shown = done("SRC G4 G2 --data TEXT").out
+    quality, memory = (part.splitlines() for part in shown.split("\n\n"))
+    assert quality[0] == f"Quality on {place() / 'text.jsonl'}"
+    assert quality[1].split()[:4] == ["model", "KV", "heads", "perplexity"]
+    assert [line.split()[0] for line in quality[2:5]] == ["stdlib-mha", "gqa4", "gqa2"]
+    perplexities = [float(line.split()[2]) for line in quality[2:5]]
+    assert perplexities == sorted(perplexities)
+    assert [float(line.split()[3]) for line in quality[3:5]] == [
+        pytest.approx(value / perplexities[0], rel=1e-3) for value in perplexities[1:]
+    ]
+    assert quality[5].startswith("rolling windows of 512 tokens: ")
+    assert quality[5].endswith(" bytes; in bfloat16")
+    assert [line.split()[4:8] for line in memory[2:]] == [
+        ["6.0", "KiB", "1", "3.0"], ["3.0", "KiB", "0.5", "1.5"], ["1.5", "KiB", "0.25", "768.0"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_printed_numbers_do_not_depend_on_the_batch_size(dtype: str) -> None:
+    line = f"SRC G2 --data TEXT --max-tokens 400 --kl -v --dtype {dtype}"
+    printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 3, 64)}
+    assert len(printed) == 1
+    assert done(f"{line} --context 127").out not in printed
+
+
+def test_a_single_checkpoint() -> None:
+    shown = done("SRC --data TEXT --context 128").out
+    assert "x baseline" in shown
+    found = results("SRC --data TEXT --context 128")
+    (model,) = found["models"]
+    assert "against_baseline" not in model
+    assert f"{model['quality']['token_perplexity']:.4f}" in shown
+
+
+def test_dtypes() -> None:
+    found = {
+        dtype: results(f"SRC --data TEXT --context 64 --dtype {dtype}")["models"][0]
+        for dtype in ("auto", "bfloat16", "float32")
+    }
+    nats = {dtype: model["quality"]["nats"] for dtype, model in found.items()}
+    assert nats["auto"] == nats["bfloat16"] != nats["float32"]
+    assert nats["float32"] == pytest.approx(nats["bfloat16"], rel=1e-3)
+    assert [model["dtype"] for model in found.values()] == ["bfloat16", "bfloat16", "float32"]
+
+
+def test_protocols() -> None:
+    lines = {"rolling": "", "strided": "--stride 32", "llama.cpp": "--protocol llama.cpp"}
+    for protocol, options in lines.items():
+        found = results(f"SRC --data TEXT --context 64 {options}")
+        assert found["text"]["protocol"] == found["options"]["protocol"] == protocol
+        whole = protocol == "rolling"
+        assert (found["models"][0]["quality"]["bits_per_byte"] is not None) == whole
+        shown = done(f"SRC --data TEXT --context 64 {options}").out
+        assert ("bits/byte" in shown) == whole
+        assert f"{protocol} windows of 64 tokens" in shown
+
+
+def test_llama_cpp_takes_512_or_what_the_model_has(tmp_path: Path) -> None:
+    short = copy_source(tmp_path)
+    edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=100))
+    assert results(f"{short} --data TEXT --protocol llama.cpp")["text"]["context"] == 100
+    assert results("SRC --data TEXT --protocol llama.cpp --max-tokens 1200")["text"]["context"] == 512
+
+
+def test_beyond_positions() -> None:
+    line = "SRC --data TEXT --context 600"
+    assert "--context 600 is more than the 512 positions" in refused(line)
+    assert results(f"{line} --beyond-positions")["text"]["context"] == 600
+
+
+def test_decoding_of_the_same_checkpoint_twice() -> None:
+    line = "SRC SRC --decode --contexts 4 --batches 1 --steps 2 --repeats 1"
+    found = results(line)["models"]
+    assert [model["decode"]["points"][0]["turns"] for model in found] == [[0], [1]]
+    assert all(m["kv_cache"]["measured"]["bytes"] == m["kv_cache"]["measured"]["formula"] for m in found)
+    assert "Decoding" in done(line).out
+
+
+def test_memory() -> None:
+    found = results("SRC G2 --memory 80GB --tensor-parallel 4")
+    kept = [model["kv_cache"]["fits"] for model in found["models"]]
+    assert [fits["batch"] for fits in kept] == [
+        (80 * 10**9 - -(-model["weight_bytes"] // 4)) // (512 * 2 * 6 * heads * 32 * 2)
+        for model, heads in zip(found["models"], (2, 1), strict=True)
+    ]
+    assert "80 GB on each of 4 ranks" in done("SRC G2 --memory 80GB --tensor-parallel 4").out
+
+
+def test_ranks_that_suit_no_heads_are_told_and_not_refused() -> None:
+    found = results("SRC --memory 80GB --tensor-parallel 16")["models"][0]["kv_cache"]["fits"]
+    assert found == {"batch": None, "longest": None, "impossible": found["impossible"]}
+    shown = done("SRC G2 --memory 80GB --tensor-parallel 3").out
+    assert shown.count("3 ranks are not possible for 8 query heads") == 1
+
+
+PAIRS = [("def f(x):", "return x"), ("", "nothing"), ("import sys", "sys.exit(0)  # leave"), ("class A:", None)]
+
+
+@torch.no_grad()
+def test_encoder_decoder_is_the_class_with_labels(tmp_path: Path) -> None:
+    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"source": s, "target": t}) + "\n" for s, t in PAIRS))
+    path = place() / "t5gemma"
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    nats, lengths, longest = 0.0, [], []
+    for source, target in (PAIRS[0], PAIRS[2]):  # a pair without one of its texts is none
+        labels = tokenizer(target, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        given = tokenizer(source, return_tensors="pt")
+        nats += float(model(**given, labels=labels).loss) * labels.numel()
+        lengths.append(labels.numel())
+        longest.append(max(labels.numel(), given["input_ids"].numel()))
+    line = f"T5 --data {data} --field source --target-field target"
+    found = results(line)
+    quality = found["models"][0]["quality"]
+    assert (quality["tokens"], found["text"]["documents"], found["text"]["cut"]) == (sum(lengths), 2, 0)
+    assert quality["nats"] == pytest.approx(nats, rel=1e-5)
+    size = sum(len(target) for target in ("return x", "sys.exit(0)  # leave"))
+    assert quality["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
+    assert results(line, "--max-tokens", 1)["text"]["documents"] == 1
+    assert longest[0] < longest[1]
+    cut = results(line, "--context", longest[1] - 1)
+    assert cut["text"]["cut"] == 1
+    assert cut["models"][0]["quality"]["bits_per_byte"] is None  # not all bytes were predicted
+    assert "(1 are longer and cut)" in done(line, "--context", longest[1] - 1).out
+    assert "source and target texts" in done(f"T5 {line}", "--kl", "-v").out
+
+
+def test_fail_above() -> None:
+    result = run(*words("SRC G4 G2 --data TEXT --context 64 --fail-above 1.05 --json -q"), program="gqa-eval")
+    assert result.code == 3
+    ratios = [model["against_baseline"]["ratio"] for model in json.loads(result.out)["models"][1:]]
+    told = f"gqa4 {ratios[0]:.4g} x, gqa2 {ratios[1]:.4g} x the baseline's perplexity, above 1.05 x"
+    assert result.err == f"gqa-eval: {told}\n"
+    assert done(f"SRC G2 --data TEXT --context 64 -q --fail-above {ratios[1] + 1}").out == ""
+    assert done("SRC SRC --data TEXT --context 64 -q --fail-above 1").out == ""
+
+
+def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(
+        evaluate, "load", lambda subject, options: loaded.append(subject.name) or LOAD(subject, options)
+    )
+    line = "SRC G2 --data TEXT --context 64 --dtype float32 --kl"
+    live = results(line)
+    first = results(line, "--baseline-cache", tmp_path / "cache")
+    assert loaded == ["stdlib-mha", "gqa2"] * 2
+    second = results(line, "--baseline-cache", tmp_path / "cache")
+    assert loaded[4:] == ["gqa2"]
+    assert [model.keys() for model in second["models"]] == [model.keys() for model in first["models"]]
+    for found in (first, second):
+        assert found["models"][0]["quality"] == first["models"][0]["quality"]
+        assert found["models"][1]["against_baseline"] == first["models"][1]["against_baseline"]
+    kl, stored = (found["models"][1]["against_baseline"]["kl"]["mean"] for found in (live, second))
+    assert stored == pytest.approx(kl, abs=1e-3)
+    assert stored != kl
+    assert second["models"][1]["against_baseline"]["stored_baseline"]["kl_lost_mean"] < 1e-3
+    assert "the stored baseline's rounding alone is a KL of" in done(line, "--baseline-cache", tmp_path / "cache").out
+    del loaded[:]
+    results(f"{line} --max-tokens 100", "--baseline-cache", tmp_path / "cache")
+    assert loaded == ["stdlib-mha", "gqa2"]  # it was of another text
+
+
+def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[Any] = []
+    most: list[int] = []
+
+    def counted(subject: Any, options: Any) -> Any:
+        most.append(sum(reference() is not None for reference in alive))  # those that are still there
+        model = LOAD(subject, options)
+        alive.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(evaluate, "load", counted)
+    results("SRC G4 G2 --data TEXT --context 64")
+    assert most == [0, 0, 0]
+    del most[:], alive[:]
+    results("SRC G4 G2 --data TEXT --context 64 --kl")
+    assert most == [0, 1, 1]  # beside the baseline
+
+
+def test_ranks_print_one_result() -> None:
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "gqa.eval",
+    ]
+    line = words("SRC G2 --data TEXT --context 64 --dtype float32 --kl -v")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    found = subprocess.run([*launcher, *line], capture_output=True, text=True, env=environment, timeout=120)
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout == run(*line, program="gqa-eval").out
+
+
+def test_hub_ids(tmp_path: Path) -> None:
+    """Of models, and of a data set's configuration, whose test split is read where none is named."""
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copyfile(place() / "text.jsonl", data / "test.jsonl")
+    (data / "train.jsonl").write_text(json.dumps({"text": "import os\n" * 99, "other": ""}) + "\n")
+    (data / "README.md").write_text(
+        "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: train.jsonl}\n"
+        "  - {split: test, path: test.jsonl}\n---\n"
+    )
+    with hub_server() as hub:
+        hub.repo("lab/mha", SOURCE)
+        hub.repo("lab/data", data)
+        commit = hub.repo("lab/gqa", place() / "gqa2").refs["main"]
+        line = words("-m gqa.eval lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
+        found = Machine(tmp_path, hub.endpoint).python(*line)
+    assert (found.code, found.err) == (0, "")
+    models = json.loads(found.out)["models"]
+    assert [model["name"] for model in models] == ["lab/mha", "lab/gqa"]
+    assert models[1]["revision"] == commit
+    local = results("SRC G2 --data TEXT --context 64")["models"]
+    assert [model["quality"] for model in models] == [model["quality"] for model in local]
+
+
+def test_readme_speaks_of_options_that_exist() -> None:
+    from gqa.eval.cli import command
+
+    options = {"--help"} | {name for parameter in command.params for name in parameter.opts}
+    lines = re.findall(r"gqa-eval (.*)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert lines
+    for line in lines:
+        for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", line):
+            assert word in options, f"README: gqa-eval {line}"

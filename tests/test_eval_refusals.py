@@ -1,0 +1,187 @@
+"""What `gqa-eval` cannot do is said in one line, with nothing written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, run
+from embedded import copy_source
+from evaluations import done, place, refused, with_tokenizer, words
+from safetensors.torch import load_file, save_file
+from tiny_models import TINY, build
+
+from gqa.eval import evaluate
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("SRC G2", "nothing to measure: give text with --data, or --decode, --memory or --tasks"),
+        ("SRC G2 --kl --memory 1GB", "--kl means nothing without --data"),
+        ("SRC G2 --data TEXT --baseline-cache x", "--baseline-cache means nothing without --kl"),
+        ("SRC G2 --data TEXT --steps 3", "--steps means nothing without --decode"),
+        ("SRC --data TEXT --kl", "--kl compares checkpoints: give at least two"),
+        ("SRC --data TEXT --fail-above 2", "--fail-above compares checkpoints: give at least two"),
+        ("SRC G2 --data TEXT --fail-above nan", "'nan' is not a ratio"),
+        ("SRC --data TEXT --protocol strided", "--protocol strided needs --stride"),
+        ("SRC --data TEXT --protocol llama.cpp --stride 4", "--stride does not go with --protocol llama.cpp"),
+        ("SRC --data TEXT --context 64 --stride 65", "--stride 65 is more than the context of 64"),
+        ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
+        ("SRC --data PLACE/short.txt --stride 4", "the text has 4 tokens, less than one window of 512"),
+        ("SRC --data TEXT --context 400 --max-tokens 1 --protocol llama.cpp", "less than two windows of 400"),
+        ("SRC --data PLACE/empty.txt", "holds no text: it is empty or blank"),
+        ("SRC --data PLACE/latin.txt", "is not UTF-8: byte 1 is 0xfc"),
+        ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'text', 'other'"),
+        ("SRC --data PLACE/nothere.txt", "there is no file or directory"),
+        ("SRC PLACE/nothere --data TEXT", "there is no directory"),
+        ("SRC --data TEXT --revision main", "--revision is for hub ids"),
+        ("SRC --decode --contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
+        ("SRC --decode --contexts 1,x", "'1,x' is not a list of positive numbers"),
+        ("SRC --data TEXT --device nonsense", "--device nonsense cannot be used"),
+        ("SRC --data TEXT --device meta", "--device meta cannot be used"),
+        ("SRC --data TEXT --attention nonsense", 'attn_implementation="nonsense"` is not supported'),
+        ("SRC --tasks ,", "--tasks names no task"),
+    ],
+)
+def test_refusals(line: str, message: str) -> None:
+    (place() / "short.txt").write_text("import os\n")
+    (place() / "empty.txt").write_text(" \n")
+    (place() / "latin.txt").write_bytes("für".encode("latin-1"))
+    assert message in refused(line)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there() -> None:
+    assert "--device cuda:7 cannot be used: " in refused("SRC --data TEXT --device cuda:7")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
+        ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
+        ("T5 --data TEXT --target-field text", "are the same text; name two fields"),
+        ("T5 --data PLACE/text.txt --target-field other", "are the same text; name two fields"),
+        ("T5 --data TEXT --target-field other --stride 4", "leave --protocol out"),
+        ("T5 --data TEXT --target-field nothere", "has no field 'nothere'; it has 'text', 'other'"),
+        ("T5 SRC --data TEXT --target-field other", "only one is an encoder-decoder"),
+        ("T5 --decode", "--decode is for decoders with key/value heads, and t5gemma is none"),
+    ],
+)
+def test_encoder_decoder_refusals(line: str, message: str) -> None:
+    assert message in refused(line)
+
+
+def test_positions_in_a_table_end(tmp_path: Path) -> None:
+    tiny = TINY["gpt_bigcode"]
+    options = dict(tiny.options) | {"vocab_size": 4096}
+    path = with_tokenizer(build(dataclasses.replace(tiny, options=options), 1), tmp_path / "table")
+    assert "perplexity" in done(f"{path} --data TEXT").out
+    said = refused(f"{path} --data TEXT --context 100 --beyond-positions")
+    assert "table has a table of positions that ends before the context" in said
+
+
+def test_a_cache_that_does_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    line = "SRC G2 --data TEXT --context 64 --kl"
+    said = refused(line, "--baseline-cache", tmp_path / "cache", code=1)
+    assert re.search(r"--baseline-cache needs [\d,]+ bytes in .*/cache, where 1,000,000 are free", said)
+    assert list(tmp_path.iterdir()) == []
+    if sys.platform == "linux":
+        assert "in /proc/cache, where" in refused(line, "--baseline-cache", "/proc/cache", code=1)
+
+
+def damaged(path: Path, damage: str) -> Path:
+    """A copy of a checkpoint with one thing wrong."""
+    weights, name = load_file(path / "model.safetensors"), "model.layers.1.self_attn.k_proj.weight"
+    if damage == "missing":
+        del weights[name]
+    elif damage == "unexpected":
+        weights["model.layers.1.self_attn.extra.weight"] = torch.zeros(3)
+    elif damage == "nan":
+        weights["model.layers.2.mlp.up_proj.weight"][5, 7] = math.nan
+    elif damage == "vocabulary":
+        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:3000].clone()
+        edit_json(path / "config.json", lambda config: config.update(vocab_size=3000))
+    elif damage == "no tokenizer":
+        for file in path.glob("*token*"):
+            file.unlink()
+    elif damage == "tokenizer":
+        (path / "tokenizer.json").write_text("{")
+    else:
+        assert damage == "other tokenizer"
+
+        def exchange(tokenizer: Any) -> None:
+            one, other, vocabulary = "▁import", "▁return", tokenizer["model"]["vocab"]
+            vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+
+        edit_json(path / "tokenizer.json", exchange)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("damage", "line", "message"),
+    [
+        ("missing", "SRC BAD --data TEXT", "loads with missing keys: model.layers.1.self_attn.k_proj.weight"),
+        ("unexpected", "SRC BAD --data TEXT", "loads with unexpected keys: model.layers.1.self_attn.extra.weight"),
+        ("nan", "SRC BAD --data TEXT", "window 0 (document 0) are not finite; the first module"),
+        ("nan", "SRC BAD --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
+        ("nan", "BAD SRC --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
+        ("nan", "BAD SRC --data TEXT --kl --baseline-cache PLACE/nan", "is model.layers.2.mlp.up_proj"),
+        ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha predicts 4,096 tokens and bad 3,000"),
+        ("vocabulary", "BAD --data TEXT", "and its model knows 3,000: they do not belong together"),
+        ("no tokenizer", "SRC BAD --data TEXT", "bad has no tokenizer; copy its source's tokenizer files into it"),
+        ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
+        (
+            "other tokenizer",
+            "SRC BAD --data TEXT",
+            "stdlib-mha (4,096 tokens) and bad (4,096) have different tokenizers",
+        ),
+    ],
+)
+def test_bad_checkpoints(tmp_path: Path, damage: str, line: str, message: str) -> None:
+    bad = damaged(copy_source(tmp_path, "bad"), damage)
+    assert message in refused(line.replace("BAD", str(bad)), "-o", tmp_path / "report", "--context", 64)
+    assert not (tmp_path / "report").exists()
+
+
+def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "score", lambda *args, **more: signal.raise_signal(signal.SIGINT))
+    result = run(*words("SRC --data TEXT"), "-o", tmp_path / "report", program="gqa-eval")
+    assert (result.code, result.out) == (130, "")
+    assert result.err.strip() == "gqa-eval: interrupted; no report was written"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def score(*args: Any, **more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nlines of advice")
+
+    monkeypatch.setattr(evaluate, "score", score)
+    said = refused("SRC --data TEXT")
+    assert "stdlib-mha: the memory of cpu is too small; give smaller batches" in said
+
+
+def test_compilation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(module: torch.nn.Module) -> Any:
+        def run(**inputs: torch.Tensor) -> None:
+            raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\n\nlines of advice")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    said = refused("SRC --data TEXT --compile")
+    assert (
+        "stdlib-mha cannot be compiled: InvalidCxxCompiler: No working C++ compiler found; leave --compile out" in said
+    )

@@ -1,0 +1,215 @@
+"""What `gqa-eval` leaves behind: its JSON, and the directory of a report."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from checkpoints import run
+from embedded import SOURCE, copy_source
+from evaluations import done, place, refused, results, words
+from safetensors.torch import load_file, save_file
+
+import gqa.eval
+from gqa.eval import evaluate, report
+from gqa.eval.report import Table, as_json, number
+from gqa.eval.subjects import distinct_names
+
+SVG = "{http://www.w3.org/2000/svg}svg"
+MODEL_KEYS = {
+    "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "heads", "kv_cache", "dtype",
+    "attention", "quality", "by_context", "decode",
+}  # fmt: skip
+FULL = "SRC G2 --data TEXT --context 128 --kl --decode --contexts 4,8 --batches 1 --steps 2 --repeats 1 --memory 1GB"
+
+
+def test_json_has_these_keys() -> None:
+    """Whoever reads results.json relies on them: another schema is another number."""
+    found = results(FULL)
+    assert found["schema"] == 1
+    assert set(found) == {
+        "schema", "command", "created", "versions", "device", "threads", "ranks", "options", "models", "text", "memory"
+    }  # fmt: skip
+    assert set(found["versions"]) == {
+        "python", "gqa-convert", "torch", "transformers", "accelerate", "datasets", "numpy"
+    }  # fmt: skip
+    assert set(found["text"]) == {
+        "data", "protocol", "context", "stride", "tokens", "documents", "bytes", "words", "windows", "cut"
+    }  # fmt: skip
+    assert set(found["memory"]) == {"bytes", "ranks", "context"}
+    first, second = found["models"]
+    assert set(first) == MODEL_KEYS
+    assert set(second) == MODEL_KEYS | {"against_baseline", "attention_error"}
+    assert set(second["kv_cache"]) == {
+        "bytes_per_token", "context", "bytes_at_context", "remark", "fits", "measured"
+    }  # fmt: skip
+    assert set(second["quality"]) == {
+        "nats", "tokens", "token_perplexity", "token_perplexity_error", "word_perplexity", "byte_perplexity",
+        "bits_per_byte", "nats_per_token",
+    }  # fmt: skip
+    percentiles = {"maximum", "p99.9", "p99", "p95", "p90", "median", "p10", "p5", "p1", "p0.1", "minimum", "mean"}
+    against = second["against_baseline"]
+    assert set(against) == {
+        "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
+        "delta_p_percent", "log_probability_rms", "log_probability_correlation",
+    }  # fmt: skip
+    assert set(against["kl"]) == percentiles | {"mean_error"}
+    assert set(against["delta_p_percent"]) == percentiles | {"rms"}
+    assert set(second["attention_error"][0]) == {"module", "own", "accumulated"}
+    assert set(second["by_context"][0]) == {"from", "to", "nats", "tokens"}
+    assert set(second["decode"]) == {"steps", "repeats", "points"}
+    assert second["provenance"]["options"]["groups"] == 2
+    assert found["options"]["contexts"] == [4, 8]
+    assert found["options"]["kl"] is True
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    values = {"a": [math.nan, math.inf, -math.inf, 1.5], "b": (1, None, "NaN")}
+    assert json.loads(as_json(values)) == {"a": [None, "inf", "-inf", 1.5], "b": [1, None, "NaN"]}
+    broken = copy_source(tmp_path)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"] *= 4096
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    quality = results(f"{broken} --data TEXT --context 64 --dtype float32")["models"][0]["quality"]
+    assert quality["token_perplexity"] == "inf"  # which float() reads
+    assert quality["token_perplexity_error"] is None or isinstance(quality["token_perplexity_error"], str)
+
+
+def test_json_and_tables_do_not_mix(tmp_path: Path) -> None:
+    result = run(*words("SRC --data TEXT --context 64 --json"), "-o", tmp_path / "report", program="gqa-eval")
+    assert json.loads(result.out)["schema"] == 1
+    assert result.err.startswith("Quality on ")
+    assert "\nwritten to " in result.err
+
+
+def check_markdown(text: str, directory: Path) -> None:
+    """Tables have rows of one width under a rule, pictures are there."""
+    blocks = [block.splitlines() for block in text.split("\n\n")]
+    tables = [block for block in blocks if block[0].startswith("|")]
+    assert tables
+    for table in tables:
+        assert re.fullmatch(r"\|---\|(---:\|)+", table[1])
+        assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {table[1].count("|")}
+    pictures = re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
+    assert pictures
+    for name in pictures:
+        assert ElementTree.parse(directory / name).getroot().tag == SVG
+        png = (directory / name).with_suffix(".png").read_bytes()
+        assert png[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", png[16:24]) == (960, 600)
+
+
+def test_report(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "report"
+    shown = done(FULL, "-o", out).out
+    names = ["results.json", "report.md"] + [
+        f"{name}.{suffix}" for name in ("by_context", "attention_error", "decode") for suffix in ("svg", "png")
+    ]
+    assert sorted(path.name for path in out.iterdir()) == sorted(names)
+    assert shown.endswith(f"written to {out}: {', '.join(names)}\n")
+    text = (out / "report.md").read_text()
+    check_markdown(text, out)
+    recorded = json.loads((out / "results.json").read_text())
+    assert recorded["command"] in text
+    assert f"{recorded['models'][1]['quality']['token_perplexity']:.2f}" in text
+    for name in names[2::2]:
+        assert f"]({name})" in text
+
+
+def test_a_report_replaces_its_predecessor_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    done("SRC --decode --contexts 4 --batches 1 --steps 1 --repeats 1", "-o", out)
+    (out / "notes.md").write_text("mine")
+    assert (out / "decode.svg").is_file()
+    done("SRC --data TEXT --context 64", "-o", out)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "by_context.png", "by_context.svg", "notes.md", "report.md", "results.json"
+    ]  # fmt: skip
+    assert (out / "notes.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("taken", [{"results.json": '{"acc": 1}'}, {"report.md": "# Mine"}, {"results.json": "{"}])
+def test_files_of_something_else_are_not_overwritten(tmp_path: Path, taken: dict[str, str]) -> None:
+    for name, text in taken.items():
+        (tmp_path / name).write_text(text)
+    said = refused("SRC --data TEXT", "-o", tmp_path)
+    assert f"{tmp_path} holds {next(iter(taken))} of something else; give another directory" in said
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == taken
+
+
+def test_names_cannot_break_a_report(tmp_path: Path) -> None:
+    name = r"a|b_*<img>`$\frac$"
+    shutil.copytree(SOURCE, tmp_path / name)
+    done("SRC --data TEXT --context 64", tmp_path / name, "-o", tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    check_markdown(text, tmp_path / "report")
+    assert r"| a\|b\_\*\<img\>\`$\\frac$ |" in text
+
+
+def test_a_report_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "gqa.eval.plots", raising=False)
+    monkeypatch.delattr(gqa.eval, "plots", raising=False)
+    shown = done("SRC --data TEXT --context 64", "-o", tmp_path / "report").out
+    told = "no pictures, for which matplotlib is missing: pip install 'gqa-convert[report]'\n"
+    assert shown.endswith(f"results.json, report.md, {told}")
+    assert told in (tmp_path / "report" / "report.md").read_text()
+
+
+def test_what_keeps_a_report_from_being_written_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "load", lambda *args: pytest.fail("a model was loaded"))
+    file = place() / "text.txt"
+    assert f"'{file}' is a file" in refused("SRC --data TEXT", "-o", file)
+    assert f"no report can be written to {file}/sub: Not a directory" in refused(
+        "SRC --data TEXT", "-o", file / "sub", code=1
+    )
+    if sys.platform == "linux":
+        assert "no report can be written to /proc/report" in refused("SRC --data TEXT", "-o", "/proc/report", code=1)
+
+
+def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        path.write_text(text[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "report"
+    done("SRC --data TEXT --context 64", "-o", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(report, "write_text", full)
+    for target, left in ((out, before), (tmp_path / "other", None)):
+        result = run(*words("G2 --data TEXT --context 64 -q"), "-o", target, program="gqa-eval")
+        assert (result.code, result.out) == (1, "")
+        assert result.err == f"gqa-eval: no report was written to {target}: No space left on device\n"
+        now = {path.name: path.read_bytes() for path in target.iterdir()} if target.exists() else None
+        assert now == left
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_number() -> None:
+    shown = [number(value) for value in (1.0, 9.99999, 58.51248, 109.44, 12345.6, 149182.7, math.inf, math.nan, 0.05)]
+    assert shown == ["1.0000", "10.0000", "58.512", "109.44", "12,346", "1.492e+05", "inf", "nan", "0.05"]
+    assert number(None) == ""
+
+
+def test_a_table_is_aligned() -> None:
+    table = Table("T", ("a", "number"), (("x", "1"), ("long", "22")), "note")
+    assert table.text() == "T\na     number\nx          1\nlong      22\nnote"
+
+
+def test_names_tell_checkpoints_apart(tmp_path: Path) -> None:
+    for parent, source in (("a", SOURCE), ("b", place() / "gqa2")):
+        shutil.copytree(source, tmp_path / parent / "m")
+    found = results(f"{tmp_path}/a/m {tmp_path}/b/m SRC SRC --memory 1GB")
+    assert [m["name"] for m in found["models"]] == ["a/m", "b/m", "stdlib-mha", "stdlib-mha (2)"]
+    places = [("/", "x", "a", "m"), ("/", "y", "a", "m"), ("/", "n"), ("lab/m",)]
+    assert distinct_names(places) == ["x/a/m", "y/a/m", "n", "lab/m"]
+    assert distinct_names([("/", "x", "\x1b[31m\n")]) == [r"\x1b[31m\n"]
