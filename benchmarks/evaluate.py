@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -120,6 +121,7 @@ def _status(process: int | str, key: str) -> int:
 
 
 def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
+    os.environ["TQDM_DISABLE"] = "1"  # lm_eval has a bar for every batch
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -17,8 +17,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Float32 logits held at a time: small enough for a processor's cache, large enough for a matrix product.
+# Float32 logits held at a time: small enough for a processor's cache, large enough for a matrix product. A GPU is not
+# busy with so few rows of a large vocabulary; half a GiB is what it has to spare.
 CHUNK_NUMBERS = 1 << 22
+DEVICE_CHUNK_NUMBERS = 1 << 27
 
 
 class ChunkedHead:
@@ -71,6 +73,9 @@ class ChunkedHead:
                 self.split = self._reproduces(inputs)
         finally:
             self.model.train(training)
+            # Of older torch: autocast keeps weights that it cast without a gradient for all that follows in its region
+            # (pytorch#112583).
+            torch.clear_autocast_cache()
 
     def _reproduces(self, inputs: dict[str, Tensor]) -> bool:
         expected = self.model(**inputs, use_cache=False).logits[0]
@@ -102,9 +107,10 @@ class _replaced_forward:  # noqa: N801 - reads as a function
             self._module.forward = self._before
 
 
-def chunks(count: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of `count` rows whose float32 logits over `vocabulary` stay within CHUNK_NUMBERS."""
-    step = max(16, CHUNK_NUMBERS // vocabulary)
+def chunks(count: int, vocabulary: int, device: torch.device | None = None) -> Iterator[slice]:
+    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device."""
+    numbers = CHUNK_NUMBERS if device is None or device.type == "cpu" else DEVICE_CHUNK_NUMBERS
+    step = max(16, numbers // vocabulary)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 

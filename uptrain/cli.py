@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import click
 
 from gqa.convert.console import CONTEXT_SETTINGS, fail, run, version_option
-
-if TYPE_CHECKING:
-    from gqa.uptrain.run import Setup
 
 _EPILOG = """\b
 Examples:
@@ -64,22 +62,25 @@ _TRAINING = [
     click.option("--micro-batch", type=click.IntRange(min=1), help="Blocks of one forward pass on one process.  "
                  "[default: its share of the batch]"),
     click.option("--train", type=click.Choice(["all", "attention", "kv", "lora"]), default="all", show_default=True,
-                 help="What trains; lora: keys and values whole, adapters elsewhere, merged at the end."),
+                 help="What trains. kv: projections to keys and values (where they are fused, to queries too); lora: "
+                 "these, and adapters elsewhere that are merged at the end."),
     click.option("--lora-rank", type=click.IntRange(min=1), default=16, show_default=True, help="Of --train lora."),
-    click.option("--keep-adapter", is_flag=True, help="Of --train lora: also keep it as adapter.pt."),
+    click.option("--keep-adapter", is_flag=True, help="Of --train lora: also keep it, in DIR/adapter, for peft."),
     click.option("--optimizer", type=click.Choice(["adamw", "adafactor"]), default="adamw", show_default=True),
     click.option("--learning-rate", "--lr", type=click.FloatRange(min=0, min_open=True), default=3e-4,
                  show_default=True),
     click.option("--schedule", type=click.Choice(["constant", "linear", "cosine", "wsd"]), default="constant",
                  show_default=True, help="Of the learning rate, after the warm-up."),
-    click.option("--warmup", type=click.IntRange(min=0), help="Steps.  [default: 5 %, 100 at most]"),
+    click.option("--warmup", type=click.IntRange(min=0), help="Steps.  [default: none with constant, else 5 %, 100 at "
+                 "most]"),
     click.option("--decay", type=click.FloatRange(0, 1), default=0.2, show_default=True, help="Share of the steps in "
                  "which wsd decays."),
     click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1, show_default=True),
     click.option("--clip", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
                  help="Norm of the gradient, at most."),
     click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", show_default=True,
-                 help="Of the computation; weights and optimiser stay in float32."),
+                 envvar="ACCELERATE_MIXED_PRECISION", help="Of the computation; weights and optimiser stay in float32. "
+                 "As the launcher says, unless given."),
     click.option("--checkpointing", is_flag=True, help="Compute activations twice instead of keeping them."),
     click.option("--compile", is_flag=True, help="Compile the model with torch.compile."),
     click.option("--attention", default="sdpa", show_default=True, help="sdpa, eager, flash_attention_2 ..."),
@@ -107,7 +108,8 @@ _RUN = [
                  "start and the end]"),
     click.option("--patience", type=click.IntRange(min=1), default=10, show_default=True,
                  help="Give up after so many steps in a row that are not finite."),
-    click.option("--report-to", multiple=True, help="tensorboard, wandb, trackio ...; several times for several."),
+    click.option("--report-to", multiple=True, help="tensorboard (in DIR-logs), wandb, trackio ...; several times for "
+                 "several."),
     click.option("--revision", help="Branch, tag or commit of a hub id."),
     click.option("--trust-remote-code", is_flag=True, help="Run code that a checkpoint brings (dangerous)."),
     click.option("--dry-run", is_flag=True, help="Print what would be trained on what, and stop."),
@@ -117,7 +119,7 @@ _RUN = [
 ]  # fmt: skip
 
 
-def _with(*groups: list[Any]) -> Any:
+def _with(*groups: list[Any]) -> Callable[[Any], Any]:
     def decorate(command: Any) -> Any:
         for option in reversed([option for group in groups for option in group]):
             command = option(command)
@@ -138,88 +140,39 @@ def command(resume: bool, dry_run: bool, as_json: bool, quiet: bool, verbose: bo
     import transformers
 
     from gqa.uptrain import run as steps
-    from gqa.uptrain.loop import StoppedError
+    from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.summary import plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
     setup = steps.prepare(TrainOptions(**options), resume)
     main = setup.accelerator.is_main_process
-    if main and not quiet:
-        click.echo(_plan(setup), err=as_json)
+
+    def say(text: str) -> None:
+        if main and not quiet:
+            click.echo(text, err=as_json)
+
+    say(plan_text(setup))
     if dry_run:
-        if main and as_json:
-            click.echo(json.dumps(_plan_record(setup)))
-        return
-    try:
-        progress, record = steps.run(setup, resume=resume, quiet=quiet, words=sys.argv[1:])
-    except StoppedError as stopped:
-        if not main:
-            sys.exit(128 + stopped.number)
-        where = setup.states.directory
-        fail(
-            "gqa-uptrain",
-            f"stopped; step {stopped.step} is saved in {where}, continue with --resume",
-            128 + stopped.number,
-        )
-    if main and not quiet:
-        click.echo(_result(setup, progress), err=as_json)
+        record = plan_record(setup)
+    else:
+        try:
+            progress, record = steps.run(setup, resume=resume, quiet=quiet, words=sys.argv[1:])
+        except StoppedError as stopped:
+            told = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
+            _leave(main, told, 128 + stopped.number)
+        except DivergedError as error:
+            _leave(main, str(error), 1)
+        say(result_text(setup, progress))
     if main and as_json:
         click.echo(json.dumps(record))
 
 
-def _plan_record(setup: Setup) -> dict[str, Any]:
-    return {
-        "model": setup.checkpoint.hub_id or setup.checkpoint.name,
-        "parameters": setup.parameters,
-        "trained_parameters": setup.trained,
-        "data": setup.feed.summary,
-        "steps": setup.feed.steps,
-        "tokens": setup.feed.steps * setup.feed.tokens_per_step,
-        "tokens_per_step": setup.feed.tokens_per_step,
-        "block_size": setup.block_size,
-        "micro_batch": setup.micro,
-        "processes": setup.accelerator.num_processes,
-        "heldout_tokens": len(setup.heldout) * (setup.block_size - 1),
-        "memory_bytes": _memory(setup),
-    }
-
-
-def _memory(setup: Setup) -> int:
-    """Weights, gradients, optimiser and teacher, of one process without sharding; activations come on top."""
-    teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
-    optimizer = 8 if setup.options.optimizer == "adamw" else 1  # Adafactor keeps rows and columns only
-    return 4 * setup.parameters + (4 + optimizer) * setup.trained + teacher
-
-
-def _plan(setup: Setup) -> str:
-    from gqa.convert.summary import size
-
-    options, record = setup.options, _plan_record(setup)
-    micro = options.batch_size // (setup.micro * record["processes"])
-    warmup = options.warmup if options.warmup is not None else min(100, record["steps"] // 20)
-    teacher = f"taught by {options.teacher}" if options.teacher else "no teacher"
-    lines = [
-        f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
-        f"({options.train}), {teacher}",
-        f"data        {', '.join(options.data)}: {record['data']}",
-        f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
-        f"({record['processes']} processes x {micro} x {setup.micro}), {record['tokens']:,} tokens in all",
-        f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, {warmup} steps of warm-up",
-        f"memory      {size(record['memory_bytes'])} for weights, gradients and optimiser, activations on top",
-        f"held out    {record['heldout_tokens']:,} tokens" if setup.heldout else "held out    nothing (see --heldout)",
-    ]
-    return "\n".join(lines)
-
-
-def _result(setup: Setup, progress: Any) -> str:
-    lines = []
-    if progress.heldout_before is not None:
-        lines.append(
-            f"held out    {progress.heldout_before:.4f} nats per token before, {progress.heldout_after:.4f} after"
-        )
-    if progress.skipped:
-        lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
-    return "\n".join([*lines, f"written     {setup.options.output}: loads with plain transformers, verified"])
+def _leave(main: bool, message: str, code: int) -> NoReturn:
+    """One process tells for all."""
+    if main:
+        fail("gqa-uptrain", message, code)
+    sys.exit(code)
 
 
 def main() -> None:

@@ -1,135 +1,144 @@
-"""A trained model as a checkpoint: weights from the model, everything else byte for byte from where it came."""
+"""A trained model as a checkpoint: its weights under the names, in the dtypes and the files of the checkpoint that it
+came from, and everything else byte for byte. So nothing that read that one has to learn anything to read this one.
+"""
 
 from __future__ import annotations
 
 import json
-import shlex
+import os
 import shutil
-from collections import Counter, defaultdict
-from datetime import UTC, datetime
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from transformers import PreTrainedModel
 
-from gqa.convert.card import PROVENANCE, SOURCE_CARD, version
-from gqa.convert.checkpoint import TORCH_DTYPES, WEIGHT_SUFFIXES, Checkpoint, holds_weights, read_checkpoint
+from gqa.convert.checkpoint import INDEX, SINGLE, TORCH_DTYPES, Checkpoint, holds_weights, read_checkpoint
 from gqa.convert.errors import OutputError, RefusedError, listing
 from gqa.convert.loading import load_model
-from gqa.convert.writer import OutputDirectory, copy_file, umask, write_text
+from gqa.convert.safetensors_header import TensorSpec, format_header
+from gqa.convert.writer import OutputDirectory, copy_file, copy_range, write_bytes, write_text
+from gqa.uptrain.card import UPTRAINING, card
+from gqa.uptrain.naming import stored_shapes, stored_tensors, tied_names
 
-UPTRAINING = "gqa_uptraining.json"
-_OWN = frozenset({"README.md", UPTRAINING, "config.json"})
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METRICS = "gqa_uptraining.jsonl"
+ADAPTER = "adapter"
+_WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
 def export(
     model: PreTrainedModel,
-    weights: dict[str, Any],
+    weights: dict[str, Tensor],
     source: Checkpoint,
     out: Path,
     record: dict[str, Any],
     *,
     overwrite: bool = False,
     extra: dict[str, Path] | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
-    """Write `weights` (the model's state dict) in the dtype of `source`, verified by loading, under its name at once.
+    """Write `weights` (a state dict of `model`, which was loaded from `source`), verified by loading them again.
 
-    config.json and tokenizer are the source's own bytes: transformers 5 writes what version 4 misreads. Its class
-    decides the names of stored tensors, which may not be those of its parameters.
+    `extra` are more files by their name in the output. The directory appears at once, complete. Raises OutputError.
     """
-    import torch
-
-    assert source.directory is not None
-    common = Counter(spec.dtype for spec in source.tensors.values()).most_common(1)[0][0]
     with OutputDirectory(out, source.directory, overwrite) as output:
         work = output.work
-        stored = _cast(model, weights, getattr(torch, TORCH_DTYPES[common]))
-        model.save_pretrained(work, state_dict=stored, max_shard_size="5GB")
-        for path in list(work.iterdir()):
-            if path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
-                path.unlink() if path.is_file() else shutil.rmtree(path)
-        for path in work.iterdir():
-            path.chmod(0o666 & ~umask())  # safetensors 0.8 writes 0600
+        require_space(source, work)
+        _write_weights(stored_tensors(model, weights), source, work)
         for name in source.side_files:
-            if name not in _OWN and not holds_weights(name):
+            if name not in _WRITTEN and not holds_weights(name) and not name.startswith(f"{ADAPTER}/"):
                 copy_file(source.path(name), work / name)
         for name, path in (extra or {}).items():
             copy_file(path, work / name)
         write_text(work / UPTRAINING, json.dumps(record, indent=2) + "\n")
-        write_text(work / "README.md", card(source, out, record))
+        write_text(work / "README.md", card(source, out.name, record))
         copy_file(source.path("config.json"), work / "config.json")
-        _verify(work, source)
+        _verify(work, source, trust_remote_code)
         output.commit()
 
 
-def _cast(model: PreTrainedModel, weights: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """In the stored dtype; tied weights stay one tensor under all their names, of which transformers writes one."""
-    groups: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups[id(parameter)].append(name)
-    first = {name: names[0] for names in groups.values() for name in names}
-    cast: dict[str, Any] = {}
-    for name, tensor in weights.items():
-        same = first.get(name, name)
-        if same not in cast:
-            cast[same] = tensor.to(dtype).contiguous() if tensor.is_floating_point() else tensor
-        cast[name] = cast[same]
+def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
+    """Raise RefusedError, before anything is trained, where what a model's class stores is not what its source has."""
+    stored = stored_shapes(model)
+    known = {name: spec.shape for name, spec in source.tensors.items()}
+    tied = {name for names in tied_names(model) for name in names}
+    odd = [name for name, shape in stored.items() if known.get(name, shape) != shape]
+    odd += [name for name in stored if name not in known and name not in tied]
+    if odd or not known.keys() & stored.keys():
+        raise RefusedError(
+            f"{type(model).__name__} would store {listing(odd or stored)} otherwise than {source.name} does; load it "
+            "with transformers, save it again and train that"
+        )
+
+
+def require_space(source: Checkpoint, where: Path) -> None:
+    """Raise OutputError unless a checkpoint of the size of `source` fits where the first directory above exists."""
+    needed = sum(spec.nbytes for spec in source.tensors.values())
+    place = next(path for path in (where, *where.absolute().parents) if path.is_dir())
+    if (free := shutil.disk_usage(place).free) < needed:
+        raise OutputError(
+            f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; free some space or give "
+            "another output with -o"
+        )
+
+
+def _write_weights(stored: dict[str, Tensor], source: Checkpoint, work: Path) -> None:
+    """The files of the source with their tensors in their order; what the class does not read stays as it is."""
+    by_file: dict[str, list[TensorSpec]] = {file: [] for file in source.files}
+    for spec in source.tensors.values():
+        by_file[spec.file].append(spec)
+    files = [SINGLE] if len(by_file) == 1 else [f"model-{i:05d}-of-{len(by_file):05d}.safetensors"
+                                                for i in range(1, len(by_file) + 1)]  # fmt: skip
+    for file, specs in zip(files, by_file.values(), strict=True):
+        with (work / file).open("wb", buffering=0) as target:
+            write_bytes(target, format_header({spec.name: (spec.dtype, spec.shape) for spec in specs}))
+            for spec in specs:
+                if spec.name in stored:
+                    write_bytes(target, _bytes(_cast(stored.pop(spec.name), spec)))
+                else:
+                    _copy(source, spec, target)
+            os.fsync(target.fileno())
+    if len(files) > 1:
+        weight_map = {spec.name: file for file, specs in zip(files, by_file.values(), strict=True) for spec in specs}
+        specs = list(source.tensors.values())
+        total = {"total_parameters": sum(s.numel for s in specs), "total_size": sum(s.nbytes for s in specs)}
+        write_text(work / INDEX, json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def _copy(source: Checkpoint, spec: TensorSpec, target: BinaryIO) -> None:
+    if source.is_pickled(spec):
+        write_bytes(target, _bytes(source.read(spec)))
+        return
+    with source.path(spec.file).open("rb") as stream:
+        copy_range(stream, target, spec.begin, spec.nbytes, lambda n: None, threading.Event())
+
+
+def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    import torch
+
+    dtype = getattr(torch, TORCH_DTYPES[spec.dtype]) if spec.dtype in TORCH_DTYPES else tensor.dtype
+    cast = tensor.detach().cpu().to(dtype)
+    if cast.is_floating_point() and not bool(cast.isfinite().all()) and bool(tensor.isfinite().all()):
+        raise OutputError(f"{spec.name} has become too large for {spec.dtype}, in which {spec.file} stores it")
     return cast
 
 
-def _verify(work: Path, source: Checkpoint) -> None:
-    written = read_checkpoint(work)
-    wrong = {n for n, spec in written.tensors.items() if n in source.tensors and source.tensors[n].shape != spec.shape}
-    wrong |= set(written.tensors) ^ set(source.tensors)
-    if wrong:
-        raise OutputError(f"the result does not verify: {listing(wrong)} is not as in {source.name}")
+def _bytes(tensor: Tensor) -> memoryview:
+    import torch
+
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _verify(work: Path, source: Checkpoint, trust_remote_code: bool) -> None:
     try:
-        load_model(str(work))
+        written = read_checkpoint(work)
+        load_model(str(work), trust_remote_code=trust_remote_code)
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
-
-
-def provenance(source: Checkpoint, words: list[str], facts: dict[str, Any]) -> dict[str, Any]:
-    """How the result was trained, with the conversion's own provenance inside."""
-    import importlib.metadata
-
-    assert source.directory is not None
-    conversion = source.directory / PROVENANCE
-    try:
-        before = json.loads(conversion.read_text())
-    except (OSError, ValueError):
-        before = None
-    return {
-        "tool": "gqa-uptrain",
-        "version": version(),
-        "command": shlex.join(["gqa-uptrain", *(Path(w).name if Path(w).is_absolute() else w for w in words)]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "model": source.hub_id or source.name,
-        "revision": source.revision,
-        **facts,
-        "conversion": before,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")},
-    }
-
-
-def card(source: Checkpoint, out: Path, record: dict[str, Any]) -> str:
-    """The model card: what was trained on how much, then the source's card."""
-    assert source.directory is not None
-    path = source.directory / "README.md"
-    head, body = "", path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    if body.startswith("---\n") and "\n---\n" in body[4:]:
-        head, _, body = body[4:].partition("\n---\n")
-        head = f"---\n{head}\n---\n\n"
-    losses = record["losses"]
-    heldout = ""
-    if losses["heldout_before"] is not None:
-        before, after = losses["heldout_before"], losses["heldout_after"]
-        heldout = f"; held-out loss {before:.4f} before, {after:.4f} after (nats per token)"
-    teacher = f", taught by `{Path(record['teacher']).name}`" if record["teacher"] else ""
-    share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
-    return (
-        f"{head}# {out.name}\n\n`{source.hub_id or source.name}` trained further{teacher}: {record['tokens']:,} tokens"
-        f"{share} of {', '.join(record['data'])} in {record['steps']:,} steps{heldout} "
-        f"(gqa-uptrain {record['version']}).\n\n"
-        f"```\n{record['command']}\n```\n\n{SOURCE_CARD}\n\n{body.strip()}\n"
-    )
+    expected = {name: (spec.dtype, spec.shape) for name, spec in source.tensors.items()}
+    actual = {name: (spec.dtype, spec.shape) for name, spec in written.tensors.items()}
+    if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
+        raise OutputError(f"the result does not verify: {listing(wrong)} not as in {source.name}")

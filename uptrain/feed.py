@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from gqa.convert.errors import RefusedError
-from gqa.corpus.alpha import Selection, StreamedBlocks, select
+from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.sources import Source, parse_source, parse_sources
 from gqa.corpus.tokens import Block, Blocks, concatenate, tokenise
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
+
+_ENDLESS = 2**62  # tokens of a stream
 
 
 @dataclass(frozen=True)
@@ -33,90 +35,112 @@ class Feed:
         return self.batch_size * self.blocks.size
 
     def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[Batch]]:
-        """For each step from `first_step` on, the micro-batches of one rank."""
-        for blocks in self._steps(first_step):
-            own = blocks[rank::ranks]
-            yield [_stack(own[start : start + micro]) for start in range(0, len(own), micro)]
+        """For each step from `first_step` on, the micro-batches of one rank, which has every `ranks`th block."""
+        for own in self._own(first_step, rank, ranks):
+            yield [stack(own[start : start + micro]) for start in range(0, len(own), micro)]
 
-    def _steps(self, first: int) -> Iterator[list[Block]]:
+    def _own(self, first: int, rank: int, ranks: int) -> Iterator[list[Block]]:
+        size = self.batch_size
         if isinstance(self.blocks, Blocks):
             for step in range(first, self.steps):
-                yield [self.blocks[step * self.batch_size + i] for i in range(self.batch_size)]
+                yield [self.blocks[number] for number in range(step * size + rank, (step + 1) * size, ranks)]
             return
-        stream = self.blocks.blocks(first * self.batch_size)
+        stream = self.blocks.blocks(first * size)
         for _ in range(first, self.steps):
-            blocks = list(islice(stream, self.batch_size))
-            if len(blocks) < self.batch_size:
-                return
-            yield blocks
+            yield list(islice(stream, size))[rank::ranks]
 
 
-def _stack(blocks: list[Block]) -> Batch:
+def stack(blocks: list[Block]) -> Batch:
+    """B blocks of T tokens as tensors (B, T)."""
     return {name: torch.from_numpy(np.stack([block[name] for block in blocks])) for name in blocks[0]}
 
 
 def open_feed(options: TrainOptions, tokenizer: Any, block_size: int) -> Feed:
     """Raises RefusedError and CorpusError."""
-    how = {
-        "field": options.field, "config": options.data_config, "split": options.split,
-        "streaming": options.streaming, "separator": options.separator,
-    }  # fmt: skip
-    sources = parse_sources(options.data, **how)
+    sources = parse_sources(options.data, **_how(options))
     if options.streaming:
         return _open_stream(options, sources, tokenizer, block_size)
     text = concatenate([tokenise(source, tokenizer) for source in sources])
     weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
-    chosen: Selection = select(
+    chosen = select(
         text, block_size=block_size, seed=options.seed, alpha=options.alpha, tokens=options.tokens, steps=options.steps,
         blocks_per_step=options.batch_size, pretraining_tokens=options.pretraining_tokens,
         heldout_fraction=options.heldout_fraction, weights=weights, boundaries=options.mask_documents,
     )  # fmt: skip
-    steps = chosen.blocks.n_blocks // options.batch_size
-    if not steps:
-        raise RefusedError(
-            f"the data gives {chosen.blocks.n_blocks} blocks of {block_size} tokens, less than one batch of "
-            f"{options.batch_size}; give more data, a smaller --batch-size or a smaller --block-size"
-        )
+    steps = _steps(chosen.blocks.n_blocks, options, block_size)
     return Feed(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
 
 
 def _open_stream(options: TrainOptions, sources: tuple[Source, ...], tokenizer: Any, block_size: int) -> Feed:
     """A stream's length is not known: --alpha needs the pre-training tokens to become a number of steps."""
-    if options.steps:
-        steps = options.steps
-    else:
-        tokens = options.tokens
-        if options.alpha and options.pretraining_tokens:
-            tokens = int(options.alpha * options.pretraining_tokens)
-        if not tokens:
-            raise RefusedError(
-                "the length of a stream is not known: give --tokens or --steps, or --alpha with --pretraining-tokens"
-            )
-        steps = tokens // (block_size * options.batch_size)
-    if steps < 1:
-        raise RefusedError(f"less than one step of {options.batch_size} blocks of {block_size} tokens; give more")
+    if options.alpha is not None and options.pretraining_tokens is None:
+        raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
+    n_blocks = n_blocks_for(
+        _ENDLESS, block_size, alpha=options.alpha, tokens=options.tokens, steps=options.steps,
+        blocks_per_step=options.batch_size, pretraining_tokens=options.pretraining_tokens,
+    )  # fmt: skip
+    steps = _steps(n_blocks, options, block_size)
     blocks = StreamedBlocks(
         sources, tokenizer, block_size=block_size, seed=options.seed, n_blocks=steps * options.batch_size,
         heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
     )  # fmt: skip
-    names = ", ".join(source.spec for source in sources)
-    return Feed(blocks, options.batch_size, steps, f"stream of {names}", f"a stream of {names}")
+    told = f"a stream of {', '.join(source.spec for source in sources)}"
+    return Feed(blocks, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told)
+
+
+def _steps(n_blocks: int, options: TrainOptions, block_size: int) -> int:
+    if steps := n_blocks // options.batch_size:
+        return steps
+    raise RefusedError(
+        f"there are {n_blocks} blocks of {block_size} tokens to train on, less than one batch of "
+        f"{options.batch_size}; give more, a smaller --batch-size or a smaller --block-size"
+    )
 
 
 def open_heldout(options: TrainOptions, tokenizer: Any, block_size: int) -> list[Block]:
-    """Blocks that no step trains on; none where nothing says what is held out."""
-    if options.heldout:
-        source = parse_source(options.heldout, field=options.field, separator=options.separator)
-    elif options.data == ("stdlib:train",):
-        source = parse_source("stdlib:heldout")
-    elif options.heldout_fraction and not options.streaming:
-        parts = parse_sources(options.data, field=options.field, config=options.data_config, split=options.split)
-        source = parts[0].part("heldout", options.heldout_fraction)
-    else:
+    """Blocks that no step trains on, spread over the held-out text; none where nothing says what is held out.
+
+    Raises RefusedError and CorpusError.
+    """
+    sources = _heldout_sources(options)
+    wanted = max(1, options.heldout_tokens // block_size)
+    if not sources:
         return []
-    text = tokenise(source, tokenizer)
-    blocks = Blocks(text, np.arange(len(text)), block_size)
-    wanted = max(1, min(len(blocks), options.heldout_tokens // block_size))
-    if not len(blocks):
+    if any(source.streaming for source in sources):
+        stream = StreamedBlocks(
+            sources, tokenizer, block_size=block_size, seed=options.seed, boundaries=options.mask_documents
+        )
+        found = list(islice(stream.blocks(), wanted))
+    else:
+        text = concatenate([tokenise(source, tokenizer) for source in sources])
+        blocks = Blocks(text, np.arange(len(text)), block_size, boundaries=options.mask_documents)
+        spread = np.linspace(0, len(blocks) - 1, min(wanted, len(blocks)))
+        found = [blocks[int(number)] for number in spread]
+    if not found:
         raise RefusedError(f"the held-out text has less than one block of {block_size} tokens; give more")
-    return [blocks[int(i)] for i in np.linspace(0, len(blocks) - 1, wanted)]
+    return found
+
+
+def _heldout_sources(options: TrainOptions) -> list[Source]:
+    if options.heldout:
+        return [parse_source(options.heldout, field=options.field, separator=options.separator)]
+    if options.data == ("stdlib:train",) and not options.heldout_fraction:
+        return [parse_source("stdlib:heldout")]
+    if options.heldout_fraction:
+        parts = [
+            source.part("heldout", options.heldout_fraction) for source in parse_sources(options.data, **_how(options))
+        ]
+        if found := [part for part in parts if next(part.read(), None)]:
+            return found
+        raise RefusedError(
+            f"--heldout-fraction {options.heldout_fraction:g} holds out no document of {', '.join(options.data)}; give "
+            "more, or text of its own with --heldout"
+        )
+    return []
+
+
+def _how(options: TrainOptions) -> dict[str, Any]:
+    return {
+        "field": options.field, "config": options.data_config, "split": options.split,
+        "streaming": options.streaming, "separator": options.separator,
+    }  # fmt: skip

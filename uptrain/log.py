@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gqa.convert.writer import write_text
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -19,36 +21,50 @@ WARM_UP = 2  # steps that are not timed
 
 
 class Log:
-    """Call `step` once a step; rates are over everything since the first steps of this process."""
+    """`trained` after each step, then `step`; `begin` where something that is not training came between.
+
+    The rate is that of training alone, without evaluations and saves; the time that is left is that of everything.
+    """
 
     def __init__(
         self, accelerator: Accelerator, path: Path | None, steps: int, first: int, parameters: int, quiet: bool
     ) -> None:
+        """`first` steps were done before: what `path` tells of later ones is dropped, for they are done again."""
         from tqdm import tqdm
 
         self._accelerator, self._steps, self._first = accelerator, steps, first
         self._flops = 6 * parameters  # per token: forward and backward of every weight
         main = accelerator.is_main_process
         self._path = path if main else None
+        if self._path:
+            _cut(self._path, first)
         self._terminal = sys.stderr.isatty()
         self._quiet = quiet or not main
         self._bar = tqdm(
             total=steps, initial=first, unit="step", file=sys.stderr, leave=False,
             disable=self._quiet or not self._terminal,
         )  # fmt: skip
-        self._start, self._timed = time.perf_counter(), 0
+        self._began = self._since = time.perf_counter()
+        self._done, self._tokens, self._seconds = 0, 0, 0.0
         self._heldout: float | None = None
         self._said = -math.inf
 
-    def step(self, step: int, tokens: int, numbers: dict[str, float]) -> dict[str, Any]:
-        """`step` (from 1) is done and trained on `tokens`; `numbers` are its losses, rate and gradient norm."""
+    def begin(self) -> None:
+        """The next step begins now."""
+        self._since = time.perf_counter()
+
+    def trained(self, tokens: int) -> None:
+        """A step on so many tokens ends now."""
         now = time.perf_counter()
-        done = step - self._first
-        if done == WARM_UP:
-            self._start, self._timed = now, 0
-        elif done > WARM_UP:
-            self._timed += tokens
-        rate = self._timed / (now - self._start) if self._timed else 0.0
+        self._done += 1
+        if self._done > WARM_UP:
+            self._tokens += tokens
+            self._seconds += now - self._since
+        self._since = now
+
+    def step(self, step: int, numbers: dict[str, float]) -> dict[str, Any]:
+        """`step` (from 1) is done; `numbers` are its losses, rate and gradient norm. Returns the whole record."""
+        rate = self._tokens / self._seconds if self._seconds else 0.0
         self._heldout = numbers.get("heldout_loss", self._heldout)
         record: dict[str, Any] = {"step": step, **numbers, "tokens_per_second": round(rate, 1)}
         if (peak := self._peak()) and rate:
@@ -56,37 +72,37 @@ class Log:
         record["memory_bytes"] = memory()
         if self._path:
             with self._path.open("a") as stream:
-                stream.write(json.dumps(record) + "\n")
+                stream.write(json.dumps(plain(record)) + "\n")
         if self._accelerator.trackers:
             self._accelerator.log({k: v for k, v in record.items() if k != "step"}, step=step)
         self._bar.update()
-        self._say(step, record, now)
+        self._say(step, record)
         return record
 
-    def _say(self, step: int, record: dict[str, Any], now: float) -> None:
+    def _say(self, step: int, record: dict[str, Any]) -> None:
         if self._quiet:
             return
-        line = self._line(step, record)
+        now = time.perf_counter()
+        left = (now - self._began) / self._done * (self._steps - step)
+        line = self._line(step, record, left)
         if self._terminal:
             self._bar.set_postfix_str(line.partition("  ")[2])
         elif step == self._steps or now - self._said > 5:  # a file gets a line every few seconds
             self._said = now
             print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-    def _line(self, step: int, record: dict[str, Any]) -> str:
-        rate = record["tokens_per_second"]
-        left = (self._steps - step) * record["step_tokens"] / rate if rate else math.nan
+    def _line(self, step: int, record: dict[str, Any], left: float) -> str:
         parts = [f"step {step}/{self._steps}  {record['tokens']:,} tokens", f"loss {record['loss']:.4f}"]
         if "distillation" in record:
             parts.append(f"kl {record['distillation']:.4f}")
         if self._heldout is not None:
             parts.append(f"held-out {self._heldout:.4f}")
-        parts += [f"lr {record['learning_rate']:.2e}", f"{rate:,.0f} tok/s"]
+        parts.append(f"lr {record['learning_rate']:.2e}")
+        if rate := record["tokens_per_second"]:
+            parts.append(f"{rate:,.0f} tok/s")
         if "mfu" in record:
             parts.append(f"mfu {record['mfu']:.0%}")
-        parts.append(f"{record['memory_bytes'] / 2**30:.1f} GiB")
-        if rate:
-            parts.append(f"eta {int(left // 60)}:{int(left % 60):02d}")
+        parts += [f"{record['memory_bytes'] / 2**30:.1f} GiB", f"eta {int(left // 60)}:{int(left % 60):02d}"]
         return " | ".join(parts)
 
     def _peak(self) -> float | None:
@@ -101,6 +117,30 @@ class Log:
 
     def close(self) -> None:
         self._bar.close()
+
+
+def plain(record: dict[str, Any]) -> dict[str, Any]:
+    """With null for what is not finite: JSON has no other word for it."""
+    return {
+        key: plain(value) if isinstance(value, dict)
+        else None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }  # fmt: skip
+
+
+def _cut(path: Path, step: int) -> None:
+    """Keep what a file of records tells of steps up to `step`; a run may have been killed in the middle of a line."""
+    kept = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            if json.loads(line)["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(f"{line}\n")
+    fresh = path.with_suffix(".new")
+    write_text(fresh, "".join(kept))
+    fresh.replace(path)
 
 
 def memory() -> int:

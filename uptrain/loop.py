@@ -10,28 +10,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gqa.convert.errors import RefusedError
 from gqa.corpus.tokens import Block
-from gqa.uptrain.feed import Feed
+from gqa.uptrain.feed import Feed, stack
 from gqa.uptrain.log import Log
+from gqa.uptrain.lora import merged
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.schedule import rate_factor
+from gqa.uptrain.schedule import rate_factor, warmup_steps
 from gqa.uptrain.scope import decay_groups
 from gqa.uptrain.state import States, check_same_run
-from gqa.uptrain.training_model import TrainingModel
+from gqa.uptrain.training_model import Batch, TrainingModel, predictions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+Weights = dict[str, Tensor]
 # Called after a step with its number, the record of metrics.jsonl and a function that gives the weights then.
-AfterStep = Callable[[int, dict[str, Any], Callable[[], dict[str, Tensor]]], None]
+AfterStep = Callable[[int, dict[str, Any], Callable[[], Weights]], None]
 
 
-class DivergedError(RefusedError):
+class DivergedError(Exception):
     """Loss or gradients were not finite too often in a row."""
 
 
@@ -45,7 +45,7 @@ class StoppedError(Exception):
 
 @dataclass
 class Progress:
-    """What a state must remember besides weights and optimiser."""
+    """What a state must remember besides weights and optimiser. Losses are nats per token."""
 
     step: int = 0
     tokens: int = 0
@@ -53,7 +53,7 @@ class Progress:
     skipped_in_a_row: int = 0
     heldout_before: float | None = None
     heldout_after: float | None = None
-    loss: float = math.nan
+    loss: float | None = None
 
 
 def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.Optimizer:
@@ -82,96 +82,97 @@ def train(
     log: Callable[[int], Log],
     resume: bool = False,
     after_step: AfterStep | None = None,
-) -> Progress:
-    """Train over the feed's steps. `log` makes the log once it is known where the run starts.
+) -> tuple[Progress, Weights]:
+    """Train over the feed's steps; returns how it went and the weights (adapters apart), whole on the main process.
 
-    Raises RefusedError (a state of another run), DivergedError, StoppedError, and OutputError where no state can be
-    saved.
+    `log` makes the log once it is known where the run starts. Raises RefusedError (a state of another run),
+    DivergedError, StoppedError, and OutputError where no state can be saved.
     """
-    optimizer = make_optimizer(model, options)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, options))
     progress = _resume(accelerator, states, feed, options) if resume else Progress()
-    if not resume and heldout:
+    if progress.step == 0 and heldout:
         progress.heldout_before = heldout_loss(accelerator, wrapped, heldout, micro)
     told = log(progress.step)
-    warmup = options.warmup if options.warmup is not None else min(100, feed.steps // 20)
+    warmup = warmup_steps(options.warmup, options.schedule, feed.steps)
     saved = time.monotonic()
     wrapped.train()
     with _signals() as signalled:
         batches = feed.batches(progress.step, accelerator.process_index, accelerator.num_processes, micro)
         for step, micro_batches in enumerate(batches, progress.step):
             rate = options.learning_rate * rate_factor(step, feed.steps, options.schedule, warmup, options.decay)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            sums, norm = _step(accelerator, wrapped, optimizer, micro_batches, options)
-            _count(progress, sums, norm, optimizer, feed, options, step)
+            sums, norm = _step(accelerator, wrapped, optimizer, micro_batches, rate, options.clip)
+            told.trained(feed.tokens_per_step)
+            _count(progress, sums, norm, feed, options)
 
             numbers = _numbers(sums, norm, rate, progress, feed)
             last = progress.step == feed.steps
             if heldout and (last or (options.eval_every and progress.step % options.eval_every == 0)):
-                numbers["heldout_loss"] = heldout_loss(accelerator, wrapped, heldout, micro)
-                progress.heldout_after = numbers["heldout_loss"]
-            record = told.step(progress.step, feed.tokens_per_step, numbers)
+                progress.heldout_after = numbers["heldout_loss"] = heldout_loss(accelerator, wrapped, heldout, micro)
+            record = told.step(progress.step, numbers)
             if after_step:
-                after_step(progress.step, record, lambda: weights(accelerator, wrapped))
+                after_step(progress.step, record, lambda: merged(weights(accelerator, wrapped)))
 
-            stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved))
-            if stop or (due and not last):
+            stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved, last))
+            if stop or due:
                 states.save(accelerator, _record(progress, feed, options))
                 saved = time.monotonic()
             if stop:
                 raise StoppedError(stop, progress.step)
+            told.begin()
     told.close()
-    return progress
+    return progress, weights(accelerator, wrapped)
 
 
 def _step(
-    accelerator: Accelerator, model: Any, optimizer: Any, micro_batches: list[dict[str, Tensor]], options: TrainOptions
+    accelerator: Accelerator, model: Any, optimizer: Any, micro_batches: list[Batch], rate: float, clip: float
 ) -> tuple[Tensor, float]:
     """One optimiser step over all micro-batches of all ranks; returns their summed numbers and the gradient's norm.
 
     The gradient is that of the mean over all predictions: sums divided once by the number that all ranks have, which
-    accelerate's means over micro-batches and ranks are undone for.
+    accelerate's means over micro-batches and ranks are undone for. Where loss or gradient is not finite nothing
+    changes (in float16 that is for the scaler to see to, which then scales less).
     """
     device = accelerator.device
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches]
-    total = accelerator.reduce(torch.tensor(float(sum(_predictions(b) for b in batches)), device=device), "sum")
-    scale = len(batches) * accelerator.num_processes / total
-    sums = torch.zeros(4, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
-    norm = math.nan
+    total = accelerator.reduce(torch.tensor(float(sum(map(predictions, batches))), device=device), "sum")
+    scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
+    sums = _zeros(4, device)
     for batch in batches:
         with accelerator.accumulate(model):
             loss, numbers = model(**batch)
             sums += numbers
             accelerator.backward(loss * scale)
-            if accelerator.sync_gradients:
-                norm = _finish(accelerator, model, optimizer, options.clip)
-    return accelerator.reduce(sums, "sum"), norm
-
-
-def _finish(accelerator: Accelerator, model: Any, optimizer: Any, clip: float) -> float:
-    """Clip and step; a gradient that is not finite changes nothing. (In float16 that is for the scaler to do.)"""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    found = accelerator.clip_grad_norm_(trained, clip)
-    norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
-    if math.isfinite(norm) or accelerator.scaler is not None:
+    sums = accelerator.reduce(sums, "sum")
+    norm = _clip(accelerator, model, clip)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    if accelerator.scaler is not None or _is_finite(sums, norm):
         optimizer.step()
     optimizer.zero_grad()
-    return norm
+    return sums, norm
 
 
-def _predictions(batch: dict[str, Tensor]) -> int:
-    if "document_ids" in batch:
-        return int((batch["document_ids"][:, 1:] == batch["document_ids"][:, :-1]).sum())
-    return batch["input_ids"][:, 1:].numel()
+def _clip(accelerator: Accelerator, model: Any, limit: float) -> float:
+    """Clip the gradient to a norm; returns the norm before."""
+    found = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], limit)
+    if found is None:  # DeepSpeed clips by itself, and may not tell
+        return 0.0
+    return float(found.full_tensor() if hasattr(found, "full_tensor") else found)
 
 
-def _count(
-    progress: Progress, sums: Tensor, norm: float, optimizer: Any, feed: Feed, options: TrainOptions, step: int
-) -> None:
-    progress.step, progress.tokens = step + 1, progress.tokens + feed.tokens_per_step
-    if math.isfinite(norm) and bool(sums.isfinite().all()):
-        progress.loss, progress.skipped_in_a_row = float(sums[1] / sums[0]), 0
+def _is_finite(sums: Tensor, norm: float) -> bool:
+    return math.isfinite(norm) and bool(sums.isfinite().all())
+
+
+def _zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+
+
+def _count(progress: Progress, sums: Tensor, norm: float, feed: Feed, options: TrainOptions) -> None:
+    progress.step, progress.tokens = progress.step + 1, progress.tokens + feed.tokens_per_step
+    if _is_finite(sums, norm):
+        progress.skipped_in_a_row = 0
+        progress.loss = _per_prediction(sums)[0]
         return
     progress.skipped += 1
     progress.skipped_in_a_row += 1
@@ -182,16 +183,22 @@ def _count(
         )
 
 
+def _per_prediction(sums: Tensor) -> list[float]:
+    """Nats, distillation and matching error of the mean prediction."""
+    count, *others = sums.tolist()
+    return [value / max(count, 1.0) for value in others]
+
+
 def _numbers(sums: Tensor, norm: float, rate: float, progress: Progress, feed: Feed) -> dict[str, float]:
-    count, likelihood, divergence, matching = (float(value) for value in sums)
+    nats, divergence, matching = _per_prediction(sums)
     numbers = {
-        "tokens": progress.tokens, "step_tokens": feed.tokens_per_step, "loss": likelihood / count,
+        "tokens": progress.tokens, "step_tokens": feed.tokens_per_step, "loss": nats,
         "learning_rate": rate, "gradient_norm": norm, "skipped": progress.skipped,
     }  # fmt: skip
     if divergence:
-        numbers["distillation"] = divergence / count
+        numbers["distillation"] = divergence
     if matching:
-        numbers["matching"] = matching / count
+        numbers["matching"] = matching
     return numbers
 
 
@@ -199,30 +206,31 @@ def _numbers(sums: Tensor, norm: float, rate: float, progress: Progress, feed: F
 def heldout_loss(accelerator: Accelerator, model: Any, blocks: list[Block], micro: int) -> float:
     """Mean nats per token over blocks that are never trained on, shared by the ranks."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64 if accelerator.device.type != "mps" else torch.float32)
-    sums = sums.to(accelerator.device)
+    device, ranks, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
+    sums = _zeros(2, device)
     # All ranks make the same number of passes (FSDP waits for them); one without a block repeats and does not count.
-    ranks, rank = accelerator.num_processes, accelerator.process_index
     for start in range(0, len(blocks), micro * ranks):
         own = blocks[start + rank * micro : start + (rank + 1) * micro]
-        ids = torch.from_numpy(np.stack([block["input_ids"] for block in own or blocks[:1]])).to(accelerator.device)
-        _, numbers = model(input_ids=ids)
-        sums += numbers[:2] * bool(own)
+        batch = {name: tensor.to(device) for name, tensor in stack(own or blocks[:1]).items()}
+        _, numbers = model(**batch)
+        if own:
+            sums += numbers[:2]
     sums = accelerator.reduce(sums, "sum")
     model.train()
-    return float(sums[1] / sums[0])
+    return _per_prediction(sums)[0]
 
 
-def weights(accelerator: Accelerator, wrapped: Any) -> dict[str, Tensor]:
+def weights(accelerator: Accelerator, wrapped: Any) -> Weights:
     """The model's state dict, gathered from all ranks (whole on the main one), under the model's own names."""
     found = accelerator.get_state_dict(wrapped)
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
 
 
-def _is_due(options: TrainOptions, step: int, saved: float) -> bool:
-    if options.save_every and step % options.save_every == 0:
+def _is_due(options: TrainOptions, step: int, saved: float, last: bool) -> bool:
+    """The last step too, so that what fails or is stopped while the result is written need not be trained again."""
+    if options.save_every and (last or step % options.save_every == 0):
         return True
-    return bool(options.save_minutes and time.monotonic() - saved > 60 * options.save_minutes)
+    return bool(options.save_minutes and (last or time.monotonic() - saved > 60 * options.save_minutes))
 
 
 def _record(progress: Progress, feed: Feed, options: TrainOptions) -> dict[str, Any]:
@@ -230,7 +238,7 @@ def _record(progress: Progress, feed: Feed, options: TrainOptions) -> dict[str, 
 
 
 def _resume(accelerator: Accelerator, states: States, feed: Feed, options: TrainOptions) -> Progress:
-    path, record = states.latest()
+    path, record = states.latest(whole=accelerator.is_main_process)
     check_same_run(path, record, options.binding(), feed.fingerprint)
     accelerator.load_state(str(path))
     return Progress(**{name: record[name] for name in vars(Progress())})

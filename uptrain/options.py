@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,7 +78,14 @@ class TrainOptions:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in _FREE}
 
     def check(self, ranks: int) -> int:
-        """Blocks of one forward pass on one of `ranks`; raises RefusedError where the numbers do not go together."""
+        """Blocks of one forward pass on one of `ranks`; raises RefusedError where options do not go together."""
+        self._check_length()
+        self._check_teaching()
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RefusedError(f"--{name.replace('_', '-')} is {value}; give a finite number")
+        if self.keep_adapter and self.train != "lora":
+            raise RefusedError(f"--keep-adapter is of --train lora; --train {self.train} has no adapter")
         if self.batch_size % ranks:
             raise RefusedError(
                 f"--batch-size {self.batch_size} cannot be shared by {ranks} processes; give a multiple of {ranks}"
@@ -88,9 +96,25 @@ class TrainOptions:
             raise RefusedError(
                 f"--micro-batch {micro} does not divide the {share} blocks that a process has in a batch"
             )
+        return micro
+
+    def _check_length(self) -> None:
+        """Before any data is read; how much data there is decides the rest."""
+        given = [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RefusedError(
+                f"the length is given by {' and '.join(given) or 'nothing'}; give one of --alpha, --tokens and --steps"
+            )
+        if self.alpha is not None and not 0 < self.alpha <= 1:
+            raise RefusedError(f"--alpha is {self.alpha:g}; it is a fraction of the data, above 0 and at most 1")
+        if self.pretraining_tokens is not None and self.alpha is None:
+            raise RefusedError("--pretraining-tokens is what --alpha is a fraction of; give both")
+
+    def _check_teaching(self) -> None:
         if self.teacher is None and (self.match or self.distill != 1.0):
             raise RefusedError("--distill and --match need --teacher, the model before conversion")
-        return micro
+        if self.match and self.compile:
+            raise RefusedError("--match reads outputs of modules, which a compiled model has none of; drop --compile")
 
 
 def differences(now: dict[str, Any], before: dict[str, Any]) -> list[str]:

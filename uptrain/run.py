@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    LoggerType,
+    set_seed,
+)
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
 from gqa.convert.hub import open_model
-from gqa.convert.loading import load_model
+from gqa.convert.loading import load_model, ranks
 from gqa.convert.writer import OutputDirectory
-from gqa.uptrain.export import export, provenance
+from gqa.uptrain.card import provenance, without_place
+from gqa.uptrain.export import ADAPTER, METRICS, check_exportable, export, require_space
 from gqa.uptrain.feed import Feed, open_feed, open_heldout
-from gqa.uptrain.log import Log
-from gqa.uptrain.loop import AfterStep, Progress, train, weights
+from gqa.uptrain.log import Log, plain
+from gqa.uptrain.loop import AfterStep, Progress, Weights, train
+from gqa.uptrain.lora import merged, save_adapter
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.scope import adapter_weights, choose, merge_adapters
+from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.state import States
 from gqa.uptrain.training_model import TrainingModel
 
@@ -54,63 +66,55 @@ class Setup:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def make_accelerator(options: TrainOptions, accumulation: int = 1) -> Accelerator:
-    """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise."""
+def make_accelerator(options: TrainOptions, micro: int, accumulation: int) -> Accelerator:
+    """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
+    for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
+        raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
     try:
-        return Accelerator(
+        accelerator = Accelerator(
             mixed_precision=options.precision,
-            gradient_accumulation_steps=accumulation,
+            # Given as a number it would give way to a variable that the launcher sets for DeepSpeed.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),
             log_with=list(options.report_to) or None,
-            project_dir=str(state_directory(options)),
+            project_dir=str(_beside(options.output, "logs")),
+            kwargs_handlers=[DistributedDataParallelKwargs()],
         )
     except (ValueError, RuntimeError, ImportError) as error:
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from None
+    if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
+        raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+        }
+    return accelerator
 
 
-def state_directory(options: TrainOptions) -> Path:
-    """Beside the output, which appears only at the end."""
-    out = options.output
-    return out.with_name(f"{out.name}-state")
+def _beside(out: Path, purpose: str) -> Path:
+    return out.with_name(f"{out.name}-{purpose}")
 
 
 def prepare(options: TrainOptions, resume: bool = False) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written."""
-    from gqa.convert.loading import ranks
-
-    micro = options.check(ranks().num_processes)
-    accelerator = make_accelerator(options, options.batch_size // ranks().num_processes // micro)
+    processes = ranks().num_processes
+    micro = options.check(processes)
+    accelerator = make_accelerator(options, micro, options.batch_size // processes // micro)
     checkpoint = open_model(options.model, None if Path(options.model).is_dir() else options.revision)
     OutputDirectory(options.output, checkpoint.directory, options.overwrite)  # refuses now
-    states = States(state_directory(options), options.keep_last)
+    require_space(checkpoint, options.output)
+    states = States(_beside(options.output, "state"), options.keep_last)
     if not resume and states.all():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
-    path = str(checkpoint.directory)
-    how: dict[str, Any] = {
-        "device": str(accelerator.device),
-        "attention": options.attention,
-        "trust_remote_code": options.trust_remote_code,
-    }
-    tokenizer = _tokenizer(path, checkpoint.name, options)
-    model = load_model(path, dtype="float32", **how)
-    text_config = model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
-    if len(tokenizer) > text_config.vocab_size:
-        raise RefusedError(
-            f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
-            f"{text_config.vocab_size:,}; give the tokenizer that belongs to the model"
-        )
-    positions = getattr(text_config, "max_position_embeddings", None)
-    block_size = options.block_size or min(positions or MAX_BLOCK, MAX_BLOCK)
-    if positions and block_size > positions:
-        raise RefusedError(f"--block-size {block_size} is more than the {positions} positions of {checkpoint.name}")
-    teacher = _teacher(options, model, how)
-    choose(model, checkpoint, options.train, options.lora_rank)
-    if options.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if resume:
+        states.latest(whole=False)
+    tokenizer = _tokenizer(checkpoint, options)
+    model = _model(checkpoint, options, accelerator)
+    block_size = _block_size(model, tokenizer, checkpoint, options)
+    teacher = _teacher(model, tokenizer, options, accelerator)
     with accelerator.main_process_first():  # one process tokenises, the others find it done
         feed = open_feed(options, tokenizer, block_size)
         heldout = open_heldout(options, tokenizer, block_size)
@@ -119,25 +123,98 @@ def prepare(options: TrainOptions, resume: bool = False) -> Setup:
     )  # fmt: skip
 
 
-def _tokenizer(path: str, name: str, options: TrainOptions) -> Any:
+def _tokenizer(checkpoint: Checkpoint, options: TrainOptions) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        return AutoTokenizer.from_pretrained(checkpoint.directory, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # whatever a library raises about a tokenizer it cannot read
-        raise RefusedError(f"transformers cannot load the tokenizer of {name}: {explain(error)}") from None
+        raise RefusedError(f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}") from None
 
 
-def _teacher(options: TrainOptions, model: PreTrainedModel, how: dict[str, Any]) -> PreTrainedModel | None:
+def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator) -> PreTrainedModel:
+    """In float32, with what does not train frozen. Sharded models stay on the CPU until they are shards."""
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    model = _load(checkpoint, options, "cpu" if sharded else str(accelerator.device), dtype="float32")
+    if model.config.is_encoder_decoder:
+        raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
+    check_exportable(model, checkpoint)
+    set_seed(options.seed)  # of adapters
+    choose(model, checkpoint, options.train, options.lora_rank)
+    if accelerator.num_processes > 1 and not sharded:
+        with accelerator.autocast():
+            accelerator.ddp_handler.find_unused_parameters = bool(unreached(model))
+    if options.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise RefusedError(f"--checkpointing: {explain(error)}") from None
+    if options.compile:
+        _check_compiler()
+    return model
+
+
+def _load(checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str) -> PreTrainedModel:
+    return load_model(
+        str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+
+
+def _check_compiler() -> None:
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
+    except Exception as error:  # of any of the layers below
+        raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
+
+
+def _block_size(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
+    config = model.config.get_text_config(decoder=True)
+    if len(tokenizer) > config.vocab_size:
+        raise RefusedError(
+            f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
+            f"{config.vocab_size:,}; give the tokenizer that belongs to the model"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and options.block_size and options.block_size > positions:
+        raise RefusedError(
+            f"--block-size {options.block_size} is more than the {positions} positions of {checkpoint.name}"
+        )
+    return options.block_size or min(positions or MAX_BLOCK, MAX_BLOCK)
+
+
+def _teacher(
+    model: PreTrainedModel, tokenizer: Any, options: TrainOptions, accelerator: Accelerator
+) -> PreTrainedModel | None:
+    """In its own dtype, without gradients, whole on every device."""
     if options.teacher is None:
         return None
     checkpoint = open_model(options.teacher)
-    teacher = load_model(str(checkpoint.directory), **how)
+    with _loaded_on_every_rank():
+        teacher = _load(checkpoint, options, str(accelerator.device), dtype="auto")
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
     if ours != theirs:
         raise RefusedError(
             f"the teacher {checkpoint.name} predicts {theirs:,} tokens, the model {ours:,}; give the checkpoint from "
             "which the model was converted"
         )
+    if _tokenizer(checkpoint, options).get_vocab() != tokenizer.get_vocab():
+        raise RefusedError(
+            f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's; give the checkpoint "
+            "from which the model was converted"
+        )
     return teacher.requires_grad_(False)
+
+
+@contextmanager
+def _loaded_on_every_rank() -> Iterator[None]:
+    """FSDP's option to load on one rank and send to the others is for the model that it shards."""
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
 
 
 def uptrain(
@@ -160,60 +237,63 @@ def run(
     words: Sequence[str] = (),
     after_step: AfterStep | None = None,
 ) -> tuple[Progress, dict[str, Any]]:
-    """See `uptrain`."""
-    options, accelerator = setup.options, setup.accelerator
-    torch.manual_seed(options.seed)
+    """See `uptrain`. Raises what `train` and `export` raise."""
+    options, accelerator, states = setup.options, setup.accelerator, setup.states
+    set_seed(options.seed, device_specific=True)  # dropout differs between ranks
     training = TrainingModel(
         setup.model, setup.teacher, distill=options.distill, temperature=options.temperature, match=options.match,
         match_weight=options.match_weight, compile_backbone=options.compile,
     )  # fmt: skip
-    directory = setup.states.directory
-    if accelerator.is_main_process:
-        directory.mkdir(parents=True, exist_ok=True)
-    metrics = directory / "metrics.jsonl"
-    if not resume:
-        metrics.unlink(missing_ok=True)
-    if options.report_to:
-        accelerator.init_trackers("gqa-uptrain", config={k: str(v) for k, v in options.binding().items()})
-    progress = train(
-        accelerator, training, setup.feed, setup.heldout, options, micro=setup.micro, states=setup.states,
-        resume=resume, after_step=after_step,
-        log=lambda first: Log(accelerator, metrics, setup.feed.steps, first, setup.parameters, quiet),
-    )  # fmt: skip
-    record = provenance(setup.checkpoint, list(words), facts(setup, progress))
-    _finish(setup, training, record, metrics)
-    if options.report_to:
-        accelerator.end_training()
+    metrics = states.directory / "metrics.jsonl"
+    with states.held() if accelerator.is_main_process else nullcontext():
+        if options.report_to:
+            accelerator.init_trackers("gqa-uptrain", config={k: str(v) for k, v in options.binding().items()})
+        try:
+            progress, found = train(
+                accelerator, training, setup.feed, setup.heldout, options, micro=setup.micro, states=states,
+                resume=resume, after_step=after_step,
+                log=lambda first: Log(accelerator, metrics, setup.feed.steps, first, setup.parameters, quiet),
+            )  # fmt: skip
+        finally:
+            if options.report_to:
+                accelerator.end_training()
+        record = plain(provenance(setup.checkpoint, words, facts(setup, progress)))
+        if accelerator.is_main_process:
+            _write(setup, found, record, metrics)
+        accelerator.wait_for_everyone()
     return progress, record
 
 
-def _finish(setup: Setup, training: TrainingModel, record: dict[str, Any], metrics: Path) -> None:
-    options, accelerator = setup.options, setup.accelerator
-    found = weights(accelerator, accelerator._models[-1])
-    if accelerator.is_main_process:
-        model, extra = setup.model, {"training_log.jsonl": metrics}
-        if options.train == "lora":
-            if options.keep_adapter:
-                extra["adapter.pt"] = setup.states.directory / "adapter.pt"
-                torch.save(adapter_weights(model), extra["adapter.pt"])
-            merge_adapters(model)
-            found = model.state_dict()
-        export(model, found, setup.checkpoint, options.output, record, overwrite=options.overwrite, extra=extra)
-        if not options.keep_state:
-            shutil.rmtree(setup.states.directory)
-    accelerator.wait_for_everyone()
+def _write(setup: Setup, found: Weights, record: dict[str, Any], metrics: Path) -> None:
+    options, extra = setup.options, {METRICS: metrics}
+    if options.keep_adapter:
+        names = {name for name, p in setup.model.named_parameters() if p.requires_grad}
+        directory = setup.states.directory / ADAPTER
+        save_adapter(found, names, directory)
+        extra |= {f"{ADAPTER}/{path.name}": path for path in directory.iterdir()}
+    export(
+        setup.model, merged(found), setup.checkpoint, options.output, record, overwrite=options.overwrite, extra=extra,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+    if not options.keep_state:
+        shutil.rmtree(setup.states.directory)
 
 
 def facts(setup: Setup, progress: Progress) -> dict[str, Any]:
     """What was trained on what, JSON-ready."""
     options, feed = setup.options, setup.feed
+    told = {
+        name: [without_place(v) for v in value] if isinstance(value, list)
+        else without_place(value) if isinstance(value, str) else value
+        for name, value in options.binding().items()
+    }  # fmt: skip
     return {
-        "data": list(options.data),
+        "data": told["data"],
         "alpha": options.alpha,
         "tokens": progress.tokens,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
-        "teacher": options.teacher,
+        "teacher": told["teacher"],
         "losses": {
             "training": progress.loss,
             "heldout_before": progress.heldout_before,
@@ -222,5 +302,5 @@ def facts(setup: Setup, progress: Progress) -> dict[str, Any]:
         "data_summary": feed.summary,
         "data_fingerprint": feed.fingerprint,
         "ranks": setup.accelerator.num_processes,
-        "options": replace(options, output=Path(options.output.name)).binding() | {"block_size": setup.block_size},
+        "options": told | {"block_size": setup.block_size},
     }

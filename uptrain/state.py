@@ -1,8 +1,9 @@
 """Saving and continuing a run. What is saved has its final name only when all of it is on disk.
 
 A state is a directory `step-N`: accelerate's own files (weights, optimiser, scaler, random states of every rank) and
-`trainer_state.json`, with the step, what the run was asked for, and the size and SHA-256 of each file. accelerate reads
-random states with pickle: continue only from states that you made.
+`trainer_state.json`, with the step, what the run was asked for, and the size and SHA-256 of each file. All ranks write
+into the one directory, which several machines must share. accelerate reads random states with pickle: continue only
+from states that you made.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.errors import OutputError, RefusedError, listing
+from filelock import FileLock, Timeout
+
+from gqa.convert.errors import OutputError, RefusedError, explain, listing
 from gqa.convert.writer import fsync_directory, write_text
 from gqa.uptrain.options import differences
 
@@ -32,73 +38,103 @@ class States:
     directory: Path
     keep_last: int
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The directory is there, no other run uses it meanwhile, and no half of a state is left from one that was
+        killed. Raises RefusedError where another run does use it.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.directory / "lock")  # the system lets go of it when its process dies
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RefusedError(
+                f"another run is using {self.directory}; wait for it or give another output with -o"
+            ) from None
+        try:
+            for leftover in self.directory.glob("*.partial"):
+                shutil.rmtree(leftover)
+            yield
+        finally:
+            lock.release()
+            if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
+                shutil.rmtree(self.directory, ignore_errors=True)  # refused at the first step, or all is written
+
     def all(self) -> list[Path]:
         """Complete states, the oldest first."""
-        found = [p for p in self.directory.glob("step-*") if p.suffix != ".partial" and (p / RECORD).is_file()]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+        found = [path for path in self.directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+        return sorted((p for p in found if (p / RECORD).is_file()), key=lambda path: int(path.name[5:]))
 
     def save(self, accelerator: Accelerator, record: dict[str, Any]) -> Path:
         """Write the state of all ranks; the older ones beyond `keep_last` go only when the new one is complete."""
         final = self.directory / f"step-{record['step']:08d}"
         work = final.with_suffix(".partial")
-        if accelerator.is_main_process:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self.directory.glob("*.partial"):
-                shutil.rmtree(leftover)
-        accelerator.wait_for_everyone()
         try:
             # Not as safetensors: those hold no tied weights, which then are missing when the state is loaded.
             accelerator.save_state(str(work), safe_serialization=False)
-        except (OSError, RuntimeError) as error:
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                self._publish(work, final, record)
+        except (OSError, RuntimeError) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
             raise OutputError(
-                f"the state could not be saved in {self.directory}: {error}; nothing else is lost"
+                f"the state of step {record['step']} could not be saved in {self.directory} ({explain(error)}); "
+                "free some space and continue from the one before with --resume"
             ) from None
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            files = {str(p.relative_to(work)): _describe(p) for p in sorted(work.rglob("*")) if p.is_file()}
-            write_text(work / RECORD, json.dumps(record | {"files": files}, indent=2) + "\n")
-            for directory in [work, *(p for p in work.rglob("*") if p.is_dir())]:
-                fsync_directory(directory)
-            shutil.rmtree(final, ignore_errors=True)
-            work.rename(final)
-            fsync_directory(self.directory)
-            for old in self.all()[: -self.keep_last]:
-                shutil.rmtree(old)
         accelerator.wait_for_everyone()
         return final
 
-    def latest(self) -> tuple[Path, dict[str, Any]]:
-        """The newest state and its record, checked. Raises RefusedError where there is none or it is damaged."""
-        found = self.all()
-        if not found:
+    def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
+        files = {str(p.relative_to(work)): _describe(p) for p in sorted(work.rglob("*")) if p.is_file()}
+        write_text(work / RECORD, json.dumps(record | {"files": files}, indent=2) + "\n")
+        for directory in [work, *(p for p in work.rglob("*") if p.is_dir())]:
+            fsync_directory(directory)
+        if final.exists():  # saved before, without all of its files
+            shutil.rmtree(final)
+        work.rename(final)
+        fsync_directory(self.directory)
+        for old in self.all()[: -self.keep_last]:
+            gone = old.with_suffix(".partial")
+            old.rename(gone)
+            shutil.rmtree(gone)
+
+    def latest(self, whole: bool = True) -> tuple[Path, dict[str, Any]]:
+        """The newest state and its record; with `whole` every byte of it is checked.
+
+        Raises RefusedError where there is none or it is damaged.
+        """
+        if not (found := self.all()):
             raise RefusedError(f"--resume: {self.directory} has no saved state; start without --resume")
         path = found[-1]
+        older = "delete it to continue from the one before" if found[1:] else "start without --resume after deleting it"
         try:
             record: dict[str, Any] = json.loads((path / RECORD).read_text())
-            damaged = [name for name, known in record["files"].items() if _describe(path / name) != known]
-        except (OSError, ValueError, KeyError) as error:
-            raise RefusedError(
-                f"the state {path} cannot be read ({error}); delete it to continue from an older one"
-            ) from None
+            files = record["files"].items() if whole else ()
+            damaged = [name for name, known in files if not _is_as(path / name, known)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RefusedError(f"the state {path} cannot be read ({explain(error)}); {older}") from None
         if damaged:
             raise RefusedError(
-                f"the state {path} is damaged: {listing(damaged)} changed since it was saved; delete it to continue "
-                "from an older one"
-            )
+                f"the state {path} is damaged: {listing(damaged)} not as saved; {older}"
+            )  # fmt: skip
         return path, record
 
 
 def check_same_run(path: Path, record: dict[str, Any], options: dict[str, Any], data: str) -> None:
     """Raise RefusedError where a state belongs to another run, with every difference."""
-    changed = differences(json.loads(json.dumps(options, default=str)), record["options"])
-    if record["data"] != data:
+    changed = differences(json.loads(json.dumps(options, default=str)), record.get("options", {}))
+    if record.get("data") != data:
         changed.append("the content of the data")
     if changed:
         raise RefusedError(f"{path} was saved by another run: {'; '.join(changed)}; start without --resume, or as then")
 
 
+def _is_as(path: Path, known: list[Any]) -> bool:
+    return path.is_file() and path.stat().st_size == known[0] and _describe(path) == known
+
+
 def _describe(path: Path) -> list[Any]:
+    """[bytes, SHA-256], and the file is durable afterwards."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         os.fsync(stream.fileno())

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from gqa.convert.errors import RefusedError, listing
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.uptrain.losses import chunked_sum, next_token_loss
 
@@ -39,60 +41,110 @@ class TrainingModel(nn.Module):
         self._teacher = [] if teacher is None else [ChunkedHead(teacher)]  # a list hides it from nn.Module
         self._distill, self._temperature = distill, temperature
         self._match, self._match_weight = match, match_weight
+        self._documents_checked = False
+        # What FSDP gathers one at a time.
+        present = {type(module).__name__ for module in model.modules()}
+        self._no_split_modules = sorted(present & set(model._no_split_modules or ()))
+
+    def tie_weights(self) -> None:
+        """FSDP calls it after it has replaced parameters."""
+        self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """`input_ids` (B, T) and perhaps `position_ids`, `document_ids` -> the loss summed over the predictions that
         count, and (predictions, nats, distillation, matching error) as sums.
-        """
-        inputs, counts, targets = split_batch(batch)
-        match = self._match if torch.is_grad_enabled() else None
-        with _outputs(self.model, match) as ours:
-            hidden = self._head.hidden(**inputs).flatten(0, 1)[counts]
-        teacher_rows, theirs = None, {}
-        if self._teacher and torch.is_grad_enabled():
-            head = self._teacher[0]
-            with torch.no_grad(), _outputs(head.model, match) as theirs:
-                teacher_rows = head.hidden(**inputs).flatten(0, 1)[counts]
 
-        def of_slice(rows: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        Only while it trains (with gradients) has the teacher a say.
+        """
+        inputs, targets, counted = split_batch(batch)
+        if "document_ids" in batch and not self._documents_checked:
+            check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
+            self._documents_checked = True
+        taught = bool(self._teacher) and torch.is_grad_enabled()
+        match = self._match if taught else None
+        with _outputs(self.model, match) as ours:
+            hidden = self._head.hidden(**inputs).flatten(0, 1)
+        theirs, rows = {}, None
+        if taught:
+            with torch.no_grad(), _outputs(self._teacher[0].model, match) as theirs:
+                rows = self._teacher[0].hidden(**inputs).flatten(0, 1)
+
+        def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
             given = None
-            if teacher_rows is not None:
+            if rows is not None:
                 with torch.no_grad():
-                    given = self._teacher[0].logits(teacher_rows[piece])
-            logits = self._head.logits(rows)
-            return next_token_loss(logits, targets[piece], given, self._distill, self._temperature)
+                    given = self._teacher[0].logits(rows[piece])
+            scored = None if counted is None else counted[piece]
+            return next_token_loss(
+                self._head.logits(leaf), targets[piece], given, self._distill, self._temperature, scored
+            )
 
         loss, told = chunked_sum(of_slice, self._head.vocabulary, hidden, self._head_parameters())
-        matching = matching_error(ours, theirs, hidden)
-        if match:
-            loss = loss + self._match_weight * matching * len(targets)
-        count = told.new_tensor([len(targets)])
-        return loss, torch.cat([count, told, (matching.detach() * len(targets)).reshape(1)])
+        count = told.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=told.dtype).reshape(1)
+        error = matching_error(ours, theirs, counted) if match else told.new_zeros(())
+        return loss + self._match_weight * error, torch.cat([count, told, error.detach().reshape(1)])
 
     def _head_parameters(self) -> list[nn.Parameter]:
         """What the head reads besides hidden states: parameters outside the backbone, and a tied embedding."""
+        if not self._head.split:
+            return []
         inside = {id(p) for p in self._head.backbone.parameters()}
         outside = [p for p in self.model.parameters() if id(p) not in inside]
         table = self.model.get_output_embeddings()
         tied = [p for p in (table.parameters() if table is not None else ()) if id(p) in inside]
-        return [p for p in (*outside, *tied) if p.requires_grad] if self._head.split else []
+        return [p for p in (*outside, *tied) if p.requires_grad]
 
 
-def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-    """What the model reads, which flat positions of it count, and the ids that they are to predict.
+def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
+    """What the model reads, the (N,) ids that it is to predict, and which of these count (None for all).
 
     A block's last token has nothing to predict, and the last of a document inside a block must not predict the next
     document's first (with `document_ids`, where attention stays inside documents).
     """
-    ids = batch["input_ids"]
+    ids, counted = batch["input_ids"], None
     inputs = {"input_ids": ids[:, :-1]}
-    scored = torch.ones_like(ids[:, 1:], dtype=torch.bool)
     if "position_ids" in batch:  # transformers keeps attention inside runs of positions
         inputs["position_ids"] = batch["position_ids"][:, :-1]
     if "document_ids" in batch:
-        scored = batch["document_ids"][:, 1:] == batch["document_ids"][:, :-1]
-    counts = scored.flatten().nonzero().squeeze(-1)
-    return inputs, counts, ids[:, 1:].flatten()[counts]
+        counted = (batch["document_ids"][:, 1:] == batch["document_ids"][:, :-1]).flatten()
+    return inputs, ids[:, 1:].flatten(), counted
+
+
+def predictions(batch: Batch) -> int:
+    """How many predictions of a batch count."""
+    _, targets, counted = split_batch(batch)
+    return len(targets) if counted is None else int(counted.sum())
+
+
+@torch.no_grad()
+def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
+    """Raise RefusedError where the second of two documents in a block still sees the first.
+
+    Positions that restart are all that transformers is told, and not every class and kernel listens: recurrent layers
+    do not, nor flash attention for more than one block at a time.
+    """
+    device, training = next(model.parameters()).device, model.training
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(8, device=device) % (vocabulary - 1)).repeat(rows, 1)
+    changed = torch.cat([ids[:, :4] + 1, ids[:, 4:]], 1)
+    positions = torch.arange(4, device=device).repeat(rows, 2)
+    model.eval()
+    try:
+        first, second = (
+            model(input_ids=given, position_ids=positions, use_cache=False).logits[:, 4:].float()
+            for given in (ids, changed)
+        )
+        apart = torch.allclose(first, second, rtol=0, atol=1e-4 * float(first.abs().max()), equal_nan=True)
+    except (TypeError, ValueError, IndexError, RuntimeError):  # it takes no positions, or others
+        apart = False
+    finally:
+        model.train(training)
+        torch.clear_autocast_cache()  # as in ChunkedHead
+    if not apart:
+        raise RefusedError(
+            f"--mask-documents: {type(model).__name__} with {model.config._attn_implementation} attention does not "
+            "keep documents apart; use --attention sdpa, with flash attention --micro-batch 1, or do without"
+        )
 
 
 @contextmanager
@@ -112,23 +164,36 @@ def _outputs(model: PreTrainedModel, match: str | None) -> Iterator[dict[str, Te
 
 
 def _is_matched(module: nn.Module, match: str) -> bool:
-    name = type(module).__name__
-    return "Attention" in name if match == "attention" else name.endswith(("DecoderLayer", "Block"))
+    if match == "hidden":
+        return isinstance(module, GradientCheckpointingLayer)
+    return type(module).__name__.endswith("Attention")
 
 
 def _keep(found: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, given: Any, output: Any) -> None:
-        found[name] = output[0] if isinstance(output, tuple) else output
+        found[name] = (output[0] if isinstance(output, tuple) else output).flatten(0, 1)
 
     return hook
 
 
-def matching_error(ours: dict[str, Tensor], theirs: dict[str, Tensor], like: Tensor) -> Tensor:
-    """Mean over modules of ||ours - theirs||^2 / ||theirs||^2; zero where nothing is matched."""
-    if not theirs:
-        return like.new_zeros((), dtype=torch.float32)
-    errors = [
-        (ours[name].float() - value.float()).square().sum() / value.float().square().sum().clamp_min(1e-12)
-        for name, value in theirs.items()
-    ]
-    return torch.stack(errors).mean()
+def matching_error(ours: dict[str, Tensor], theirs: dict[str, Tensor], counted: Tensor | None = None) -> Tensor:
+    """Sum over tokens of the mean over modules of ||ours - theirs||^2 / ||theirs||^2, outputs being (N, D).
+
+    Raises RefusedError where the two models have other modules or widths.
+    """
+    odd = [name for name in {*ours, *theirs} if name not in ours or name not in theirs]
+    odd = odd or [name for name, value in ours.items() if value.shape != theirs[name].shape]
+    if odd or not ours:
+        raise RefusedError(
+            f"--match: model and teacher do not correspond in {listing(odd)}; do without"
+            if odd
+            else "--match: the model has no modules that are known to be matched; do without"
+        )
+    errors = torch.stack([_relative_error(ours[name].float(), value.float()) for name, value in theirs.items()])
+    per_token = errors.mean(0)
+    return (per_token if counted is None else per_token.where(counted, 0.0)).sum()
+
+
+def _relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
+    """(N, D) twice -> (N,)."""
+    return (ours - theirs).square().sum(-1) / theirs.square().sum(-1).clamp_min(1e-12)

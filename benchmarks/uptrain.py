@@ -1,0 +1,400 @@
+"""gqa-uptrain's loop beside transformers' Trainer and a bare PyTorch loop: tokens a second and peak memory in one run.
+
+    python benchmarks/uptrain.py                      # CPU: the embedded model with 2 KV heads; GPU: a Llama of 1.1B
+    python benchmarks/uptrain.py --shape 135m --batch-size 2 --block-size 256 --steps 3
+    python benchmarks/uptrain.py --model MODEL-gqa8 --block-size 2048 --batch-size 8 --precision bf16
+
+All train the same weights on the same blocks with AdamW (fused), the same batch, precision and number of threads. Each
+is a process of its own, new in every round. They take turns of one step (on a GPU of all steps, one process after the
+other), the others waiting meanwhile, so that whatever else the machine does hits all alike; ratios are of neighbouring
+turns. The first steps are not timed. `bare loop` is forward with all logits, cross-entropy, backward and the
+optimiser's step: no clipping, no log, no schedule. The others do what they do by default (both clip gradients), without
+evaluation and without saving. `processor` compares processor time, which says the same where a machine is busy with
+other things (with --threads 1: threads that wait for others spin). Memory is the most that was held while training,
+above what it was with the model loaded (on a GPU: all that was allocated). That all compute the same is seen from the
+loss of the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+
+EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
+MIB = 1 << 20
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
+    "135m": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
+    "1.1b": (2048, 5632, 22, 32, 4, 32000),  # TinyLlama
+}
+RATE = 1e-4
+
+
+def write_random(directory: Path, shape: str) -> None:
+    """A random Llama with the embedded tokenizer (whose ids it can all predict)."""
+    import shutil
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, intermediate, layers, heads, kv, vocabulary = SHAPES[shape]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=2048,
+        tie_word_embeddings=shape == "135m", bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(EMBEDDED / name, directory / name)
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+
+
+def _resident(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def held_now() -> int:
+    """From here on the peak counts."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return 0
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident("VmRSS")
+
+
+def peak_since(before: int) -> int:
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident("VmHWM") - before
+
+
+@dataclass
+class Clock:
+    """Call `tick` after every step. Turns are the warm-up, then `turn` steps each; in between others have theirs."""
+
+    options: dict[str, Any]
+    pipe: Connection
+    before: int
+    step: int = 0
+    peak: int = 0
+    start: tuple[float, float] = (0.0, 0.0)
+
+    def wait(self) -> None:
+        """For the next turn."""
+        self.pipe.recv()
+        self.start = time.perf_counter(), time.process_time()
+
+    def tick(self) -> None:
+        import torch
+
+        self.step += 1
+        timed, turn = self.step - self.options["warmup"], self.options["turn"]
+        if timed < 0 or timed % turn:
+            return
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        elapsed = time.perf_counter() - self.start[0], time.process_time() - self.start[1]
+        if timed == self.options["steps"]:
+            self.peak = peak_since(self.before)  # what is written afterwards is not training
+        self.pipe.send([seconds / turn for seconds in elapsed])
+        if timed < self.options["steps"]:
+            self.wait()
+
+
+# ------------------------------------------------------------------------------------------------- what is compared
+
+# What a contestant returns: a function that trains, calls clock.tick() after each step, and returns the loss of the
+# first step and, where the device's peak is known, the model FLOPs utilisation for each token a second.
+Train = Callable[[Clock], tuple[float, float | None]]
+
+
+def open_setup(options: dict[str, Any], scratch: Path) -> Any:
+    """What gqa-uptrain prepares; the others take model and blocks from it."""
+    from dataclasses import replace
+
+    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.run import prepare
+
+    chosen = TrainOptions(
+        model=options["model"], output=scratch / "out", data=("stdlib:train",), block_size=options["block_size"],
+        batch_size=options["batch_size"], precision=options["precision"],
+        steps=options["warmup"] + options["steps"], learning_rate=RATE, warmup=0,
+    )  # fmt: skip
+    return replace(prepare(chosen), heldout=[])
+
+
+def bare_loop(setup: Any) -> Train:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    model, device = setup.model.train(), setup.accelerator.device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = [micro["input_ids"] for (micro,) in setup.feed.batches(0, 0, 1, setup.micro)]
+
+    def run(clock: Clock) -> tuple[float, float | None]:
+        first = None
+        for batch in batches:
+            ids = batch.to(device)
+            with setup.accelerator.autocast():
+                logits = model(input_ids=ids, use_cache=False).logits
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            first = loss.detach() if first is None else first
+            clock.tick()
+        assert first is not None
+        return float(first), None
+
+    return run
+
+
+def ours(setup: Any) -> Train:
+    from gqa.uptrain.run import run as uptrain
+
+    def run(clock: Clock) -> tuple[float, float | None]:
+        records: list[dict[str, Any]] = []
+
+        def after_step(step: int, record: dict[str, Any], weights: Any) -> None:
+            records.append(record)
+            clock.tick()
+
+        uptrain(setup, after_step=after_step)
+        last = records[-1]
+        return records[0]["loss"], last["mfu"] / last["tokens_per_second"] if "mfu" in last else None
+
+    return run
+
+
+def trainer(setup: Any) -> Train:
+    import torch
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    options, blocks = setup.options, setup.feed.blocks
+    arguments = TrainingArguments(
+        output_dir=str(options.output.with_name("trainer")), per_device_train_batch_size=setup.micro,
+        max_steps=setup.feed.steps, learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95,
+        weight_decay=0.1, optim="adamw_torch_fused", bf16=options.precision == "bf16",
+        save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=False,
+    )  # fmt: skip
+
+    class InOrder(Trainer):
+        """Reads the blocks in their order, as the others do; keeps losses without waiting for them."""
+
+        losses: list[Any] = []  # noqa: RUF012
+
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(blocks)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.losses.append(super().training_step(*args, **kwargs).detach())
+            return self.losses[-1]
+
+    def run(clock: Clock) -> tuple[float, float | None]:
+        class Tick(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                clock.tick()
+
+        def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+            ids = torch.stack([torch.from_numpy(row["input_ids"]) for row in rows])
+            return {"input_ids": ids, "labels": ids}
+
+        found = InOrder(
+            model=setup.model, args=arguments, train_dataset=blocks, data_collator=collate, callbacks=[Tick()]
+        )
+        found.remove_callback(PrinterCallback)
+        found.train()
+        return float(found.losses[0]), None
+
+    return run
+
+
+CONTESTANTS = {"bare loop": bare_loop, "gqa-uptrain": ours, "Trainer": trainer}
+
+
+def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as scratch:
+        setup = open_setup(options, Path(scratch))
+        torch.set_num_threads(options["threads"])  # after accelerate, which sets its own
+        run, clock = CONTESTANTS[name](setup), Clock(options, pipe, held_now())
+        pipe.send(None)
+        clock.wait()
+        loss, mfu = run(clock)
+    pipe.send({"memory_bytes": clock.peak, "first_loss": loss, "mfu_of_rate": mfu})
+
+
+class Contestant:
+    """A process that trains, one turn at a time."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_child, args=(name, options, theirs))
+        self.process.start()
+        theirs.close()
+        self.pipe.recv()
+
+    def turn(self) -> list[float]:
+        """Seconds of a step, by the clock and of the processors."""
+        self.pipe.send(None)
+        found: list[float] = self.pipe.recv()
+        return found
+
+    def end(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.pipe.recv()
+        self.process.join()
+        return found
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+
+def one_round(names: list[str], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Turn by turn where turns are steps; else one after the other, each with the device to itself."""
+    steps: dict[str, list[list[float]]] = {name: [] for name in names}
+    ends: dict[str, dict[str, Any]] = {}
+    turns = options["steps"] // options["turn"]
+    for group in [names] if turns > 1 else [[name] for name in names]:
+        running = {name: Contestant(name, options) for name in group}
+        for number in range(1 + turns):
+            for name, contestant in running.items():
+                taken = contestant.turn()
+                if number:  # the first turn is the warm-up
+                    steps[name].append(taken)
+        ends |= {name: contestant.end() for name, contestant in running.items()}
+    return {name: {"seconds": steps[name], **ends[name]} for name in names}
+
+
+def memory(names: list[str], options: dict[str, Any]) -> dict[str, int]:
+    """Of runs of their own, in which glibc keeps nothing that was freed: how much it keeps is a matter of chance."""
+    few = options | {"warmup": 1, "steps": 1, "turn": 1}
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    try:
+        return {name: one_round([name], few)[name]["memory_bytes"] for name in names}
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+
+
+def compare(options: dict[str, Any], rounds: int) -> dict[str, Any]:
+    tokens = options["batch_size"] * options["block_size"]
+    names = list(CONTESTANTS)
+    found, peaks = [], memory(names, options)
+    for number in range(rounds):
+        shift = number % len(names)
+        found.append(one_round(names[shift:] + names[:shift], options))
+        for name, run in found[-1].items():
+            rate = tokens / statistics.median(clock for clock, _ in run["seconds"])
+            print(f"  round {number + 1}  {name:14}{rate:10,.0f} tokens/s", flush=True)
+
+    def turns(name: str, kind: int = 0) -> list[float]:
+        return [taken[kind] for runs in found for taken in runs[name]["seconds"]]
+
+    def speed(name: str, other: str, kind: int = 0) -> dict[str, float]:
+        """How many times as fast as another, turn by turn: median and quartiles."""
+        ratios = [theirs / ours for ours, theirs in zip(turns(name, kind), turns(other, kind), strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        return {"median": middle, "low": low, "high": high}
+
+    rows = {
+        name: {
+            "tokens_per_second": tokens / statistics.median(turns(name)),
+            "slowest": tokens / max(turns(name)),
+            "fastest": tokens / min(turns(name)),
+            "of_bare": speed(name, "bare loop"),
+            "processor_of_bare": speed(name, "bare loop", 1),
+            "memory_bytes": peaks[name],
+            "first_loss": found[0][name]["first_loss"],
+        }
+        for name in names
+    }
+    if of_rate := found[0]["gqa-uptrain"]["mfu_of_rate"]:
+        for row in rows.values():
+            row["mfu"] = of_rate * row["tokens_per_second"]
+    over = {name: speed("gqa-uptrain", "Trainer", kind) for kind, name in enumerate(("over_trainer", "processor_over"))}
+    return {"options": options, "tokens_per_step": tokens, **over, "rows": rows, "rounds": found}
+
+
+def report(figures: dict[str, Any]) -> None:
+    rows, options = figures["rows"], figures["options"]
+    print(
+        f"\n{Path(options['model']).name}, steps of {options['batch_size']} blocks of {options['block_size']} = "
+        f"{figures['tokens_per_step']:,} tokens, precision {options['precision']}"
+    )
+    last = "mfu" if "mfu" in rows["Trainer"] else "processor"
+    print(f"{'':14}{'tokens/s':>10}{'slowest - fastest':>20}{'of bare':>9}{last:>11}{'memory':>12}{'first loss':>12}")
+    for name, row in rows.items():
+        share = f"{row['mfu']:.0%}" if last == "mfu" else f"{row['processor_of_bare']['median']:.2f}"
+        print(
+            f"{name:14}{row['tokens_per_second']:10,.0f}{row['slowest']:11,.0f} - {row['fastest']:6,.0f}"
+            f"{row['of_bare']['median']:9.2f}{share:>11}{row['memory_bytes'] / MIB:8,.0f} MiB{row['first_loss']:12.4f}"
+        )
+
+    def spread(ratio: dict[str, float]) -> str:
+        return f"{ratio['median']:.3f} ({ratio['low']:.3f} - {ratio['high']:.3f})"
+
+    losses = [row["first_loss"] for row in rows.values()]
+    own = rows["gqa-uptrain"]
+    print(f"""
+speed of gqa-uptrain    by the clock (quartiles)      by processor time
+over Trainer            {spread(figures["over_trainer"])}    {spread(figures["processor_over"])}    at least 1.00 asked
+over the bare loop      {spread(own["of_bare"])}    {spread(own["processor_of_bare"])}    at least 0.90 asked
+its peak memory         {own["memory_bytes"] / rows["Trainer"]["memory_bytes"]:.2f} of Trainer's
+first losses agree to   {max(losses) - min(losses):.1e}""")
+
+
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--model", type=click.Path(exists=True), help="A checkpoint.  [default: the embedded one -> 2 KV heads]")
+@click.option("--shape", type=click.Choice(list(SHAPES)), help="A random model instead.  [default on a GPU: 1.1b]")
+@click.option("--block-size", type=int, help="[default: 512; on a GPU 2048]")
+@click.option("--batch-size", type=int, default=8, help="Blocks of a step.")
+@click.option("--precision", type=click.Choice(["no", "bf16"]), default="bf16")
+@click.option("--warmup", type=click.IntRange(min=1), default=2, help="Steps that are not timed.")
+@click.option("--steps", type=click.IntRange(min=1), default=8, help="Steps that are.")
+@click.option("--threads", type=int, default=2)
+@click.option("--rounds", type=int, default=3)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(rounds: int, shape: str | None, json_file: Path | None, **options: Any) -> None:
+    import torch
+
+    from gqa.convert import convert_checkpoint
+
+    gpu = torch.accelerator.is_available()
+    options["block_size"] = options["block_size"] or (2048 if gpu else 512)
+    options["turn"] = options["steps"] if gpu else 1
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch) / (shape or "model")
+        if options["model"] is None:
+            if shape or gpu:
+                write_random(made, shape or "1.1b")
+            else:
+                convert_checkpoint(EMBEDDED, 2, made)
+            options["model"] = str(made)
+        figures = compare(options, rounds)
+    report(figures)
+    if json_file:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

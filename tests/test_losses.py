@@ -1,0 +1,357 @@
+"""The loss and its gradient against the plain computation on whole logits, and against transformers' own loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY, build
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+import gqa.corpus.likelihood
+from gqa.convert.errors import RefusedError
+from gqa.corpus.likelihood import nats
+from gqa.uptrain.losses import chunked_sum, distillation
+from gqa.uptrain.scope import unreached
+from gqa.uptrain.training_model import TrainingModel, check_documents_apart, matching_error, predictions, split_batch
+
+VOCABULARY = 96
+# Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
+HEADS = ["llama", "llama+tied", "phi", "gemma2", "cohere", "granite", "mixtral", "qwen2+tied", "falcon", "gemma3"]
+
+
+def batch(rows: int = 3, length: int = 33, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"input_ids": torch.randint(10, 60, (rows, length), generator=generator)}
+
+
+def made(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
+    model = build(TINY[name], 2, seed, **options)
+    return model.train()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-5) -> None:
+    """Gradients of the mean: the largest number is about 1."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = float((found[name] - tensor).abs().max())
+        assert error <= atol * max(1.0, float(tensor.abs().max())), (name, error)
+
+
+def of_training_model(
+    model: PreTrainedModel, given: dict[str, Tensor], **options: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss and its gradients as training computes them."""
+    loss, told = TrainingModel(model, **options)(**given)
+    (loss / told[0]).backward()
+    return float(loss.detach() / told[0]), gradients(model)
+
+
+@pytest.fixture(params=[1, 20 * VOCABULARY, 1 << 22], ids=["16 rows", "20 rows", "one slice"])
+def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", request.param)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("name", HEADS)
+def test_equals_the_loss_of_transformers(name: str) -> None:
+    """Value and every gradient, for any number of slices."""
+    model, given = made(name), batch()
+    expected = model(**given, labels=given["input_ids"], use_cache=False).loss
+    expected.backward()
+    wanted = gradients(model)
+    loss, found = of_training_model(model, given)
+    assert loss == pytest.approx(float(expected), abs=1e-5)
+    assert_close(found, wanted)
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.0), (0.0, 3.0), (1.0, 0.5)])
+@pytest.mark.parametrize("name", ["llama+tied", "gemma2"])
+def test_distillation_equals_that_on_whole_logits(name: str, weight: float, temperature: float) -> None:
+    model, teacher, given = made(name), made(name, seed=1).eval(), batch()
+    ids = given["input_ids"]
+    student = model(ids[:, :-1], use_cache=False).logits.flatten(0, 1)
+    with torch.no_grad():
+        theirs = teacher(ids[:, :-1], use_cache=False).logits.flatten(0, 1)
+    p, q = (theirs / temperature).softmax(-1), (student / temperature).log_softmax(-1)
+    divergence = temperature**2 * (p * (p.log() - q)).sum(-1).mean()
+    likelihood = cross_entropy(student, ids[:, 1:].flatten())
+    expected = weight * divergence + (1 - weight) * likelihood
+    expected.backward()
+    wanted = gradients(model)
+    loss, found = of_training_model(model, given, teacher=teacher, distill=weight, temperature=temperature)
+    assert loss == pytest.approx(float(expected), abs=1e-5)
+    assert_close(found, wanted)
+    assert not gradients(teacher)
+    _, told = TrainingModel(model, teacher)(**given)
+    assert float(told[1] / told[0]) == pytest.approx(float(likelihood), abs=1e-5)
+
+
+def test_the_teacher_is_no_part_of_the_model() -> None:
+    model, teacher = made("llama"), made("llama", seed=1).eval()
+    training = TrainingModel(model, teacher)
+    assert {name.removeprefix("model.") for name in training.state_dict()} == set(model.state_dict())
+    training.train()
+    assert not teacher.training
+    with torch.no_grad():  # evaluation: the student alone
+        _, told = training(**batch())
+    assert float(told[2]) == 0
+
+
+def test_distillation_at_the_teacher_is_zero_and_scales_with_temperature() -> None:
+    logits, other = torch.randn(2, 7, VOCABULARY).unbind()
+    assert distillation(logits, logits, 2.0).abs().max() < 1e-6
+    by_hand = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=other / 3), torch.distributions.Categorical(logits=logits / 3)
+    )
+    assert torch.allclose(distillation(logits, other, 3.0), 9 * by_hand, atol=1e-5)
+
+
+class Widest(TorchDispatchMode):
+    """The most rows of width V that any operation makes, forward or backward."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else [output]:
+            if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[-1] == VOCABULARY:
+                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+        return output
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_nothing_of_width_v_is_held_for_a_batch(monkeypatch: pytest.MonkeyPatch, taught: bool) -> None:
+    model, teacher = made("gemma2"), made("gemma2", seed=1).eval() if taught else None
+    training, given = TrainingModel(model, teacher), batch(8)
+    training(**batch(1))  # the heads are checked on the first input
+    matrix = 32  # the gradient of the head is of width V too
+    for numbers, most in ((1, max(16, matrix)), (1 << 22, 8 * 32)):
+        monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
+        with Widest() as widest:
+            loss, _ = training(**given)
+            loss.backward()
+        assert widest.rows == most
+
+
+def of_head(rows: torch.dtype, weights: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
+    """Gradients of scale x the mean of nats over 4,000 rows, for rows and weights in these dtypes, in slices of 16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4000, 16, generator=generator).to(rows).requires_grad_()
+    weight = nn.Parameter((torch.randn(VOCABULARY, 16, generator=generator) * 0.1).to(weights))
+    targets = torch.randint(VOCABULARY, (4000,), generator=generator)
+
+    def loss(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        value = nats((leaf @ weight.to(leaf.dtype).T).float(), targets[piece]).sum()
+        return value, value.reshape(1)
+
+    total, _ = chunked_sum(loss, VOCABULARY, hidden, [weight])
+    (total * (scale / len(targets))).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert (hidden.grad.dtype, weight.grad.dtype) == (rows, weights)
+    return hidden.grad.float() / scale, weight.grad.float() / scale
+
+
+def test_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss scale of more than float16 can hold is no loss, and neither are sums of many slices in bfloat16."""
+    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", 1)
+    expected = of_head(torch.float32, torch.float32, 1.0)
+    for dtypes, scale, rel in (
+        ((torch.float16, torch.float32), 4000 * 2.0**17, 1e-3),
+        ((torch.bfloat16, torch.bfloat16), 1.0, 5e-3),
+    ):
+        for found, exact in zip(of_head(*dtypes, scale), expected, strict=True):
+            assert float((found - exact).norm() / exact.norm()) < rel, dtypes
+    rows, _ = of_head(torch.float16, torch.float32, 2.0**-10)  # without a scale they fall below float16's least number
+    assert float((rows - expected[0]).norm() / expected[0].norm()) > 0.1
+
+
+def test_a_gradient_is_taken_once() -> None:
+    loss, _ = TrainingModel(made("llama"))(**batch())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="already taken"):
+        loss.backward()
+
+
+def test_autocast_loses_no_gradient() -> None:
+    """The first input is also the one that the head is checked on, without gradients, in the same region."""
+    model = made("llama+tied")
+    training, found = TrainingModel(model), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, told = training(**batch())
+        (loss / told[0]).backward()
+        found.append(gradients(model))
+    assert found[0].keys() == found[1].keys() == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    _, exact = of_training_model(model, batch())
+    for name, tensor in exact.items():
+        assert float((found[0][name] - tensor).norm() / tensor.norm()) < 0.1, name
+
+
+def packed(lengths: list[int]) -> dict[str, Tensor]:
+    """One block of documents of these lengths."""
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    given = batch(1, sum(lengths))
+    return given | {"document_ids": documents[None], "position_ids": positions[None]}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [[9, 24], [1, 20, 12], [16, 16, 1]])
+def test_documents_in_a_block_are_as_apart(attention: str, lengths: list[int]) -> None:
+    """Loss and gradients are the sums of those of each document alone: none sees, or predicts into, another."""
+    model, given = made("llama", attention=attention), packed(lengths)
+    loss, told = TrainingModel(model)(**given)
+    loss.backward()
+    found = gradients(model)
+    expected = torch.zeros(())
+    for ids in given["input_ids"].split(lengths, dim=1):
+        if ids.shape[1] > 1:
+            alone, _ = TrainingModel(model)(input_ids=ids)
+            alone.backward()
+            expected = expected + alone.detach()
+    wanted = gradients(model)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert_close({k: v / 30 for k, v in found.items()}, {k: v / 30 for k, v in wanted.items()})
+    assert int(told[0]) == sum(lengths) - len(lengths) == predictions(given)
+    unmasked, _ = TrainingModel(model)(input_ids=given["input_ids"])
+    assert float(unmasked) != pytest.approx(float(expected), rel=1e-2)
+
+
+def test_what_counts() -> None:
+    inputs, targets, counted = split_batch(packed([2, 1, 3]))
+    ids = packed([2, 1, 3])["input_ids"][0]
+    assert inputs["input_ids"].tolist() == [ids[:-1].tolist()]
+    assert inputs["position_ids"].tolist() == [[0, 1, 0, 0, 1]]
+    assert targets.tolist() == ids[1:].tolist()
+    assert counted is not None
+    assert counted.tolist() == [True, False, False, True, True]
+    assert split_batch(batch())[2] is None
+    assert predictions(batch(3, 33)) == 96
+
+
+def test_a_block_without_predictions_is_nothing() -> None:
+    """Every document one token long: no loss, no gradient, no division by zero."""
+    model = made("llama")
+    loss, told = TrainingModel(model)(**packed([1, 1, 1]))
+    loss.backward()
+    assert (float(loss), float(told[0])) == (0, 0)
+    assert all(not tensor.any() for tensor in gradients(model).values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "phi3", "mixtral"])
+def test_classes_that_keep_documents_apart(name: str) -> None:
+    model = made(name)
+    check_documents_apart(model, 2)
+    assert model.training
+
+
+@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "falcon"])
+def test_classes_that_do_not_are_refused(name: str) -> None:
+    with pytest.raises(RefusedError, match="does not keep documents apart; use --attention sdpa"):
+        TrainingModel(made(name))(**packed([9, 24]))
+
+
+def matched(match: str, model: PreTrainedModel, teacher: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    training = TrainingModel(model, teacher, match=match, match_weight=0.5)
+    found: tuple[Tensor, Tensor] = training(**batch())
+    return found
+
+
+@pytest.mark.parametrize("match", ["attention", "hidden"])
+def test_matching_by_hand(match: str) -> None:
+    model, teacher = made("llama"), made("llama", seed=1).eval()
+    outputs: list[list[Tensor]] = [[], []]
+
+    def keep(into: list[Tensor]) -> Any:
+        return lambda module, given, output: into.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [
+        (layer.self_attn if match == "attention" else layer).register_forward_hook(keep(into))
+        for owner, into in zip((model, teacher), outputs, strict=True)
+        for layer in owner.model.layers
+    ]
+    ids = batch()["input_ids"][:, :-1]
+    for owner in (model, teacher):
+        owner(ids, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    errors = [(a - b).square().sum(-1) / b.square().sum(-1) for a, b in zip(*outputs, strict=True)]
+    expected = torch.stack(errors).mean(0).sum()
+    loss, told = matched(match, model, teacher)
+    plain, _ = TrainingModel(model, teacher)(**batch())
+    assert float(told[3]) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss) == pytest.approx(float(plain + 0.5 * expected), rel=1e-5)
+    loss.backward()
+    found = gradients(model)
+    (plain + 0.5 * expected.detach()).backward()
+    assert any(not torch.allclose(tensor, found[name]) for name, tensor in gradients(model).items())
+    assert float(matched(match, teacher, teacher)[1][3]) == 0
+
+
+def test_matching_does_not_depend_on_what_else_is_in_the_batch() -> None:
+    model, teacher = made("llama"), made("llama", seed=1).eval()
+    training, given = TrainingModel(model, teacher, match="attention"), batch(4)
+    whole = training(**given)[1]
+    parts = sum(training(input_ids=given["input_ids"][i : i + 1])[1] for i in range(4))
+    assert torch.allclose(whole, parts, rtol=1e-5)
+
+
+def test_matching_with_checkpointing_has_the_same_gradient() -> None:
+    teacher, found = made("llama", seed=1).eval(), []
+    for enabled in (False, True):
+        model = made("llama")
+        if enabled:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        loss, _ = matched("hidden", model, teacher)
+        (loss / 96).backward()
+        found.append(gradients(model))
+    assert_close(*found)
+
+
+def test_models_that_do_not_correspond_are_refused() -> None:
+    from dataclasses import replace
+
+    tiny = TINY["llama"]
+    deeper, wider = ({"num_hidden_layers": 3}, {"hidden_size": 48})
+    for change, odd in ((deeper, r"layers\.2"), (wider, r"layers\.0")):
+        teacher = build(replace(tiny, options=change), 2).eval()
+        with pytest.raises(RefusedError, match=rf"--match: model and teacher do not correspond in .*{odd}"):
+            matched("hidden", made("llama"), teacher)
+    with pytest.raises(RefusedError, match="no modules that are known"):
+        matching_error({}, {})
+
+
+def test_what_fsdp_gathers_one_at_a_time() -> None:
+    """Classes that are there; accelerate refuses names that are not."""
+    assert TrainingModel(made("llama"))._no_split_modules == ["LlamaDecoderLayer"]
+    assert "Gemma3DecoderLayer" in TrainingModel(made("gemma3"))._no_split_modules
+
+
+def test_unreached_parameters() -> None:
+    assert unreached(build(TINY["llama+tied"], 2)) == []
+    assert unreached(build(TINY["mixtral"], 2)) == []
+    model = build(TINY["gemma3"], 2)
+    found = unreached(model)
+    assert any("vision_tower" in name for name in found)
+    assert not any("language_model" in name or "lm_head" in name for name in found)
+    model.requires_grad_(False)
+    assert unreached(model.requires_grad_(True).eval()) == found
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,364 @@
+"""gqa-uptrain as a command: what it says and leaves behind, what it refuses, and that alpha is a prefix."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Result, load, run, snapshot
+from training import (
+    fresh_accelerator,
+    infinite_gradient,
+    metrics,
+    tiny_checkpoint,
+    words_for,
+    write_corpus,
+)
+
+from gqa.uptrain.loop import Progress
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.run import uptrain
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("uptrain")
+    tiny_checkpoint(made / "model")
+    tiny_checkpoint(made / "teacher", kv_heads=4)
+    write_corpus(made / "data.jsonl")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of its own, and no memory of the accelerator of the test before."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    with fresh_accelerator():
+        yield
+
+
+def command(place: Path, out: Path, **options: Any) -> Result:
+    """The command on the model and data of `place`, unless told otherwise."""
+    model, data = options.pop("model", place / "model"), options.pop("data", place / "data.jsonl")
+    return run(*words_for(model, data, out, **options), program="gqa-uptrain")
+
+
+def test_what_is_said(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = command(place, out, alpha=0.5, teacher=place / "teacher", heldout_fraction=0.2, batch_size=4, quiet=False)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    starts = ["model", "data", "steps", "rate", "memory", "held out", "held out", "written"]
+    assert [line[:10].rstrip() for line in lines] == starts
+    assert "taught by" in lines[0]
+    assert lines[-1] == f"written     {out}: loads with plain transformers, verified"
+    status = done.err.splitlines()[-1]
+    steps = metrics(out / "gqa_uptraining.jsonl")
+    assert status.startswith(f"step {len(steps)}/{len(steps)}  {256 * len(steps):,} tokens | loss ")
+    for part in ("| kl ", "| held-out ", "| lr 1.00e-03", " tok/s", " GiB", "| eta 0:00"):
+        assert part in status
+    assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
+    assert {"tokens", "loss", "distillation", "gradient_norm", "learning_rate", "skipped"} <= steps[0].keys()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_json_is_all_of_stdout(place: Path, tmp_path: Path) -> None:
+    done = command(place, tmp_path / "out", steps=2, json=True, quiet=False)
+    record = json.loads(done.out)
+    assert record == json.loads((tmp_path / "out" / "gqa_uptraining.json").read_text())
+    assert (record["steps"], record["tokens"], record["alpha"], record["ranks"]) == (2, 1024, None, 1)
+    assert "written     " in done.err
+
+
+def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
+    before = snapshot(place)
+    done = command(place, tmp_path / "out", tokens="2.5K", train="kv", dry_run=True, json=True, quiet=False)
+    record = json.loads(done.out)
+    assert (done.code, record["steps"], record["tokens"], record["block_size"]) == (0, 4, 2048, 64)
+    assert record["trained_parameters"] == 2 * 2 * 16 * 32  # layers, K and V, rows, width
+    assert record["memory_bytes"] == 4 * record["parameters"] + 12 * record["trained_parameters"]
+    assert "steps       4 of 8 blocks = 512 tokens (1 processes x 1 x 8), 2,048 tokens in all" in done.err
+    assert list(tmp_path.iterdir()) == []
+    assert snapshot(place) == before
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; sys.argv = ['gqa-uptrain', '--help']\n"
+        "from gqa.uptrain.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('loaded:', sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'numpy'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--teacher MODEL" in done.stdout
+    assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+def train(place: Path, out: Path, **options: Any) -> tuple[Progress, dict[int, dict[str, torch.Tensor]], list[Any]]:
+    """Progress, the weights after each step, and the records."""
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    records = []
+
+    def after_step(step: int, record: dict[str, Any], now: Any) -> None:
+        weights[step] = {name: tensor.clone() for name, tensor in now().items()}
+        records.append({key: record[key] for key in ("step", "loss", "learning_rate", "gradient_norm")})
+
+    given = {"data": (str(place / "data.jsonl"),), "batch_size": 2, "learning_rate": 1e-3} | options
+    progress, _ = uptrain(TrainOptions(str(place / "model"), out, **given), after_step=after_step)
+    return progress, weights, records
+
+
+def test_alpha_is_a_prefix(place: Path, tmp_path: Path) -> None:
+    """With the constant schedule the smaller run is the beginning of the larger, losses and weights bit for bit."""
+    small, few, told = train(place, tmp_path / "small", alpha=0.05)
+    large, many, retold = train(place, tmp_path / "large", alpha=0.15)
+    assert 1 < small.step < large.step
+    assert retold[: small.step] == told
+    for step, weights in few.items():
+        assert all(torch.equal(tensor, many[step][name]) for name, tensor in weights.items()), step
+    _, other, _ = train(place, tmp_path / "other", alpha=0.15, schedule="cosine")
+    assert any(not torch.equal(tensor, other[small.step][name]) for name, tensor in few[small.step].items())
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(place: Path, tmp_path: Path) -> None:
+    """The step counts and is told, weights and optimiser stay: afterwards the run is as if it had not been."""
+    with pytest.MonkeyPatch.context() as patch:
+        import gqa.uptrain.loop
+
+        patch.setattr(gqa.uptrain.loop, "_clip", gqa.uptrain.loop._clip)  # undone afterwards
+        infinite_gradient(1, 3)
+        progress, weights, records = train(place, tmp_path / "out", steps=4, batch_size=1)
+    assert (progress.step, progress.skipped, progress.skipped_in_a_row) == (4, 2, 0)
+    assert all(torch.equal(tensor, weights[3][name]) for name, tensor in weights[2].items())
+    assert any(not torch.equal(tensor, weights[3][name]) for name, tensor in weights[4].items())
+    told = metrics(tmp_path / "out" / "gqa_uptraining.jsonl")
+    assert [record["gradient_norm"] is None for record in told] == [True, False, True, False]
+    assert [record["skipped"] for record in told] == [1, 1, 2, 2]
+    assert json.loads((tmp_path / "out" / "gqa_uptraining.json").read_text())["skipped_steps"] == 2
+    assert len(records) == 4
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_divergence_stops_with_advice(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    import gqa.uptrain.loop
+    import gqa.uptrain.training_model
+
+    monkeypatch.setattr(gqa.uptrain.loop, "_clip", gqa.uptrain.loop._clip)
+    if what == "gradient":
+        infinite_gradient(*range(3, 99))
+    else:  # nats that are infinite though the teacher's divergence, which is descended, is not
+        plain, calls = gqa.uptrain.training_model.next_token_loss, [0]
+
+        def spoil(*given: Any) -> Any:
+            calls[0] += 1
+            loss, told = plain(*given)
+            return loss, told * (torch.inf if calls[0] > 2 else 1)
+
+        monkeypatch.setattr(gqa.uptrain.training_model, "next_token_loss", spoil)
+    done = command(place, tmp_path / "out", steps=9, save_every=2, patience=3, teacher=place / "teacher")
+    assert (done.code, done.err.count("\n")) == (1, 1), done.err
+    assert "not finite 3 steps in a row, up to step 5; what was saved before is kept. Lower --learning-rate" in done.err
+    states = sorted(path.name for path in (tmp_path / "out-state").glob("step-*"))
+    assert states == ["step-00000002", "step-00000004"]
+    kept = [torch.load(tmp_path / "out-state" / name / "pytorch_model.bin") for name in states]
+    assert all(torch.equal(tensor, kept[1][name]) for name, tensor in kept[0].items())
+    assert not (tmp_path / "out").exists()
+
+
+def text_file(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def bad_data(place: Path, root: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """Options that are refused because of the data, and what is said."""
+    lines = (place / "data.jsonl").read_bytes()
+    small = text_file(root / "small.jsonl", b'{"text": "def f(x): pass"}\n')
+    model_data = {"heldout": small}
+    return {
+        "small": ({"data": small}, "tokens, less than one block of 64; use smaller blocks"),
+        "one batch": ({"batch_size": 999, "alpha": 1, "steps": None}, "less than one batch of 999; give more"),
+        "alpha too small": ({"alpha": 1e-4, "steps": None}, "less than one block of 64; give more, or use smaller"),
+        "empty": ({"data": text_file(root / "empty.jsonl", b"")}, "holds no text: it is empty or blank"),
+        "missing": ({"data": root / "none.jsonl"}, "there is no file or directory"),
+        "not UTF-8": ({"data": text_file(root / "latin.txt", b"caf\xe9 " * 99)}, "is not UTF-8: byte 3 is 0xe9"),
+        "no field": ({"field": "body"}, "has no field 'body'; it has 'text'"),
+        "broken": ({"data": text_file(root / "broken.jsonl", lines + b"{")}, "not JSON"),
+        "twice": ({"data": [place / "data.jsonl", place / "data.jsonl"]}, "is given twice"),
+        "held-out text too short": (model_data, "the held-out text has less than one block of 64 tokens"),
+        "nothing held out": ({"heldout_fraction": 1e-6}, "holds out no document of"),
+        "everything held out": ({"heldout_fraction": 1.0}, "all documents are held out"),
+        "endless": ({"streaming": True, "alpha": 0.1, "steps": None}, "the length of a stream is not known: give"),
+        "stream of no length": (
+            {"streaming": True, "alpha": 2.0, "pretraining_tokens": 9999, "steps": None}, "--alpha is 2; it is a",
+        ),
+        "no length": ({"steps": None}, "the length is given by nothing; give one of --alpha, --tokens and --steps"),
+        "two lengths": ({"tokens": "1M"}, "the length is given by --tokens and --steps; give one"),
+    }  # fmt: skip
+
+
+def check_refused(done: Result, says: str, code: int = 2) -> None:
+    assert (done.code, done.out, done.err.count("\n")) == (code, "", 1), done
+    assert done.err.startswith("gqa-uptrain: ")
+    assert says in done.err
+    assert "Traceback" not in done.err
+    assert "unexpected" not in done.err
+
+
+def test_data_that_cannot_be_trained_on(place: Path, tmp_path: Path) -> None:
+    for name, (options, says) in bad_data(place, tmp_path).items():
+        before = snapshot(tmp_path)
+        done = command(place, tmp_path / "out", **{"steps": 2} | options)
+        check_refused(done, says)
+        assert snapshot(tmp_path) == before, name
+
+
+def bad_models(place: Path, root: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    narrow = tiny_checkpoint(root / "narrow", vocab_size=512)
+    other = tiny_checkpoint(root / "other")
+    added = json.loads((other / "tokenizer.json").read_text())
+    added["model"]["vocab"] = {f"{k}x": v for k, v in added["model"]["vocab"].items()}
+    added["model"]["merges"] = []
+    (other / "tokenizer.json").write_text(json.dumps(added))
+    bare = shutil.copytree(place / "model", root / "bare", ignore=shutil.ignore_patterns("*token*"))
+    full = tiny_checkpoint(root / "full")
+    odd = tiny_checkpoint(root / "falcon", "falcon")
+    deep = tiny_checkpoint(root / "deep", num_hidden_layers=3)
+    return {
+        "narrow": ({"model": narrow}, "the tokenizer of narrow has 4,096 tokens, its embedding only 512"),
+        "teacher": ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),
+        "teacher's tokens": ({"teacher": other}, "the teacher other has other tokens than the model's"),
+        "teacher's layers": ({"teacher": deep, "match": "hidden"}, "do not correspond in model.layers.2"),
+        "no tokenizer": ({"model": bare}, "transformers cannot load the tokenizer of bare"),
+        "no model": ({"model": root / "nothing"}, "there is no directory"),
+        "output is there": ({"output": full}, "full exists; choose another output with -o"),
+        "output is the model": ({"output": place / "model"}, "is the model itself or inside it"),
+        "block": ({"block_size": 65}, "--block-size 65 is more than the 64 positions of model"),
+        "attention": ({"attention": "magic"}, "magic"),
+        "documents": ({"model": odd, "mask_documents": True}, "does not keep documents apart"),
+        "fp16": ({"precision": "fp16"}, "--precision fp16 needs a GPU; on a CPU use bf16"),
+        "tracker": ({"report_to": "pigeons"}, "Unsupported logging capability: pigeons"),
+        "tracker's package": ({"report_to": "wandb"}, "--report-to wandb needs its package; install it with: pip"),
+        "resume": ({"resume": True}, "out-state has no saved state; start without --resume"),
+    }  # fmt: skip
+
+
+def test_models_and_options_that_are_refused(place: Path, tmp_path: Path) -> None:
+    cases = bad_models(place, tmp_path)
+    if find_spec("wandb"):
+        del cases["tracker's package"]
+    for name, (options, says) in cases.items():
+        before = snapshot(tmp_path)
+        with fresh_accelerator():
+            check_refused(command(place, tmp_path / "out", **{"steps": 2} | options), says)
+        assert snapshot(tmp_path) == before, name
+
+
+def test_peft_missing(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    done = command(place, tmp_path / "out", steps=1, train="lora")
+    check_refused(done, "--train lora needs peft; install it with: pip install 'gqa-convert[lora]'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_compiler(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def fail(*given: Any) -> Any:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch, "compile", lambda function: fail)
+    done = command(place, tmp_path / "out", steps=1, compile=True)
+    check_refused(done, "--compile: torch.compile does not work here")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_space(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known before anything is trained."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    done = command(place, tmp_path / "deep" / "out", steps=1)
+    check_refused(done, f"bytes, 1,000 are free at {tmp_path}; free some space or give another output", code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwrite(place: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for steps in (1, 2):
+        assert command(place, out, steps=steps, overwrite=True).code == 0
+        assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == steps
+
+
+def test_trackers(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every record goes to whatever accelerate knows, and the tracker is closed, also where the run stops."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+    told: list[Any] = []
+
+    class Notes(GeneralTracker):  # type: ignore[misc]
+        name, requires_logging_directory, tracker = "notes", True, None
+
+        def __init__(self, run_name: str, logging_dir: str, **options: Any) -> None:
+            super().__init__()
+            told.append(("start", run_name, Path(logging_dir).name))
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            told.append(values["steps"])
+
+        def log(self, values: dict[str, Any], step: int, **options: Any) -> None:
+            told.append((step, sorted(values)))
+
+        def finish(self) -> None:
+            told.append("end")
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
+    done = command(place, tmp_path / "out", steps=2, report_to="notes")
+    assert done.code == 0, done.err
+    names = ["gradient_norm", "learning_rate", "loss", "memory_bytes", "skipped", "step_tokens", "tokens"]
+    names.append("tokens_per_second")
+    assert told == [("start", "gqa-uptrain", "out-logs"), "2", (1, names), (2, names), "end"]
+    assert not (tmp_path / "out-state").exists()
+
+
+@pytest.mark.skipif(not find_spec("tensorboard"), reason="tensorboard is not installed")
+def test_tensorboard(place: Path, tmp_path: Path) -> None:
+    """Its files stay after the end."""
+    assert command(place, tmp_path / "out", steps=2, report_to="tensorboard").code == 0
+    assert list((tmp_path / "out-logs").rglob("events.out.tfevents*"))
+
+
+def test_mixtures_and_separators(place: Path, tmp_path: Path) -> None:
+    """What is held out of a text file with separators are its pieces, of several sources those of each."""
+    texts = [json.loads(line)["text"].strip() for line in (place / "data.jsonl").read_text().splitlines()]
+    lines, pieces = tmp_path / "lines.jsonl", tmp_path / "pieces.txt"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pieces.write_text("\n<|end|>\n".join(texts))
+    found = {}
+    for name, data in {"lines": lines, "pieces": pieces, "both": [f"{lines}@1", f"{pieces}@3"]}.items():
+        told = {"data": data, "separator": "<|end|>", "heldout_fraction": 0.3, "steps": 1, "json": True}
+        done = command(place, tmp_path / "out", dry_run=True, **told)
+        assert done.code == 0, done.err
+        found[name] = json.loads(done.out)["heldout_tokens"]
+    assert 0 < found["lines"] == found["pieces"] < found["both"]
+
+
+def test_compiled(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without code generation, which takes half a minute; the graph is the compiler's all the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for compiled in (False, True):
+        assert command(place, tmp_path / f"{compiled}", steps=2, compile=compiled, heldout_fraction=0.3).code == 0
+    one, other = (load(tmp_path / name) for name in ("True", "False"))
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5

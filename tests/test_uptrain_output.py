@@ -1,0 +1,290 @@
+"""What is trained: exactly what was asked for. What is written: exactly as the source stores it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import load, tensor_bytes
+from safetensors.torch import load_file, save_file
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+from training import fresh_accelerator, tiny_checkpoint, write_corpus
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from gqa.convert import convert_checkpoint
+from gqa.convert.checkpoint import read_checkpoint
+from gqa.convert.errors import OutputError, RefusedError
+from gqa.convert.loading import load_model
+from gqa.uptrain.card import without_place
+from gqa.uptrain.export import _write_weights, check_exportable
+from gqa.uptrain.lora import merged
+from gqa.uptrain.naming import stored_tensors
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.run import prepare, run, uptrain
+from gqa.uptrain.scope import attention_parameters
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("output")
+    write_corpus(made / "data.jsonl")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    with fresh_accelerator():
+        yield
+
+
+def options(place: Path, model: Path, out: Path, **given: Any) -> TrainOptions:
+    data = (str(place / "data.jsonl"),)
+    return TrainOptions(str(model), out, **{"data": data, "steps": 2, "batch_size": 2, "learning_rate": 1e-2} | given)
+
+
+def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"dtype": "bfloat16"},  # three files
+    "qwen2+tied": {"dtype": "float16"},
+    "mixtral": {},  # experts are stored one by one, and are one parameter
+    "gemma3": {"dtype": "bfloat16"},  # inside a larger model, with a tower that text does not reach
+    "qwen2_vl": {},  # stored without the name of its text model
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_output_is_as_the_source(place: Path, tmp_path: Path, name: str) -> None:
+    source = tiny_checkpoint(tmp_path / "source", name, **KINDS[name])
+    uptrain(options(place, source, tmp_path / "out"))
+    before, after = load(source), load(tmp_path / "out")
+    assert shapes(after) == shapes(before)
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    towers = {key for key in before if "vision" in key or "visual" in key or "projector" in key}
+    assert changed == set(before) - towers
+    written = sorted(p.name for p in source.glob("*.safetensors"))
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors")) == written
+    for path in source.iterdir():
+        if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    named = json.loads((source / "config.json").read_text())["architectures"][0]
+    cls = getattr(transformers, named) if name == "qwen2_vl" else AutoModelForCausalLM  # which does not know Qwen2-VL
+    model, told = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    assert type(model).__name__ == named
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+
+
+STORED = ["llama+tied", "falcon+old_alibi", "gpt_bigcode", "gpt_oss", "jamba", "gemma4_text", "qwen3_5_text", "zamba2",
+          "olmoe", "llava", "qwen2_5_omni_thinker", "nemotron_h", "molmo2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_weights_that_were_not_trained_are_written_bit_for_bit(tmp_path: Path, name: str) -> None:
+    """Whatever the class makes of them when it loads them."""
+    tiny = TINY[name]
+    source = read_checkpoint(write_checkpoint(build(tiny, tiny.kv_counts[0]), tmp_path / "source"))
+    model = load_model(str(source.directory), dtype="float32")
+    check_exportable(model, source)
+    (tmp_path / "out").mkdir()
+    _write_weights(stored_tensors(model, model.state_dict()), source, tmp_path / "out")
+    before, after = load(tmp_path / "source"), load(tmp_path / "out")
+    assert shapes(before) == shapes(after)
+    assert all(tensor_bytes(before[key]) == tensor_bytes(after[key]) for key in before)
+
+
+def test_odd_sources(place: Path, tmp_path: Path) -> None:
+    """Several dtypes, a tied head that is stored twice, and tensors that the class does not read; as a `.bin` too."""
+    source = tiny_checkpoint(tmp_path / "source", "llama+tied")
+    tensors = load(source)
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    tensors = {name: t if "norm" in name else t.bfloat16() for name, t in tensors.items()}
+    tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(4.0)}
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        for path in source.glob("*model*.*"):
+            if path.name != "tokenizer.model":
+                path.unlink()
+        save_file(tensors, source / kind) if kind.endswith("rs") else torch.save(tensors, source / kind)
+        uptrain(options(place, source, tmp_path / kind))
+        after = load_file(tmp_path / kind / "model.safetensors")
+        assert shapes(after) == shapes(tensors)
+        assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
+        assert not torch.equal(after["lm_head.weight"], tensors["lm_head.weight"])
+        name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+        assert torch.equal(after[name], tensors[name])
+    one, other = (load(tmp_path / kind) for kind in ("model.safetensors", "pytorch_model.bin"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_class_that_stores_otherwise_is_refused_before_training(place: Path, tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source")
+    checkpoint, model = read_checkpoint(source), load_model(str(source))
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 32))
+    with pytest.raises(RefusedError, match=r"would store lm_head\.weight otherwise than source does"):
+        check_exportable(model, checkpoint)
+    model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(RefusedError, match=r"extra\.bias, extra\.weight, lm_head\.weight"):
+        check_exportable(model, checkpoint)
+
+
+def test_numbers_too_large_for_the_stored_dtype(place: Path, tmp_path: Path) -> None:
+    source = read_checkpoint(tiny_checkpoint(tmp_path / "source", dtype="float16"))
+    model = load_model(str(source.directory), dtype="float32")
+    weights = model.state_dict()
+    weights["model.norm.weight"][3] = 1e6
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputError, match=r"model\.norm\.weight has become too large for F16"):
+        _write_weights(stored_tensors(model, weights), source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027])
+def test_modes_follow_the_umask(place: Path, tmp_path: Path, mask: int) -> None:
+    source = tiny_checkpoint(tmp_path / "source")
+    before = os.umask(mask)
+    try:
+        uptrain(options(place, source, tmp_path / "out", train="lora", keep_adapter=True, heldout_fraction=0.3))
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
+
+
+def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
+    """Stored names of tiny models in attention modules, and those that hold keys or values."""
+    inside = {name for name, _ in model.named_parameters() if ".self_attn." in name or ".self_attention." in name}
+    parts = ("k_proj", "v_proj", "qkv_proj", "query_key_value")
+    return inside, {name for name in inside if any(part in name for part in parts)}
+
+
+@pytest.mark.parametrize("scope", ["attention", "kv", "lora"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "falcon", "qwen2", "qwen2_vl"])
+def test_exactly_what_was_asked_for_trains(place: Path, tmp_path: Path, name: str, scope: str) -> None:
+    """Separate, fused, fused by group, with biases, under other names than are stored."""
+    source = tiny_checkpoint(tmp_path / "source", name, dtype="bfloat16")
+    setup = prepare(options(place, source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0))
+    run(setup)
+    before, after = load(source), load(tmp_path / "out")
+    assert shapes(before) == shapes(after)
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed
+    model = load_model(str(source))
+    inside, kv = attention_of(model)
+    stored = {key.replace("model.language_model.", "model.") for key in (inside if scope == "attention" else kv)}
+    if scope == "lora":
+        linear = {f"{key}.weight" for key, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        stored |= {key.replace("model.language_model.", "model.") for key in linear if key != "lm_head.weight"}
+        stored = {key for key in stored if "visual" not in key}
+    assert changed == stored
+    if scope == "lora":
+        ids = torch.arange(20, 60)[None]
+        with torch.no_grad():
+            adapted = setup.model.eval()(ids, use_cache=False).logits
+            alone = load_model(str(tmp_path / "out"), dtype="float32")(ids, use_cache=False).logits
+        assert float((adapted - alone).abs().max()) < 0.05 * float(adapted.abs().max())  # bfloat16
+
+
+def test_merged_adapters_are_the_adapted_model(place: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    source = tiny_checkpoint(tmp_path / "source", "qwen2")
+    given = options(place, source, tmp_path / "out", train="lora", lora_rank=4, keep_adapter=True, learning_rate=0.05)
+    setup = prepare(given)
+    run(setup)
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        adapted = setup.model.eval()(ids, use_cache=False).logits
+        plain = load_model(str(source))(ids, use_cache=False).logits
+        written = load_model(str(tmp_path / "out"))(ids, use_cache=False).logits
+        loaded = PeftModel.from_pretrained(load_model(str(source)), str(tmp_path / "out" / "adapter"))
+        by_peft = loaded.eval()(input_ids=ids, use_cache=False).logits
+    scale = float(adapted.abs().max())
+    assert float((written - adapted).abs().max()) < 1e-5 * scale
+    assert float((by_peft - adapted).abs().max()) < 1e-5 * scale
+    assert float((plain - adapted).abs().max()) > 1e-2 * scale
+
+
+def test_an_adapter_that_is_not_finite_is_not_merged() -> None:
+    weights = {"a.base_layer.weight": torch.ones(3, 2), "a.base_layer.bias": torch.ones(3), "b.weight": torch.ones(1)}
+    weights |= {"a.lora_A.default.weight": torch.ones(4, 2), "a.lora_B.default.weight": torch.ones(3, 4)}
+    plain = merged(weights)
+    assert plain.keys() == {"a.weight", "a.bias", "b.weight"}
+    assert torch.equal(plain["a.weight"], torch.full((3, 2), 1.0 + 32 / 4 * 4))
+    weights["a.lora_B.default.weight"][0, 0] = torch.inf
+    with pytest.raises(OutputError, match="the adapter of a is not finite"):
+        merged(weights)
+
+
+def test_scope_that_cannot_be_told(tmp_path: Path) -> None:
+    tiny = TINY["molmo2"]
+    source = read_checkpoint(write_checkpoint(build(tiny, 2), tmp_path / "source"))
+    with pytest.raises(RefusedError, match="cannot be picked out; use --train all"):
+        attention_parameters(load_model(str(source.directory)), source)
+
+
+def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
+    """Conversion, training, more training: each says what it was made from, and cards do not grow with every step."""
+    source = tiny_checkpoint(tmp_path / "source", kv_heads=4, dtype="bfloat16")
+    card = "---\nlicense: mit\ntags:\n- mine\nmodel-index:\n- name: x\n  results: []\n---\n\n# Source\n\nBy me.\n"
+    (source / "README.md").write_text(card)
+    convert_checkpoint(source, 2, tmp_path / "converted")
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    teacher = str(source)
+    words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={teacher}", "--alpha", "0.5"]
+    given = options(place, tmp_path / "converted", first, alpha=0.1, steps=None, heldout_fraction=0.3, teacher=teacher)
+    _, record = uptrain(given, words=words)
+    assert record == json.loads((first / "gqa_uptraining.json").read_text())
+    assert record["command"] == "gqa-uptrain converted --data data.jsonl --teacher=source --alpha 0.5"
+    assert record["conversion"]["tool"] == "gqa-convert"
+    assert record["trained_before"] is None
+    assert (record["model"], record["teacher"], record["data"]) == ("converted", "source", ["data.jsonl"])
+    assert str(tmp_path) not in json.dumps(record)
+    text = (first / "README.md").read_text()
+    losses = record["losses"]
+    assert (
+        f"# first\n\n`converted` trained further, taught by `source`: {record['tokens']:,} tokens (alpha 0.1)" in text
+    )
+    assert f"held-out loss {losses['heldout_before']:.4f} before, {losses['heldout_after']:.4f} after" in text
+    assert text.index("# first") < text.index("# converted") < text.index("# Source\n\nBy me.")
+    assert "license: mit" in text
+    assert "- gqa-uptrain" in text
+    assert "model-index" not in text
+    (first / "training_log.jsonl").write_text("of somebody else")
+    for before, after in ((first, second), (second, third)):
+        uptrain(options(place, before, after))
+        record = json.loads((after / "gqa_uptraining.json").read_text())
+        assert record["trained_before"]["tool"] == "gqa-uptrain"
+        assert record["conversion"]["tool"] == "gqa-convert"
+        assert (after / "training_log.jsonl").read_text() == "of somebody else"
+    sizes = [len((place / "README.md").read_text()) for place in (second, third)]
+    assert abs(sizes[0] - sizes[1]) < 10
+    assert (third / "README.md").read_text().count("# first") == 0
+
+
+def test_a_source_without_a_card(place: Path, tmp_path: Path) -> None:
+    uptrain(options(place, tiny_checkpoint(tmp_path / "source"), tmp_path / "out"))
+    assert (tmp_path / "out" / "README.md").read_text().rstrip().endswith("```")
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("a/b", "a/b"), ("/a/b", "b"), ("--x=/a/b", "--x=b"), ("--x=a/b", "--x=a/b"), ("", ""), ("--json", "--json"),
+     ("stdlib:train", "stdlib:train"), ("/a/b@2", "b@2"), ("a\nb", "a\nb")],
+)  # fmt: skip
+def test_places_are_not_told(word: str, told: str) -> None:
+    assert without_place(word) == told

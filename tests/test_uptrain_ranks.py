@@ -1,0 +1,119 @@
+"""However the blocks of a step are shared out, the result is the same: micro-batches, ranks, sharded weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import load
+from training import Runs, metrics, shared_runs
+
+from gqa.uptrain.state import States
+
+STEPS = 3
+
+
+@pytest.fixture
+def runs() -> Runs:
+    return shared_runs()
+
+
+def difference(one: Path, other: Path) -> float:
+    """The largest of any weight."""
+    left, right = load(one), load(other)
+    assert left.keys() == right.keys()
+    assert all(left[name].shape == right[name].shape for name in left)
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+def losses(out: Path) -> list[float]:
+    return [record["loss"] for record in metrics(out / "gqa_uptraining.jsonl")]
+
+
+WAYS = {"4x2": (1, 2), "2x4": (1, 4), "2 ranks x 4": (2, 4), "2 ranks x 2x2": (2, 2)}
+LAUNCHED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # as `accelerate launch` sets it for DeepSpeed
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {"mask_documents": True, "train": "kv", "optimizer": "adafactor"},
+    "teacher": {"teacher": "teacher", "distill": 0.5, "temperature": 2.0, "match": "attention"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_accumulation_and_ranks_change_nothing(runs: Runs, tmp_path: Path, name: str) -> None:
+    options = {"steps": STEPS, "batch_size": 8, "heldout_fraction": 0.2} | RUNS[name]
+    runs.finish(*runs.words(tmp_path / "8x1", micro_batch=1, **options))
+    for way, (ranks, micro) in WAYS.items():
+        runs.finish(*runs.words(tmp_path / way, micro_batch=micro, **options), ranks=ranks, **LAUNCHED)
+        assert difference(tmp_path / way, tmp_path / "8x1") <= 1e-5, way
+        one, other = (metrics(tmp_path / run / "gqa_uptraining.jsonl") for run in (way, "8x1"))
+        for a, b in zip(one, other, strict=True):
+            assert a == pytest.approx(b, rel=1e-5), way
+    runs.finish(*runs.words(tmp_path / "control", **options | {"batch_size": 4}))
+    assert difference(tmp_path / "control", tmp_path / "8x1") > 1e-4
+
+
+def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
+    """FSDP2: losses and exported weights are DDP's; a killed run continues from its shards."""
+    for model, load_once in (("model", False), ("tied", True)):
+        words = {"model": model, "steps": 4, "teacher": "teacher", "save_every": 2, "keep_state": True}
+        whole, out = tmp_path / f"{model}-ddp", tmp_path / f"{model}-fsdp"
+        runs.finish(*runs.words(whole, **words), ranks=2)
+        killed = runs.run(*runs.words(out, **words), ranks=2, before=f"shard({load_once}); kill_at(3)")
+        assert killed.code == -signal.SIGKILL
+        files = {path.name for path in States(Path(f"{out}-state"), 2).latest()[0].rglob("*.distcp")}
+        assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
+        runs.finish(*runs.words(out, **words), "--resume", ranks=2, before=f"shard({load_once})")
+        assert losses(out) == pytest.approx(losses(whole), rel=1e-6)
+        assert difference(out, whole) <= 1e-6
+
+
+def test_sharded_adapters(runs: Runs, tmp_path: Path) -> None:
+    words = {"steps": 2, "train": "lora", "lora_rank": 4}
+    runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
+    runs.finish(*runs.words(tmp_path / "fsdp", **words), ranks=2, before="shard()")
+    assert difference(tmp_path / "ddp", tmp_path / "fsdp") <= 1e-6
+
+
+def test_towers_that_text_does_not_reach(runs: Runs, tmp_path: Path) -> None:
+    """DDP waits for every gradient unless it knows that some never come."""
+    words = {"model": "nested", "steps": STEPS}
+    runs.finish(*runs.words(tmp_path / "one", **words))
+    runs.finish(*runs.words(tmp_path / "two", **words), ranks=2)
+    assert difference(tmp_path / "one", tmp_path / "two") <= 1e-5
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(runs: Runs, tmp_path: Path, launcher: str) -> None:
+    """Two processes come to the weights of one, and one of them tells for both."""
+    words = [*LAUNCHERS[launcher], "-m", "gqa.uptrain", *runs.words(tmp_path / "two", steps=STEPS, quiet=False)]
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--json"], capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads(done.stdout)
+    assert (record["ranks"], record["steps"]) == (2, STEPS)
+    assert done.stderr.count("written     ") == 1
+    runs.finish(*runs.words(tmp_path / "one", steps=STEPS))
+    assert difference(tmp_path / "one", tmp_path / "two") <= 1e-5
+
+
+def test_the_launcher_says_the_precision(runs: Runs, tmp_path: Path) -> None:
+    """accelerate's configuration files and --mixed_precision; what the command says itself goes before."""
+    for given, expected in ((None, "bf16"), ("no", "no")):
+        out = tmp_path / expected
+        runs.finish(*runs.words(out, steps=1, precision=given), ACCELERATE_MIXED_PRECISION="bf16")
+        assert json.loads((out / "gqa_uptraining.json").read_text())["options"]["precision"] == expected

@@ -1,0 +1,247 @@
+"""A run that is killed and continued is the run that was not: bit for bit. What does not fit together is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import Runs, metrics, shared_runs, state_files, write_corpus
+
+from gqa.convert.errors import RefusedError
+from gqa.uptrain.state import States
+
+STEPS = 4
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dropout": {"model": "dropout"},
+    "bf16": {"model": "dropout", "precision": "bf16", "mask_documents": True},
+    "streaming": {"streaming": True, "heldout_fraction": 0.1, "optimizer": "adafactor", "schedule": "cosine"},
+    "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
+    "ranks": {"model": "dropout", "ranks": 2},
+}
+
+
+@pytest.fixture
+def runs() -> Runs:
+    return shared_runs()
+
+
+def saving(runs: Runs, out: Path, **options: Any) -> list[str]:
+    """Words of a run that saves every two steps and keeps what it saved."""
+    return runs.words(out, **{"steps": STEPS, "save_every": 2, "keep_state": True} | options)
+
+
+def state(out: Path, step: int) -> Path:
+    return out.with_name(f"{out.name}-state") / f"step-{step:08d}"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name: str) -> None:
+    options = dict(VARIANTS[name])
+    ranks = options.pop("ranks", 1)
+    one, other = tmp_path / "straight", tmp_path / "killed"
+    runs.finish(*saving(runs, one, **options), ranks=ranks)
+    killed = saving(runs, other, **options)
+    assert runs.run(*killed, ranks=ranks, before="kill_at(3)").code == -signal.SIGKILL
+    assert not other.exists()
+    assert [record["step"] for record in metrics(state(other, 2).parent / "metrics.jsonl")] == [1, 2, 3]
+    runs.finish(*killed, "--resume", ranks=ranks)
+    files = state_files(state(one, STEPS))
+    assert {"pytorch_model.bin", "optimizer.bin", *(f"random_states_{rank}.pkl" for rank in range(ranks))} <= set(files)
+    assert state_files(state(other, STEPS)) == files
+    told = metrics(one / "gqa_uptraining.jsonl")
+    assert metrics(other / "gqa_uptraining.jsonl") == told
+    assert [record["step"] for record in told] == [1, 2, 3, 4]
+    weights = sorted(path.name for path in one.glob("*.safetensors"))
+    assert weights
+    assert all((one / file).read_bytes() == (other / file).read_bytes() for file in weights)
+
+
+def test_more_ranks_may_continue(runs: Runs, tmp_path: Path) -> None:
+    """Blocks and losses do not depend on ranks, so neither does a state."""
+    out = tmp_path / "out"
+    runs.run(*saving(runs, out), before="kill_at(3)")
+    runs.finish(*saving(runs, out), "--resume", ranks=2)
+    runs.finish(*saving(runs, tmp_path / "straight"))
+    one, other = (metrics(place / "gqa_uptraining.jsonl") for place in (out, tmp_path / "straight"))
+    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in other], rel=1e-5)
+
+
+@pytest.mark.parametrize(("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
+def test_a_signal_saves_and_leaves(runs: Runs, tmp_path: Path, number: int, code: int, ranks: int) -> None:
+    """Also where only one rank was signalled, and where nothing else asked for saves."""
+    out = tmp_path / "out"
+    words = runs.words(out, steps=STEPS)
+    before = f"if os.environ.get('RANK', '{ranks - 1}') == '{ranks - 1}': kill_at(3, {int(number)})"
+    stopped = runs.run(*words, ranks=ranks, before=before)
+    assert stopped.code == code
+    assert stopped.err.splitlines()[-1] == (
+        f"gqa-uptrain: stopped; step 3 is saved in {out}-state, continue with --resume"
+    )
+    assert "Traceback" not in stopped.err
+    assert not out.exists()
+    assert States(Path(f"{out}-state"), 2).all() == [state(out, 3)]
+    runs.finish(*words, "--resume", ranks=ranks)
+    assert [record["step"] for record in metrics(out / "gqa_uptraining.jsonl")] == [1, 2, 3, 4]
+    assert not Path(f"{out}-state").exists()
+
+
+def test_a_save_that_was_killed_is_never_picked_up(runs: Runs, tmp_path: Path) -> None:
+    """Killed before the first, second ... last change on disk: the newest state is the one before, whole, or the new
+    one, whole; and when the run was continued nothing of the killed one is left.
+    """
+    out = tmp_path / "out"
+    words = saving(runs, out, keep_last=1)
+    found = []
+    for change in range(1, 40):
+        done = runs.run(*words, before=f"kill_while_saving(4, {change})")
+        states = States(Path(f"{out}-state"), 1)
+        newest, record = states.latest()
+        assert newest == state(out, record["step"])
+        assert (newest.stat().st_mode & 0o777) == 0o755
+        found.append(record["step"])
+        if done.code == 0:
+            break
+        assert done.code == -signal.SIGKILL
+        if change % 6 == 1:
+            runs.finish(*words, "--resume")
+            assert metrics(out / "gqa_uptraining.jsonl")[-1]["step"] == STEPS
+            assert states.latest()[0] == state(out, 4)
+            assert not list(states.directory.glob("*.partial"))
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(states.directory)
+    assert found == [2] * found.count(2) + [4] * found.count(4)
+    assert found.count(2) >= 6
+    assert found.count(4) >= 3
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OUT of a run that was killed after two of its states."""
+    out = tmp_path_factory.mktemp("saved") / "out"
+    runs = shared_runs()
+    assert runs.run(*saving(runs, out, steps=6), before="kill_at(5)").code == -signal.SIGKILL
+    return out
+
+
+@pytest.fixture
+def out(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(f"{saved}-state", tmp_path / "out-state")
+    return tmp_path / "out"
+
+
+def refused(runs: Runs, *words: object, **options: Any) -> str:
+    """What a run that is refused says, in one line."""
+    done = runs.run(*words, **options)
+    assert done.code == 2, done.err
+    assert done.err.count("\n") == 1
+    return done.err
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"])
+def test_a_damaged_state_is_refused(runs: Runs, out: Path, file: str) -> None:
+    path = state(out, 4) / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    told = refused(runs, *saving(runs, out, steps=6), "--resume")
+    assert f"{state(out, 4)} is damaged: {file} not as saved; delete it to continue from the one before" in told
+    path.unlink()
+    assert "is damaged" in refused(runs, *saving(runs, out, steps=6), "--resume")
+    shutil.rmtree(state(out, 4))
+    runs.finish(*saving(runs, out, steps=6), "--resume")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}"])
+def test_a_broken_record_is_refused(runs: Runs, out: Path, text: str) -> None:
+    (state(out, 4) / "trainer_state.json").write_text(text)
+    with pytest.raises(RefusedError, match="cannot be read"):
+        States(Path(f"{out}-state"), 2).latest()
+
+
+def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, tmp_path: Path) -> None:
+    told = refused(runs, *saving(runs, out, steps=6, learning_rate=2e-3, clip=0.5), "--resume")
+    assert "was saved by another run: clip: 1.0 -> 0.5; learning_rate: 0.001 -> 0.002; start without" in told
+    told = refused(runs, *saving(runs, out, alpha=0.5, steps=None), "--resume")
+    assert "alpha: None -> 0.5; steps: 6 -> None" in told
+    kept = runs.directory / "data.jsonl"
+    changed = write_corpus(tmp_path / "data.jsonl", 20)
+    content = kept.read_bytes()
+    try:
+        kept.write_bytes(changed.read_bytes())
+        told = refused(runs, *saving(runs, out, steps=6), "--resume")
+    finally:
+        kept.write_bytes(content)
+    assert "was saved by another run: the content of the data; start" in told
+    assert States(Path(f"{out}-state"), 2).all() == [state(out, 2), state(out, 4)]
+
+
+def test_what_may_change(runs: Runs, out: Path) -> None:
+    runs.finish(
+        *saving(runs, out, steps=6, micro_batch=2, save_every=1, checkpointing=True, attention="eager"), "--resume"
+    )
+    assert States(Path(f"{out}-state"), 2).all() == [state(out, 5), state(out, 6)]
+
+
+def test_resume_without_a_state_and_a_state_without_resume(runs: Runs, out: Path, tmp_path: Path) -> None:
+    told = refused(runs, *runs.words(tmp_path / "new", steps=2), "--resume")
+    assert "new-state has no saved state; start without --resume" in told
+    assert not (tmp_path / "new-state").exists()
+    told = refused(runs, *saving(runs, out, steps=6))
+    assert "holds states of an unfinished run; continue it with --resume or delete" in told
+
+
+def test_foreign_names_in_the_directory_of_states(out: Path) -> None:
+    for name in ("step-backup", "step-00000009", "step-00000008.partial", "notes"):
+        (out.with_name("out-state") / name).mkdir()
+    assert States(out.with_name("out-state"), 2).all() == [state(out, 2), state(out, 4)]
+
+
+def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
+    """The disk is full at the very end; the last state is there, and continuing only writes."""
+    out = tmp_path / "out"
+    full = "import gqa.uptrain.export as e; e.write_bytes = lambda *a: (_ for _ in ()).throw(OSError(28, 'No space'))"
+    done = runs.run(*saving(runs, out), before=full)
+    assert (done.code, done.err.count("\n")) == (1, 1), done.err
+    assert f"no space left for {out}: nothing was kept" in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]
+    before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
+    runs.finish(*saving(runs, out), "--resume")
+    assert (out / "gqa_uptraining.jsonl").read_bytes() == before
+    assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS
+
+
+def test_no_space_for_a_state(runs: Runs, tmp_path: Path) -> None:
+    """One line; the state before is kept, and the run continues from it."""
+    out = tmp_path / "out"
+    full = """
+import torch
+save = torch.save
+def full(found, path, *a, **o):
+    if "step-00000004" in str(path) and "optimizer" in str(path):
+        Path(path).write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
+    save(found, path, *a, **o)
+torch.save = full
+"""
+    done = runs.run(*saving(runs, out), before=full)
+    assert (done.code, done.err.count("\n")) == (1, 1), done.err
+    assert "the state of step 4 could not be saved in" in done.err
+    assert sorted(path.name for path in Path(f"{out}-state").glob("step-*")) == [state(out, 2).name]
+    runs.finish(*saving(runs, out), "--resume")
+
+
+def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with States(Path(f"{out}-state"), 2).held():
+        told = refused(runs, *runs.words(out, steps=1))
+    assert f"another run is using {out}-state; wait for it or give another output" in told
+
+
+def test_keep_last(runs: Runs, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    runs.finish(*saving(runs, out, save_every=1, keep_last=3))
+    assert States(Path(f"{out}-state"), 3).all() == [state(out, step) for step in (2, 3, 4)]

@@ -1,0 +1,299 @@
+"""Uptraining for tests: a tiny checkpoint, a small corpus, and runs as processes that can be killed or work together.
+
+One process imports everything once and forks a child for each run: `shared_runs().run(*words)`. The functions from
+`kill_at` on are called in the child, before the command, to make something go wrong there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from embedded import SOURCE, UNIFORM_VOCABULARY, texts
+
+BLOCK = 64  # tokens, the positions of tiny models
+
+_SERVER = """
+import json, os, sys, traceback
+sys.path.insert(0, sys.argv[1])
+import datasets, peft, torch
+import gqa.uptrain.run, gqa.uptrain.summary
+import training
+from gqa.uptrain.cli import main
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+def child(job):
+    for descriptor, log in ((1, "out"), (2, "err")):
+        os.dup2(os.open(job["log"] + log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    code = 99
+    try:
+        os.environ.update(job["environment"])
+        sys.argv = ["gqa-uptrain", *job["words"]]
+        exec(job["before"], vars(training))
+        main()
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+out = os.fdopen(os.dup(1), "w")
+print("{}", file=out, flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    answer = os.waitpid(job["wait"], 0)[1] if "wait" in job else os.fork() or child(job)
+    print(json.dumps(answer), file=out, flush=True)
+"""
+
+
+def tiny_checkpoint(
+    directory: Path, name: str = "llama", kv_heads: int = 2, dtype: str = "float32", **options: Any
+) -> Path:
+    """A random model of a family in `tiny_models`, with the embedded tokenizer."""
+    import torch
+    from tiny_models import TINY, build
+
+    tiny = TINY[name]
+    wider = {"vocab_size": UNIFORM_VOCABULARY + 8, "pad_token_id": None, **options}  # Qwen's tokenizer adds one
+    if tiny.owners != ("",):
+        wider = {owner: {**tiny.options.get(owner, {}), **wider} for owner in tiny.owners}
+    model = build(replace(tiny, options={**tiny.options, **wider}), kv_heads).to(getattr(torch, dtype))
+    model.save_pretrained(directory, max_shard_size="300KB")
+    for file in SOURCE.glob("*token*"):
+        shutil.copyfile(file, directory / file.name)
+    return directory
+
+
+def write_corpus(path: Path, count: int = 25, field: str = "text", first: int = 0) -> Path:
+    """JSON lines, each the beginning of a module: about 10,000 tokens in all."""
+    chosen = texts(first + count, 1200)[first:]
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in chosen))
+    return path
+
+
+def words_for(model: Path, data: Path, out: Path, **options: Any) -> list[str]:
+    """A short run of the command: `batch_size=4` is --batch-size 4, True a flag, None nothing."""
+    given = {"data": data, "output": out, "batch_size": 8, "learning_rate": 1e-3, "quiet": True} | options
+    words = [str(model)]
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is True:
+                words.append(option)
+            elif item is not None and item is not False:
+                words += [option, str(item)]
+    return words
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl tells, without what depends on the machine."""
+    timed = ("tokens_per_second", "memory_bytes", "mfu")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+def state_files(state: Path) -> dict[str, Any]:
+    """Size and SHA-256 of what a state holds."""
+    found: dict[str, Any] = json.loads((state / "trainer_state.json").read_text())["files"]
+    return found
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run gave back: its exit code, or minus the signal that killed it, and what the first process said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Runs:
+    """Logs and the cache of tokens are below `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._count = 0
+        cache = {"HF_DATASETS_CACHE": str(directory / "cache"), "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVER, str(Path(__file__).parent)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | cache | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        assert self._answer() == {}
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def _ask(self, job: dict[str, Any]) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer())
+
+    def run(self, *words: object, ranks: int = 1, before: str = "", **environment: str) -> Finished:
+        """`gqa-uptrain WORDS` on so many processes, waited for."""
+        self._count += 1
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        children, logs = [], [str(self.directory / f"log{self._count}-{rank}") for rank in range(ranks)]
+        for rank, log in enumerate(logs):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}  # fmt: skip
+            told = {name: str(value) for name, value in place.items()} | environment
+            job = {"words": [*map(str, words)], "log": log, "before": before, "environment": told}
+            children.append(self._ask(job))
+        codes = [os.waitstatus_to_exitcode(self._ask({"wait": child})) for child in children]
+        assert len(set(codes)) == 1, (codes, [Path(f"{log}err").read_text()[-1500:] for log in logs])
+        return Finished(codes[0], Path(f"{logs[0]}out").read_text(), Path(f"{logs[0]}err").read_text())
+
+    def finish(self, *words: object, **options: Any) -> Finished:
+        """`run`, which must succeed."""
+        done = self.run(*words, **options)
+        assert done.code == 0, done.err[-3000:]
+        return done
+
+    def words(self, out: Path, *, model: str = "model", **options: Any) -> list[str]:
+        """Words of a run over what `shared_runs` has made."""
+        if "teacher" in options:
+            options["teacher"] = self.directory / options["teacher"]
+        return words_for(self.directory / model, self.directory / "data.jsonl", out, **options)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+@cache
+def shared_runs() -> Runs:
+    """One for all tests of this process."""
+    made = Runs(Path(tempfile.mkdtemp(prefix="gqa-runs-")))
+    atexit.register(shutil.rmtree, made.directory, ignore_errors=True)
+    atexit.register(made.close)
+    tiny_checkpoint(made.directory / "model")
+    tiny_checkpoint(made.directory / "dropout", attention_dropout=0.2)
+    tiny_checkpoint(made.directory / "teacher", kv_heads=4)
+    tiny_checkpoint(made.directory / "tied", "llama+tied", dtype="bfloat16")
+    tiny_checkpoint(made.directory / "nested", "gemma3")
+    write_corpus(made.directory / "data.jsonl")
+    return made
+
+
+@contextmanager
+def fresh_accelerator() -> Iterator[None]:
+    """accelerate remembers the first precision of a process, and what launched it."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def kill_at(step: int, number: int = signal.SIGKILL) -> None:
+    """A signal as soon as `step` is told, before its state is saved."""
+    from gqa.uptrain.log import Log
+
+    tell = Log.step
+
+    def step_and_kill(self: Log, done: int, numbers: dict[str, float]) -> dict[str, Any]:
+        record = tell(self, done, numbers)
+        if done == step:
+            os.kill(os.getpid(), number)
+        return record
+
+    Log.step = step_and_kill  # type: ignore[method-assign]
+
+
+def kill_while_saving(step: int, change: int) -> None:
+    """SIGKILL just before the state of `step` is changed on disk for the nth time: a file, a name, a directory."""
+    import torch
+
+    import gqa.uptrain.state as module
+
+    left, armed = [change], [False]
+
+    def fatal(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            left[0] -= armed[0]
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*given, **options)
+
+        setattr(owner, name, counted)
+
+    save = module.States.save
+
+    def save_and_count(self: Any, accelerator: Any, record: dict[str, Any]) -> Path:
+        armed[0] = record["step"] == step
+        return save(self, accelerator, record)
+
+    for owner, name in ((torch, "save"), (module, "write_text"), (module, "fsync_directory"), (Path, "rename"),
+                        (shutil, "rmtree"), (os, "makedirs")):  # fmt: skip
+        fatal(owner, name)
+    module.States.save = save_and_count  # type: ignore[method-assign]
+
+
+def shard(load_once: bool = False) -> None:
+    """FSDP2 on CPUs, which accelerate does not offer: its state is told so right after it is made.
+
+    `load_once`: only the first rank reads the weights, as accelerate's own option says to transformers.
+    """
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    import gqa.uptrain.run as module
+
+    def make(**options: Any) -> Accelerator:
+        accelerator = Accelerator(**options)
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT",
+            cpu_ram_efficient_loading=load_once,
+        )  # fmt: skip
+        if load_once:
+            os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+        PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+        return accelerator
+
+    module.Accelerator = make  # type: ignore[assignment,misc]
+
+
+def infinite_gradient(*steps: int) -> None:
+    """An Inf in the gradient of these steps (from 1)."""
+    import torch
+
+    import gqa.uptrain.loop as module
+
+    clip, done = module._clip, [0]
+
+    def spoil(accelerator: Any, model: Any, limit: float) -> float:
+        done[0] += 1
+        if done[0] in steps:
+            next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
+        return clip(accelerator, model, limit)
+
+    module._clip = spoil

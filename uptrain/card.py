@@ -1,0 +1,93 @@
+"""What a trained checkpoint says about itself: a model card for people and a provenance file for programs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gqa.convert.card import PROVENANCE, SOURCE_CARD, version
+from gqa.convert.checkpoint import Checkpoint
+
+UPTRAINING = "gqa_uptraining.json"
+_TAG = "gqa-uptrain"
+
+
+def provenance(source: Checkpoint, words: Sequence[str], facts: dict[str, Any]) -> dict[str, Any]:
+    """How the result was trained, with the provenance of what it was trained from inside."""
+    packages = ("torch", "transformers", "accelerate")
+    return {
+        "tool": "gqa-uptrain",
+        "version": version(),
+        "command": shlex.join(["gqa-uptrain", *map(without_place, words)]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "model": source.hub_id or source.name,
+        "revision": source.revision,
+        **facts,
+        "conversion": _read_json(source, PROVENANCE),
+        "trained_before": _read_json(source, UPTRAINING),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def without_place(word: str) -> str:
+    """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
+    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
+    return option + (Path(path).name if Path(path).is_absolute() else path)
+
+
+def _read_json(source: Checkpoint, name: str) -> Any:
+    try:
+        return json.loads(source.path(name).read_text())
+    except (OSError, ValueError):  # also where there is none
+        return None
+
+
+def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
+    """README.md: the source card's metadata kept, what was trained on how much, and the source's card below it."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    metadata, text = _source_card(source)
+    metadata.pop("model-index", None)  # results of other weights
+    data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata.get("tags", []), _TAG]))})
+    lines = [f"# {name}", "", _told(source, record), "", "```", record["command"], "```"]
+    if text:
+        lines += ["", SOURCE_CARD, "", text]
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"))
+
+
+def _told(source: Checkpoint, record: dict[str, Any]) -> str:
+    losses, heldout = record["losses"], ""
+    if losses["heldout_before"] is not None:
+        before, after = losses["heldout_before"], losses["heldout_after"]
+        heldout = f"; held-out loss {before:.4f} before, {after:.4f} after (nats per token)"
+    teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
+    share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
+    return (
+        f"`{source.hub_id or source.name}` trained further{teacher}: {record['tokens']:,} tokens{share} of "
+        f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
+        f"`{UPTRAINING}`)."
+    )
+
+
+def _source_card(source: Checkpoint) -> tuple[dict[str, Any], str]:
+    """Metadata and text. Of a card that this module made only the part below its own: cards do not grow endlessly."""
+    from huggingface_hub import ModelCard
+
+    if "README.md" not in source.side_files:
+        return {}, ""
+    text = source.path("README.md").read_text(encoding="utf-8", errors="replace")
+    metadata: dict[str, Any] = {}
+    try:
+        loaded = ModelCard(text, ignore_metadata_errors=True)
+        metadata, text = dict(loaded.data.to_dict()), loaded.text
+    except Exception:  # a card that cannot be parsed is carried along as it is
+        pass
+    if UPTRAINING in source.side_files:
+        text = text.partition(SOURCE_CARD)[2]
+    return metadata, text.strip()

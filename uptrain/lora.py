@@ -1,0 +1,67 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft, and what they come to in the weights they adapt."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gqa.convert.errors import OutputError, RefusedError
+
+ALPHA = 32  # adapters are scaled by ALPHA / rank
+_BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
+    """Adapters on every linear layer but the head and those whose weights are in `trained`."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError:
+        raise RefusedError("--train lora needs peft; install it with: pip install 'gqa-convert[lora]'") from None
+    table = model.get_output_embeddings()
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not table and f"{name}.weight" not in trained
+    ]
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=targets), model)
+
+
+def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with adapters as one without: W + ALPHA / r x B A under W's own name. Others stay as they are."""
+    plain = {}
+    for name, tensor in weights.items():
+        if ".lora_" in name:
+            continue
+        path, base, tail = name.rpartition(_BASE)
+        if base and tail == "weight":
+            down, up = weights[path + _DOWN], weights[path + _UP]
+            tensor = tensor + (ALPHA / len(down)) * (up @ down)
+            if not bool(tensor.isfinite().all()):
+                raise OutputError(f"the adapter of {path} is not finite; nothing was written")
+        plain[f"{path}.{tail}" if base else name] = tensor
+    return plain
+
+
+def save_adapter(weights: dict[str, Tensor], trained: AbstractSet[str], directory: Path) -> None:
+    """Of a state dict with adapters the parameters in `trained`, in peft's own format.
+
+    `PeftModel.from_pretrained(model before training, directory)` is the trained model.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    adapters = {name for name in trained if ".lora_" in name}
+    config = LoraConfig(
+        r=next(len(weights[name]) for name in adapters if name.endswith(_DOWN)),
+        lora_alpha=ALPHA,
+        target_modules=sorted({name.partition(".lora_")[0] for name in adapters}),
+        modules_to_save=sorted({name.rpartition(".")[0] for name in trained - adapters}),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    config.save_pretrained(str(directory))
+    named = {f"base_model.model.{name.replace('.default.', '.')}": weights[name].contiguous() for name in trained}
+    save_file(named, directory / "adapter_model.safetensors", {"format": "pt"})
