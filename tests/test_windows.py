@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -48,6 +48,7 @@ def test_llama_cpp_windows_by_hand():
     assert window.scored == 255
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 60))
 def test_rolling_windows_are_those_of_the_harness(count, context):
     ids = list(range(1000, 1000 + count))
@@ -57,6 +58,7 @@ def test_rolling_windows_are_those_of_the_harness(count, context):
     assert [i for w in rolling_windows(ids, context, P) for i in w.ids[-w.scored :]] == ids  # each once, in order
 
 
+@settings(deadline=None)
 @given(st.integers(2, 200), st.integers(2, 60), st.data())
 def test_strided_windows_score_everything_once(count, context, data):
     stride = data.draw(st.integers(1, context - 1))
