@@ -107,10 +107,12 @@ class _replaced_forward:  # noqa: N801 - reads as a function
             self._module.forward = self._before
 
 
-def chunks(count: int, vocabulary: int, device: torch.device | None = None) -> Iterator[slice]:
-    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device."""
+def chunks(count: int, vocabulary: int, device: torch.device | None = None, least: int = 16) -> Iterator[slice]:
+    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device, of `least` rows
+    or more.
+    """
     numbers = CHUNK_NUMBERS if device is None or device.type == "cpu" else DEVICE_CHUNK_NUMBERS
-    step = max(16, numbers // vocabulary)
+    step = max(least, numbers // vocabulary)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 

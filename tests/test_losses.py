@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import gqa.corpus.likelihood
+import gqa.uptrain.losses
 from gqa.convert.errors import RefusedError
 from gqa.corpus.likelihood import nats
 from gqa.uptrain.losses import chunked_sum, distillation
@@ -57,9 +58,14 @@ def of_training_model(
     return float(loss.detach() / told[0]), gradients(model)
 
 
-@pytest.fixture(params=[1, 20 * VOCABULARY, 1 << 22], ids=["16 rows", "20 rows", "one slice"])
+@pytest.fixture(params=[7, 20, 999], ids=["7 rows", "20 rows", "one slice"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", request.param)
+    set_slices(monkeypatch, request.param)
+
+
+def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", rows * VOCABULARY)
+    monkeypatch.setattr(gqa.uptrain.losses, "LEAST_ROWS", 1)
 
 
 @pytest.mark.usefixtures("chunk")
@@ -137,8 +143,8 @@ def test_nothing_of_width_v_is_held_for_a_batch(monkeypatch: pytest.MonkeyPatch,
     training, given = TrainingModel(model, teacher), batch(8)
     training(**batch(1))  # the heads are checked on the first input
     matrix = 32  # the gradient of the head is of width V too
-    for numbers, most in ((1, max(16, matrix)), (1 << 22, 8 * 32)):
-        monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
+    for rows, most in ((16, max(16, matrix)), (100, 100), (999, 8 * 32)):
+        set_slices(monkeypatch, rows)
         with Widest() as widest:
             loss, _ = training(**given)
             loss.backward()
@@ -166,7 +172,7 @@ def of_head(rows: torch.dtype, weights: torch.dtype, scale: float) -> tuple[Tens
 
 def test_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss scale of more than float16 can hold is no loss, and neither are sums of many slices in bfloat16."""
-    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", 1)
+    set_slices(monkeypatch, 16)
     expected = of_head(torch.float32, torch.float32, 1.0)
     for dtypes, scale, rel in (
         ((torch.float16, torch.float32), 4000 * 2.0**17, 1e-3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -253,6 +254,7 @@ def bad_models(place: Path, root: Path) -> dict[str, tuple[dict[str, Any], str]]
         "fp16": ({"precision": "fp16"}, "--precision fp16 needs a GPU; on a CPU use bf16"),
         "tracker": ({"report_to": "pigeons"}, "Unsupported logging capability: pigeons"),
         "tracker's package": ({"report_to": "wandb"}, "--report-to wandb needs its package; install it with: pip"),
+        "revision": ({"revision": "main"}, "--revision is for hub ids"),
         "resume": ({"resume": True}, "out-state has no saved state; start without --resume"),
     }  # fmt: skip
 
@@ -302,6 +304,16 @@ def test_overwrite(place: Path, tmp_path: Path) -> None:
         assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == steps
 
 
+def test_output_with_dots(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is meant: states and logs are beside it, not in it."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert command(place, Path("."), steps=2, keep_state=True).code == 0
+    monkeypatch.chdir(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-state"]
+    check_refused(command(place, Path("/"), steps=1), "is the root of a file system")
+
+
 def test_trackers(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every record goes to whatever accelerate knows, and the tracker is closed, also where the run stops."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
@@ -338,6 +350,23 @@ def test_tensorboard(place: Path, tmp_path: Path) -> None:
     """Its files stay after the end."""
     assert command(place, tmp_path / "out", steps=2, report_to="tensorboard").code == 0
     assert list((tmp_path / "out-logs").rglob("events.out.tfevents*"))
+
+
+def test_a_teacher_is_loaded_on_every_rank(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older transformers leave it empty on all but one where FSDP is told to load the model once."""
+    import gqa.uptrain.run as module
+
+    load, told = module._load, []
+
+    def note(*given: Any, **how: Any) -> Any:
+        told.append((how["dtype"], os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")))
+        return load(*given, **how)
+
+    monkeypatch.setattr(module, "_load", note)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+    assert command(place, tmp_path / "out", steps=1, teacher=place / "teacher").code == 0
+    assert told == [("float32", "true"), ("auto", None)]
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
 
 
 def test_mixtures_and_separators(place: Path, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     """Raise RefusedError, before anything is trained, where what a model's class stores is not what its source has."""
     stored = stored_shapes(model)
     known = {name: spec.shape for name, spec in source.tensors.items()}
-    tied = {name for names in tied_names(model) for name in names}
+    tied = tied_names(model)
     odd = [name for name, shape in stored.items() if known.get(name, shape) != shape]
     odd += [name for name in stored if name not in known and name not in tied]
     if odd or not known.keys() & stored.keys():

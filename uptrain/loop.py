@@ -137,6 +137,8 @@ def _step(
     total = accelerator.reduce(torch.tensor(float(sum(map(predictions, batches))), device=device), "sum")
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
     sums = _zeros(4, device)
+    for group in optimizer.param_groups:  # before the last backward pass, in which DeepSpeed steps
+        group["lr"] = rate
     for batch in batches:
         with accelerator.accumulate(model):
             loss, numbers = model(**batch)
@@ -144,8 +146,6 @@ def _step(
             accelerator.backward(loss * scale)
     sums = accelerator.reduce(sums, "sum")
     norm = _clip(accelerator, model, clip)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     if accelerator.scaler is not None or _is_finite(sums, norm):
         optimizer.step()
     optimizer.zero_grad()

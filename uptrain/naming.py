@@ -12,20 +12,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of `model` as its checkpoint stores it; tied weights under each of their names."""
-    named = dict(weights)
-    for names in tied_names(model):
-        if present := [name for name in names if name in named]:
-            named |= dict.fromkeys(names, named[present[0]])
-    found: dict[str, Tensor] = revert_weight_conversion(model, named)
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
     return found
 
 
-def tied_names(model: PreTrainedModel) -> list[list[str]]:
-    """Names of parameters that are one."""
-    groups: dict[int, list[str]] = defaultdict(list)
+def tied_names(model: PreTrainedModel) -> set[str]:
+    """Names of parameters that have several."""
+    names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups[id(parameter)].append(name)
-    return [names for names in groups.values() if len(names) > 1]
+        names[id(parameter)].append(name)
+    return {name for same in names.values() if len(same) > 1 for name in same}
 
 
 def stored_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:

@@ -66,7 +66,7 @@ class Setup:
         return sum(p.numel() for p in self.model.parameters())
 
 
-def make_accelerator(options: TrainOptions, micro: int, accumulation: int) -> Accelerator:
+def make_accelerator(options: TrainOptions, out: Path, micro: int, accumulation: int) -> Accelerator:
     """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
@@ -77,7 +77,7 @@ def make_accelerator(options: TrainOptions, micro: int, accumulation: int) -> Ac
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),
             log_with=list(options.report_to) or None,
-            project_dir=str(_beside(options.output, "logs")),
+            project_dir=str(_beside(out, "logs")),
             kwargs_handlers=[DistributedDataParallelKwargs()],
         )
     except (ValueError, RuntimeError, ImportError) as error:
@@ -88,6 +88,7 @@ def make_accelerator(options: TrainOptions, micro: int, accumulation: int) -> Ac
         accelerator.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": options.clip,
         }
     return accelerator
 
@@ -100,11 +101,11 @@ def prepare(options: TrainOptions, resume: bool = False) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written."""
     processes = ranks().num_processes
     micro = options.check(processes)
-    accelerator = make_accelerator(options, micro, options.batch_size // processes // micro)
-    checkpoint = open_model(options.model, None if Path(options.model).is_dir() else options.revision)
-    OutputDirectory(options.output, checkpoint.directory, options.overwrite)  # refuses now
-    require_space(checkpoint, options.output)
-    states = States(_beside(options.output, "state"), options.keep_last)
+    checkpoint = open_model(options.model, options.revision)
+    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
+    require_space(checkpoint, out)
+    accelerator = make_accelerator(options, out, micro, options.batch_size // processes // micro)
+    states = States(_beside(out, "state"), options.keep_last)
     if not resume and states.all():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
@@ -207,7 +208,9 @@ def _teacher(
 
 @contextmanager
 def _loaded_on_every_rank() -> Iterator[None]:
-    """FSDP's option to load on one rank and send to the others is for the model that it shards."""
+    """FSDP's option to load on one rank and send to the others is for the model that it shards; older transformers
+    leave every other model empty too.
+    """
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     before = os.environ.pop(name, None)
     try:
