@@ -1,12 +1,13 @@
 """gqa-eval's scoring beside a bare forward pass and lm-evaluation-harness: time and peak memory in one run.
 
     python benchmarks/evaluate.py                       # a random model of SmolLM2-135M's shape, 49,152 tokens wide
-    python benchmarks/evaluate.py --model examples/stdlib-mha --windows 64 --repeats 5
+    python benchmarks/evaluate.py --model examples/stdlib-mha --pieces 40
 
-All score the same windows of held-out text with the same model and number of threads, each run in a process of its
-own, in an order that changes from round to round; the clock starts when the model is loaded. `bare forward` computes
-logits and throws them away: what no evaluator can be faster than while it uses that forward. Memory is the highest
-resident set while scoring, above what it was with the model loaded.
+All score the same pieces of held-out text, a batch of windows each, with the same model and number of threads. Each is
+a process of its own; they take turns of one piece, in an order that changes from piece to piece, the others waiting
+meanwhile, so that whatever else the machine does hits all alike; ratios are medians over pieces. The first piece is not
+timed. `bare forward` computes logits and throws them away: what no evaluator can be faster than while it uses that
+forward. Memory is the highest resident set while scoring, above what it was with the model loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -46,8 +48,8 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
-def make_windows(options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Windows, and the text they are of: one held-out document cut to a whole number of windows."""
+def make_pieces(options: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Pieces of held-out text, each with its windows: at most a batch of them."""
     from transformers import AutoTokenizer
 
     from gqa.corpus.stdlib import stdlib_documents
@@ -55,58 +57,66 @@ def make_windows(options: dict[str, Any]) -> tuple[Any, list[str]]:
 
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
     joined = "\n\n".join(document.text for document in stdlib_documents("heldout"))
-    text = joined[: options["windows"] * options["context"] * 3]  # about three characters a token
-    return make_text([text], tokenizer, protocol="rolling", context=options["context"]), [text]
+    pieces, start = [], 0
+    for _ in range(options["pieces"] + 1):
+        length = options["batch_size"] * options["context"] * 4  # more than a token a character is rare
+        while True:
+            text = joined[start : start + length]
+            cut = make_text([text], tokenizer, protocol="rolling", context=options["context"])
+            if len(cut.windows) <= options["batch_size"]:
+                break
+            length = length * 9 // 10
+        pieces.append((text, cut))
+        start += length
+    return pieces
 
 
-def bare_forward(model: Any, options: dict[str, Any]) -> Callable[[], float]:
+def bare_forward(model: Any, options: dict[str, Any]) -> Callable[[int], float]:
     import torch
 
-    from gqa.corpus.windows import batches
-
-    text, _ = make_windows(options)
+    pieces = make_pieces(options)
 
     @torch.inference_mode()
-    def run() -> float:
-        for indices in batches(text.windows, options["batch_size"]):
-            longest = max(len(text.windows[i].ids) for i in indices)
-            rows = [[*text.windows[i].ids, *[0] * longest][: longest - 1] for i in indices]
-            model(input_ids=torch.tensor(rows), use_cache=False)
+    def run(piece: int) -> float:
+        windows = pieces[piece][1].windows
+        longest = max(len(window.ids) for window in windows)
+        rows = [[*window.ids, *[0] * longest][: longest - 1] for window in windows]
+        model(input_ids=torch.tensor(rows), use_cache=False)
         return float("nan")
 
     return run
 
 
-def ours(model: Any, options: dict[str, Any]) -> Callable[[], float]:
+def ours(model: Any, options: dict[str, Any]) -> Callable[[int], float]:
     from gqa.corpus.likelihood import ChunkedHead
     from gqa.eval.scoring import score
 
-    text, _ = make_windows(options)
+    pieces, head = make_pieces(options), ChunkedHead(model)
 
-    def run() -> float:
-        return score(ChunkedHead(model), text.windows, batch_size=options["batch_size"]).total_nats
+    def run(piece: int) -> float:
+        return score(head, pieces[piece][1].windows, batch_size=options["batch_size"]).total_nats
 
     return run
 
 
-def harness(model: Any, options: dict[str, Any], batch_size: int | None = None) -> Callable[[], float]:
+def harness(model: Any, options: dict[str, Any], batch_size: int | None = None) -> Callable[[int], float]:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    _, texts = make_windows(options)
+    pieces = make_pieces(options)
     size = batch_size or options["batch_size"]
     evaluator = HFLM(pretrained=model, tokenizer=tokenizer, max_length=options["context"], batch_size=size)
 
-    def run() -> float:
-        requests = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts)]
-        return -sum(evaluator.loglikelihood_rolling(requests, disable_tqdm=True))
+    def run(piece: int) -> float:
+        request = Instance("loglikelihood_rolling", {}, (pieces[piece][0],), 0)
+        return -sum(evaluator.loglikelihood_rolling([request], disable_tqdm=True))
 
     return run
 
 
-def harness_default(model: Any, options: dict[str, Any]) -> Callable[[], float]:
+def harness_default(model: Any, options: dict[str, Any]) -> Callable[[int], float]:
     return harness(model, options, batch_size=1)  # what lm_eval takes when no --batch_size is given
 
 
@@ -131,77 +141,84 @@ def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=getattr(torch, options["dtype"])).eval()
     run = CONTESTANTS[name](model, options)
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
-    before, start = _status("self", "VmRSS"), time.perf_counter()
-    nats = run()
-    pipe.send((time.perf_counter() - start, _status("self", "VmHWM") - before, nats))
+    before = _status("self", "VmRSS")
+    while (piece := pipe.recv()) is not None:
+        start = time.perf_counter()
+        nats = run(piece)
+        pipe.send((time.perf_counter() - start, nats))
+    pipe.send(_status("self", "VmHWM") - before)
 
 
-def measure(name: str, options: dict[str, Any]) -> tuple[float, int, float]:
+def compare(options: dict[str, Any]) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(name, options, theirs))
-    process.start()
-    theirs.close()
-    found: tuple[float, int, float] = pipe.recv()
-    process.join()
-    return found
-
-
-def compare(options: dict[str, Any], repeats: int) -> dict[str, Any]:
-    runs: dict[str, list[tuple[float, int, float]]] = {name: [] for name in CONTESTANTS}
-    names = list(CONTESTANTS)
-    for repeat in range(repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            runs[name].append(measure(name, options))
-            print(f"  round {repeat + 1}  {name:22}{runs[name][-1][0]:8.2f} s", flush=True)
-    text, _ = make_windows(options)
+    pipes: dict[str, Connection] = {}
+    for name in CONTESTANTS:
+        pipes[name], theirs = context.Pipe()
+        context.Process(target=_child, args=(name, options, theirs), daemon=True).start()
+        theirs.close()
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTESTANTS}
+    names, order = list(CONTESTANTS), random.Random(0)
+    for piece in range(options["pieces"] + 1):
+        for name in order.sample(names, len(names)):
+            time.sleep(0.3)  # the threads of the one before still wait for work, on a processor
+            pipes[name].send(piece)
+            turns[name].append(pipes[name].recv())
+        print(f"  piece {piece}  " + "  ".join(f"{name} {turns[name][-1][0]:.2f} s" for name in names), flush=True)
+    memory = {}
+    for name, pipe in pipes.items():
+        pipe.send(None)
+        memory[name] = pipe.recv()
+    pieces = make_pieces(options)[1:]
     rows = {
         name: {
-            "seconds": statistics.median(run[0] for run in found),
-            "fastest": min(run[0] for run in found),
-            "slowest": max(run[0] for run in found),
-            "memory_bytes": statistics.median(run[1] for run in found),
-            "nats": found[0][2],
+            "seconds": [seconds for seconds, _ in found[1:]],
+            "nats": sum(nats for _, nats in found[1:]),
+            "memory_bytes": memory[name],
         }
-        for name, found in runs.items()
+        for name, found in turns.items()
     }
-    return {"options": options, "tokens": text.tokens, "windows": len(text.windows), "runs": rows}
+    tokens, windows = sum(cut.tokens for _, cut in pieces), sum(len(cut.windows) for _, cut in pieces)
+    return {"options": options, "tokens": tokens, "windows": windows, "runs": rows}
+
+
+def ratio(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Time of one over that of the other: the median over pieces."""
+    return statistics.median(a / b for a, b in zip(one["seconds"], other["seconds"], strict=True))
 
 
 def report(figures: dict[str, Any]) -> None:
     rows = figures["runs"]
     bare, own = rows["bare forward"], rows["gqa-eval"]
     print(f"\n{figures['tokens']:,} tokens in {figures['windows']} windows, {figures['options']['dtype']}")
-    print(f"{'':22}{'median':>10}{'min - max':>18}{'of bare':>10}{'tokens/s':>10}{'memory':>12}{'nats':>14}")
+    print(f"{'':22}{'time':>10}{'of bare':>10}{'tokens/s':>10}{'memory':>12}{'nats':>14}")
     for name, row in rows.items():
         nats = "" if row["nats"] != row["nats"] else f"{row['nats']:,.2f}"
+        seconds = sum(row["seconds"])
         print(
-            f"{name:22}{row['seconds']:8.2f} s{row['fastest']:9.2f} - {row['slowest']:6.2f}"
-            f"{row['seconds'] / bare['seconds']:10.3f}{figures['tokens'] / row['seconds']:10,.0f}"
+            f"{name:22}{seconds:8.2f} s{ratio(row, bare):10.3f}{figures['tokens'] / seconds:10,.0f}"
             f"{row['memory_bytes'] / MIB:8,.0f} MiB{nats:>14}"
         )
     same, default = rows["lm_eval, same batch"], rows["lm_eval, default"]
     print(f"""
-over a bare forward pass    {own["seconds"] / bare["seconds"] - 1:+.1%} (at most +5 % asked)
-lm_eval, equal batch size   {same["seconds"] / own["seconds"]:.2f} x our time (at least 1.0 asked)
-lm_eval, default            {default["seconds"] / own["seconds"]:.2f} x our time (at least 1.2 asked)
+over a bare forward pass    {ratio(own, bare) - 1:+.1%} (at most +5 % asked)
+lm_eval, equal batch size   {ratio(same, own):.2f} x our time (at least 1.0 asked)
+lm_eval, default            {ratio(default, own):.2f} x our time (at least 1.2 asked)
 peak memory                 {own["memory_bytes"] / same["memory_bytes"]:.2f} of lm_eval's (below 1 asked)
 nats agree to               {abs(own["nats"] / same["nats"] - 1):.1e}""")
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--model", type=click.Path(exists=True), help="A checkpoint.  [default: a random one]")
-@click.option("--windows", type=int, default=16, help="Windows to score.")
+@click.option("--pieces", type=int, default=9, help="Pieces of text to score, a batch of windows each.")
 @click.option("--context", type=int, default=512)
-@click.option("--batch-size", type=int, default=8)
+@click.option("--batch-size", type=int, default=8, help="Windows.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
 @click.option("--threads", type=int, default=2)
-@click.option("--repeats", type=int, default=3)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-def main(repeats: int, json_file: Path | None, **options: Any) -> None:
+def main(json_file: Path | None, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options["model"] = str(options["model"] or write_model(Path(scratch)))
-        figures = compare(options, repeats)
+        figures = compare(options)
     report(figures)
     if json_file:
         json_file.write_text(json.dumps(figures, indent=2) + "\n")

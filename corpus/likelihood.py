@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # busy with so few rows of a large vocabulary; half a GiB is what it has to spare.
 CHUNK_NUMBERS = 1 << 22
 DEVICE_CHUNK_NUMBERS = 1 << 27
+# Every slice reads the whole head (and, in training, makes a gradient of it), which takes as long as the products of
+# about a hundred rows.
+LEAST_ROWS = 256
 
 
 class ChunkedHead:
@@ -107,19 +110,17 @@ class _replaced_forward:  # noqa: N801 - reads as a function
             self._module.forward = self._before
 
 
-def chunks(count: int, vocabulary: int, device: torch.device | None = None, least: int = 16) -> Iterator[slice]:
-    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device, of `least` rows
-    or more.
-    """
+def chunks(count: int, vocabulary: int, device: torch.device | None = None) -> Iterator[slice]:
+    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device."""
     numbers = CHUNK_NUMBERS if device is None or device.type == "cpu" else DEVICE_CHUNK_NUMBERS
-    step = max(least, numbers // vocabulary)
+    step = max(LEAST_ROWS, numbers // vocabulary)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 def nats(logits: Tensor, targets: Tensor) -> Tensor:
     """-ln p(target): (n, V) float32 logits, (n,) ids -> (n,) float32."""
-    return logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:

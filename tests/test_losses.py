@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import gqa.corpus.likelihood
-import gqa.uptrain.losses
 from gqa.convert.errors import RefusedError
 from gqa.corpus.likelihood import nats
 from gqa.uptrain.losses import chunked_sum, distillation
@@ -65,7 +64,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", rows * VOCABULARY)
-    monkeypatch.setattr(gqa.uptrain.losses, "LEAST_ROWS", 1)
+    monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 1)
 
 
 @pytest.mark.usefixtures("chunk")

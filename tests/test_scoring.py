@@ -106,6 +106,7 @@ def test_any_batch_size_gives_the_same(source, text, scores, batch_size):
 @pytest.mark.parametrize("numbers", [1, 100_000])
 def test_any_chunk_gives_the_same(source, text, scores, monkeypatch, numbers):
     monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
+    monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 7)
     assert np.allclose(score(ChunkedHead(source), text.windows[:6], batch_size=4).nats, scores.nats[: _tokens(text, 6)],
                        atol=2e-5)  # fmt: skip
 
@@ -116,7 +117,8 @@ def _tokens(text, windows):
 
 def test_float32_logits_are_never_held_for_a_whole_batch(source, text, monkeypatch):
     """Neither the model's nor ours: the largest float32 tensor of width V that the head makes is a chunk's."""
-    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", 16 * UNIFORM_VOCABULARY)
+    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", 1)
+    monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 16)
     head, rows = ChunkedHead(source), []
     score(head, text.windows[:1], batch_size=1)  # the check of the first input
     handle = source.lm_head.register_forward_hook(lambda m, i, output: rows.append(output.shape[:-1].numel()))

@@ -37,7 +37,7 @@ def test_kl_divergence_is_torch_s():
 def test_nats_are_cross_entropy():
     torch.manual_seed(0)
     logits, targets = torch.randn(50, 30) * 5, torch.randint(30, (50,))
-    assert torch.allclose(nats(logits, targets), torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    assert torch.allclose(nats(logits, targets), -logits.softmax(-1)[range(len(targets)), targets].log())
     uniform = nats(torch.zeros(3, 77), torch.tensor([0, 5, 76]))
     assert torch.allclose(uniform, torch.full((3,), math.log(77)))
 

@@ -17,8 +17,6 @@ from gqa.corpus.likelihood import chunks, nats
 
 # (rows (n, D) with gradient, their slice) -> (loss to descend, numbers to report), both summed over the rows.
 SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-# Each slice makes a gradient of the whole head, which takes as long as the products of about a hundred rows.
-LEAST_ROWS = 256
 
 
 class _ChunkedSum(torch.autograd.Function):
@@ -29,7 +27,7 @@ class _ChunkedSum(torch.autograd.Function):
         total, told = rows.new_zeros((), dtype=torch.float32), None
         row_gradient = torch.empty_like(rows) if differentiate else None
         sums: list[Tensor | None] = [None] * len(parameters)
-        for piece in chunks(len(rows), vocabulary, rows.device, LEAST_ROWS):
+        for piece in chunks(len(rows), vocabulary, rows.device):
             with torch.set_grad_enabled(differentiate):
                 leaf = rows[piece].detach().requires_grad_(differentiate)
                 value, numbers = loss(leaf, piece)
