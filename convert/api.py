@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.hub import open_model
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.rewrite import Conversion, run_plan
 from gqa.convert.writer import DEFAULT_JOBS
+
+if TYPE_CHECKING:
+    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.maps_file import MapsFile
 
 __all__ = ["Conversion", "Plan", "convert_checkpoint", "default_output", "plan_conversion"]
 
@@ -25,6 +30,7 @@ def plan_conversion(
     max_shard_bytes: int | None = None,
     revision: str | None = None,
     headers_only: bool = True,
+    maps: MapsFile | None = None,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -33,12 +39,13 @@ def plan_conversion(
         groups: G, the key/value heads of the result: a divisor of the source's Hk (merging; arXiv 2305.13245,
             section 2.1) or a multiple of Hk that divides the query heads H (repeating, exact). Query head i reads
             KV head i // (H // G).
-        method: `mean` or `first` of the heads of each group, or `random` draws from N(0, initializer_range).
-        seed: Of `random`.
+        method: One of `gqa.convert.methods.METHODS` (docs/methods.md).
+        seed: Of `random` and of what is sampled.
         dtype: Storage dtype of the result (`float32`, `bfloat16`, `float16`, `float64`); None keeps each tensor's.
         max_shard_bytes: Bytes of one output file at most; None keeps the source's partition.
         revision: Branch, tag or commit of a hub id.
         headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
+        maps: What `method` made for this model and G.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -50,7 +57,7 @@ def plan_conversion(
     """
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes)
+        return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, maps)
 
     return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=plan))
 
@@ -65,6 +72,8 @@ def convert_checkpoint(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     revision: str | None = None,
+    maps: str | os.PathLike[str] | None = None,
+    calibration: MapsOptions | None = None,
     overwrite: bool = False,
     checksums: bool = False,
     load: bool = False,
@@ -79,6 +88,8 @@ def convert_checkpoint(
     Args:
         model, groups, method, seed, dtype, max_shard_bytes, revision: See `plan_conversion`.
         out: Directory to make; default as `default_output` says.
+        maps: A file that gqa-calibrate wrote, applied instead of `method`.
+        calibration: How the methods that look at the model do it; None for the defaults of the command.
         overwrite: Replace a checkpoint that is at `out`, after the new one is complete.
         checksums: Compare every untouched byte and record the SHA-256 of all shards.
         load: Also load the result with transformers and run one forward pass.
@@ -89,11 +100,16 @@ def convert_checkpoint(
         RefusedError: Before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
+    from gqa.convert.find_maps import MapsOptions, Silent, with_maps
+    from gqa.convert.maps_file import open_maps
+
+    found = open_maps(Path(maps)) if maps is not None else None
     plan = plan_conversion(
-        model, groups, method=method, seed=seed, dtype=dtype, max_shard_bytes=max_shard_bytes, revision=revision,
-        headers_only=False,
+        model, groups, method=found.method if found else method, seed=seed, dtype=dtype,
+        max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, maps=found,
     )  # fmt: skip
     target = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
+    plan = with_maps(plan, target, lambda: calibration or MapsOptions(), Silent(), overwrite=overwrite)
     return run_plan(plan, target, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
 
 

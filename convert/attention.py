@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.convert.checkpoint import TORCH_DTYPES, Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, listing
-from gqa.convert.families import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Family, Rule
+from gqa.convert.families import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Rule
 from gqa.convert.layout import LayerHeads, Merge, Numbered
 from gqa.convert.methods import Merging
 from gqa.convert.model_config import ModelConfig, target_heads
@@ -43,6 +43,7 @@ class Change:
     outputs: tuple[str, ...]
     heads: LayerHeads
     groups: int
+    module: str = ""
 
     def compute(
         self, tensors: Sequence[Tensor], merging: Merging, around: Callable[[Merge], Merge] = lambda merge: merge
@@ -50,7 +51,10 @@ class Change:
         """The outputs from the sources. On meta tensors: their shapes. `around` wraps the merge of one role."""
         import torch
 
-        merge = around(merging.merge_for(self.outputs[0], self.heads.kv, self.groups, self.rule.projection))
+        of = (self.outputs[0], self.heads.kv, self.groups, self.rule.projection, self.module)
+        merge = around(merging.merge_for(*of))
+        if merging.maps and self.outputs[0] in merging.maps.names:
+            return [merging.maps.tensor(name) for name in self.outputs]
         try:
             if isinstance(self.rule.layout, Numbered):
                 return list(self.rule.layout.regroup(torch.stack(list(tensors)), self.heads, merge).unbind())
@@ -76,7 +80,7 @@ class AttentionModule:
 
     def rule_of(self, tail: str, config: ModelConfig) -> Rule | None:
         """The rule of one tensor by its name below the module; None where it does not depend on KV heads."""
-        return _rule_for(tail, config.family, config.text)
+        return _rule_for(tail, config.family.rules, config.text)
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
@@ -95,7 +99,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
             layer = config.layers if predicts else int(match["layer"])
             stack = "" if predicts else match["stack"]
             found[match[1], stack, layer][match["tail"]] = spec
-        elif (match := elsewhere.fullmatch(name)) and _rule_for(match["tail"], family, config.text):
+        elif (match := elsewhere.fullmatch(name)) and _rule_for(match["tail"], family.rules, config.text):
             raise RefusedError(
                 f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} but is not in one of "
                 "its layers; nothing was written"
@@ -103,7 +107,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     modules = []
     stacks = set()
     for (path, stack, layer), tensors in found.items():
-        if any(_rule_for(tail, family, config.text) for tail in tensors):
+        if any(_rule_for(tail, family.rules, config.text) for tail in tensors):
             modules.append(AttentionModule(path, layer, tensors, path.endswith(family.cross_attention)))
             stacks.add(stack if layer < config.layers else "")
         elif "q_proj.weight" in tensors and not config.shares_kv(layer):
@@ -121,8 +125,8 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     return modules
 
 
-def _rule_for(tail: str, family: Family, text: Any) -> Rule | None:
-    for rule in family.rules:
+def _rule_for(tail: str, rules: Sequence[Rule], text: Any) -> Rule | None:
+    for rule in rules:
         name = re.escape(rule.tensor).replace(r"\{head\}", r"\d+")
         holds = rule.when is None or getattr(text, rule.when[0], None) == rule.when[1]
         if holds and re.fullmatch(rf"{name}(?:\.weight|\.bias)?", tail):
@@ -130,28 +134,33 @@ def _rule_for(tail: str, family: Family, text: Any) -> Rule | None:
     return None
 
 
-def module_changes(module: AttentionModule, config: ModelConfig, groups: int) -> list[Change]:
-    """What happens to one attention module; every tensor of it must be known."""
+def module_changes(
+    module: AttentionModule, config: ModelConfig, groups: int, beside: Sequence[Rule] = ()
+) -> list[Change]:
+    """What happens to one attention module; every tensor of it must be known. `beside` are rules of tensors beside
+    keys and values that change with them.
+    """
     import torch
 
     heads = config.heads(module.layer)
     target = target_heads(config, module.layer, groups).kv
+    rules = (*config.family.rules, *beside)
     plain: list[Change] = []
     numbered: dict[str, list[tuple[str, TensorSpec]]] = defaultdict(list)
     for tail, spec in module.tensors.items():
-        rule = _rule_for(tail, config.family, config.text)
+        rule = _rule_for(tail, rules, config.text)
         if rule is None:
             _check_unchanged(module, tail, spec, heads, config)
         elif isinstance(rule.layout, Numbered):
             numbered[re.sub(r"\d+", "{head}", tail)].append((tail, spec))
         else:
-            plain.append(Change(rule, (spec,), (spec.name,), heads, target))
+            plain.append(Change(rule, (spec,), (spec.name,), heads, target, module.path))
     for template, members in numbered.items():
         members.sort(key=lambda member: int(re.findall(r"\d+", member[0])[-1]))
         names = tuple(f"{module.path}.{template.replace('{head}', str(j))}" for j in range(target))
-        rule = _rule_for(members[0][0], config.family, config.text)
+        rule = _rule_for(members[0][0], rules, config.text)
         assert rule is not None
-        plain.append(Change(rule, tuple(spec for _, spec in members), names, heads, target))
+        plain.append(Change(rule, tuple(spec for _, spec in members), names, heads, target, module.path))
     _check_keys_and_values(module, plain, config)
     for change in plain:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.compute([torch.empty(spec.shape, device="meta") for spec in change.sources], Merging())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gqa.convert.calibrate_cli import Bar, maps_options, read_options
 from gqa.convert.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option
 from gqa.convert.errors import one_line
 from gqa.convert.methods import METHODS
@@ -31,6 +32,7 @@ _EPILOG = """\b
 Examples:
   gqa-convert --groups 8 ./Llama-2-7b-hf
   gqa-convert --groups 8 --dry-run meta-llama/Llama-2-7b-hf
+  gqa-convert --groups 8 --method refined ./Llama-2-7b-hf
   gqa-convert --groups 1 --method first -o ./mqa ./Llama-2-7b-hf
 """
 
@@ -59,7 +61,14 @@ Examples:
     show_default=True,
     help="How the heads of a group become one.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of --method random.")
+@click.option(
+    "--maps",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Apply what gqa-calibrate wrote, instead of --method.",
+)
+@maps_options
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random draws and samples.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16", "float64"]),
@@ -95,13 +104,17 @@ def command(model: str, groups: int, **options: Any) -> None:
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
     the result loads with plain transformers and its KV cache shrinks with the number of heads.
     """
+    from pathlib import Path
+
     from gqa.convert.hub import check_push, open_model
+    from gqa.convert.maps_file import open_maps
     from gqa.convert.plan import make_plan
 
+    maps = open_maps(Path(options["maps"])) if options["maps"] else None
+    method = maps.method if maps else options["method"]
+
     def plan_for(checkpoint: Checkpoint) -> Plan:
-        return make_plan(
-            checkpoint, groups, options["method"], options["seed"], options["dtype"], options["max_shard_size"]
-        )
+        return make_plan(checkpoint, groups, method, options["seed"], options["dtype"], options["max_shard_size"], maps)
 
     if options["push_to_hub"] and not options["dry_run"]:
         check_push(options["push_to_hub"], private=not options["public"])
@@ -116,10 +129,17 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
     from pathlib import Path
 
     from gqa.convert.api import default_output
+    from gqa.convert.find_maps import with_maps
     from gqa.convert.rewrite import run_plan
 
     out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
-    start = time.monotonic()
+    start, layers = time.monotonic(), Bar(options["quiet"])
+    try:
+        plan = with_maps(plan, Path(out), lambda: read_options(options), layers, overwrite=options["overwrite"])
+    finally:
+        layers.close()
+    if layers.table():
+        _say(layers.table(), options)
     with progress_bar(plan.total_bytes, "B", "converting", options["quiet"]) as bar:
         result = run_plan(
             plan,

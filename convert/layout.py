@@ -21,8 +21,9 @@ from gqa.convert.errors import CorruptError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Role = Literal["query", "key", "value"]
-# (role, heads (Hk, rows, *rest)) -> (G, rows, *rest)
+Role = Literal["query", "key", "value", "output"]
+QUERY_ROLES = ("query", "output")
+# (role, heads (Hk, rows, *rest)) -> (G, rows, *rest); queries and outputs (H, rows, *rest) stay as many
 Merge = Callable[[Role, "Tensor"], "Tensor"]
 
 
@@ -36,10 +37,10 @@ class LayerHeads:
     value_dim: int
 
     def count(self, role: Role) -> int:
-        return self.query if role == "query" else self.kv
+        return self.query if role in QUERY_ROLES else self.kv
 
     def dim(self, role: Role) -> int:
-        return self.value_dim if role == "value" else self.key_dim
+        return self.value_dim if role in ("value", "output") else self.key_dim
 
     def with_kv(self, kv: int) -> LayerHeads:
         return replace(self, kv=kv)
@@ -60,7 +61,7 @@ def _require(actual: int, expected: int, meaning: str) -> None:
 
 @dataclass(frozen=True)
 class Separate:
-    """All heads of one role, one after another on `axis`: (Hk * d, *rest), a bias (Hk * d,).
+    """All heads of one role, one after another on `axis`: (Hk * d, *rest), a bias (Hk * d,) (none on axis 1).
 
     `width` is what one head takes: its `dim`, `one` row (a norm (Hk, d), a scalar), or `any` equal share.
     """
@@ -70,6 +71,8 @@ class Separate:
     axis: Literal[0, 1] = 0
 
     def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
+        if tensor.ndim <= self.axis:
+            return tensor
         tensor = tensor.transpose(0, self.axis)
         count = heads.count(self.role)
         rows = {"dim": heads.dim(self.role), "one": 1, "any": tensor.shape[0] // count}[self.width]
@@ -93,7 +96,7 @@ class Fused:
 
     def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
         q, k, v = self._unpack(tensor, heads)
-        k, v = merge("key", k), merge("value", v)
+        q, k, v = merge("query", q), merge("key", k), merge("value", v)
         order = self.target(k.shape[0]) if self.target else self.order
         return self._pack(q, k, v, order)
 
@@ -141,6 +144,14 @@ class ReadsValues:
             repeat = groups // heads.kv
             columns = (columns / repeat).repeat_interleave(repeat, dim=1)
         return columns.flatten(1)
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """A tensor whose heads are not known: it stays, or is replaced as a whole."""
+
+    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
+        return tensor
 
 
 @dataclass(frozen=True)

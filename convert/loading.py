@@ -36,8 +36,8 @@ def load_model(
     try:
         config = transformers.AutoConfig.from_pretrained(name, **hub)
         options = hub | {"ignore_mismatched_sizes": True} | ({"attn_implementation": attention} if attention else {})
-        model_class = _class(config, trust_remote_code)
-        model, info = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+        made = model_class(config, trust_remote_code)
+        model, info = made.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     except RefusedError:
         raise
     except Exception as error:  # whatever a library raises about a checkpoint it cannot read
@@ -49,7 +49,8 @@ def load_model(
     return model.to(device).eval()
 
 
-def _class(config: Any, trust_remote_code: bool) -> Any:
+def model_class(config: Any, trust_remote_code: bool = False) -> Any:
+    """The class that a config names."""
     import transformers
 
     name = (config.architectures or [""])[0]

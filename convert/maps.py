@@ -1,9 +1,14 @@
-"""HeadMaps: what a merging method decides, as small maps on head space that the rewriter applies to stored weights."""
+"""HeadMaps: what a merging method decides, as small maps on head space that the rewriter applies to stored weights.
+
+Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, d and e the dimensions of a key and a value head.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from gqa.convert.layout import QUERY_ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,30 +18,91 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HeadMaps:
-    """Weights (G, m) of the m source heads in each merged key and value head.
+    """What becomes of the heads of one attention layer.
 
-    Merged head j is `sum_a key[j, a] * W_K[j * m + a]`, that is the `(d, m * d)` map of blocks `key[j, a] * I`.
+    key: (G, d, m * d), `W_K'[j] = key[j] @ stack(W_K of the group)`; or (G, m) weights, short for blocks key[j, a] * I.
+    value: (G, e, m * e) or (G, m), the same for values. Both hold for biases too.
+    query: (H, d, d), `W_Q'[i] = query[i] @ W_Q[i]`; None for the identity.
+    output: (H * e, H * e), `W_O' = W_O @ output` with W_O (D, H * e); None for the identity.
+    order: (Hk,) which source head stands where before neighbours are merged; its query heads go with it.
     """
 
     key: Tensor
     value: Tensor
+    query: Tensor | None = None
+    output: Tensor | None = None
+    order: tuple[int, ...] | None = None
 
     def merge(self, role: Role, heads: Tensor) -> Tensor:
-        """Heads (Hk, rows, *rest) -> (G, rows, *rest), summed in float32 (float64 for F64) and rounded once."""
-        import torch
+        """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.
 
+        Summed in float32 (float64 for F64) and rounded once.
+        """
+        heads = self._ordered(role, heads)
+        if role in QUERY_ROLES:
+            return self._reshape(role, heads)
         weights = self.value if role == "value" else self.key
-        groups, per_group = weights.shape
-        merged = heads.new_empty(groups, *heads.shape[1:])
-        if heads.is_meta:
-            return merged
-        precise = torch.float64 if heads.dtype == torch.float64 else torch.float32
-        members = heads.unflatten(0, (groups, per_group))  # (G, m, rows, *rest)
-        for j, row in enumerate(weights.tolist()):
-            total: Tensor | None = None
-            for head, weight in zip(members[j], row, strict=True):  # one at a time: the wide numbers stay in the cache
-                if weight:  # times zero, an Inf of an unused head would become a NaN of the group
-                    wide = head.to(precise)
-                    total = wide * weight if total is None else total.add_(wide, alpha=weight)
-            merged[j] = 0 if total is None else total
+        if weights.ndim == 2:
+            return _pooled(heads, weights)
+        groups, rows, width = weights.shape
+        if heads.shape[1] * (heads.shape[0] // groups) != width:  # a row or so of each head: a norm, a gate
+            return _pooled(heads, weights.new_full((groups, heads.shape[0] // groups), groups / heads.shape[0]))
+        merged = heads.new_empty(groups, rows, *heads.shape[2:])
+        if not heads.is_meta:
+            members = heads.unflatten(0, (groups, -1)).flatten(1, 2)  # (G, m * d, *rest)
+            for j in range(groups):
+                merged[j] = _product(weights[j], members[j])
         return merged
+
+    def _ordered(self, role: Role, heads: Tensor) -> Tensor:
+        if self.order is None:
+            return heads
+        return heads[query_order(self.order, len(heads))]
+
+    def _reshape(self, role: Role, heads: Tensor) -> Tensor:
+        maps = self.query if role == "query" else self.output
+        if maps is None or heads.is_meta:
+            return heads
+        if role == "output":  # heads are W_O's transposed: (W_O C)^T = C^T W_O^T
+            return _product(maps.T, heads.flatten(0, 1)).to(heads.dtype).view_as(heads)
+        if heads.shape[1] != maps.shape[1]:  # one number of each head: a sink
+            return heads
+        changed = heads.clone()
+        for head, matrix in enumerate(maps):
+            changed[head] = _product(matrix, heads[head])
+        return changed
+
+
+def query_order(order: tuple[int, ...], heads: int) -> list[int]:
+    """The same order for `heads` = r Hk query heads, r of which read each key/value head."""
+    per_head = heads // len(order)
+    return [head * per_head + i for head in order for i in range(per_head)]
+
+
+def _product(matrix: Tensor, rows: Tensor) -> Tensor:
+    """(n, k) @ (k, *rest) in float32, in float64 for rows of float64."""
+    import torch
+
+    precise = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    product = matrix.to(precise) @ rows.to(precise).reshape(len(rows), -1)
+    return product.view(len(matrix), *rows.shape[1:])
+
+
+def _pooled(heads: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums (G, rows, *rest) of the heads (Hk, rows, *rest) of each group, (G, m) weights."""
+    import torch
+
+    groups, per_group = weights.shape
+    merged = heads.new_empty(groups, *heads.shape[1:])
+    if heads.is_meta:
+        return merged
+    precise = torch.float64 if heads.dtype == torch.float64 else torch.float32
+    members = heads.unflatten(0, (groups, per_group))  # (G, m, rows, *rest)
+    for j, row in enumerate(weights.tolist()):
+        total: Tensor | None = None
+        for head, weight in zip(members[j], row, strict=True):  # one at a time: the wide numbers stay in the cache
+            if weight:  # times zero, an Inf of an unused head would become a NaN of the group
+                wide = head.to(precise)
+                total = wide * weight if total is None else total.add_(wide, alpha=weight)
+        merged[j] = 0 if total is None else total
+    return merged

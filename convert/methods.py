@@ -1,6 +1,7 @@
 """How the heads of a group become one: name -> function from (Hk, G) to HeadMaps.
 
 `mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control.
+The other methods look at the model: their maps are computed first (`gqa.convert.calibration`) and then applied.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from gqa.convert.layout import QUERY_ROLES
 from gqa.convert.maps import HeadMaps
 
 if TYPE_CHECKING:
@@ -36,7 +38,17 @@ def first(kv: int, groups: int) -> HeadMaps:
 
 
 POOLING: dict[str, Callable[[int, int], HeadMaps]] = {"mean": mean, "first": first}
-METHODS = (*POOLING, "random")
+ALIGNING = ("procrustes", "aligned", "calibrated", "refined")
+METHODS = (*POOLING, "random", *ALIGNING)
+
+
+class Maps(Protocol):
+    """Maps by attention module, and whole tensors by name."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+    def of(self, module: str) -> HeadMaps | None: ...
+    def tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -46,20 +58,22 @@ class Merging:
     method: str = "mean"
     seed: int = 0
     initializer_range: float = 0.02
+    maps: Maps | None = None
 
-    def merge_for(self, tensor: str, kv: int, groups: int, projection: bool) -> Merge:
-        """The merge of one stored tensor of a layer, Hk -> G heads.
+    def merge_for(self, tensor: str, kv: int, groups: int, projection: bool, module: str = "") -> Merge:
+        """The merge of one stored tensor of an attention module, Hk -> G heads.
 
         Upwards (G > Hk) heads are repeated whatever the method: no logit changes. `random` redraws projections
         only; norms and gates, which random numbers would break rather than reset, are averaged.
         """
         if groups > kv:
-            return lambda role, heads: heads.repeat_interleave(groups // kv, dim=0)
+            return lambda role, heads: heads if role in QUERY_ROLES else heads.repeat_interleave(groups // kv, dim=0)
         if groups == kv:
             return lambda role, heads: heads
         if self.method == "random" and projection:
             return self._random(tensor, groups)
-        return POOLING.get(self.method, mean)(kv, groups).merge
+        maps = self.maps.of(module) if self.maps else None
+        return (maps or POOLING.get(self.method, mean)(kv, groups)).merge
 
     def _random(self, tensor: str, groups: int) -> Merge:
         """Draws from N(0, initializer_range), zero for biases; the same whatever the order of shards and jobs."""
@@ -69,6 +83,8 @@ class Merging:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
         def draw(role: Role, heads: Tensor) -> Tensor:
+            if role in QUERY_ROLES:
+                return heads
             shape = (groups, *heads.shape[1:])
             if heads.is_meta or tensor.endswith(".bias"):
                 return heads.new_zeros(shape)

@@ -11,10 +11,14 @@ from gqa.convert.attention import Change, attention_modules, module_changes
 from gqa.convert.checkpoint import SINGLE, TORCH_DTYPES, Checkpoint
 from gqa.convert.engines import engine_notes
 from gqa.convert.errors import RefusedError, alternatives
+from gqa.convert.families import Rule
 from gqa.convert.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.methods import METHODS, Merging
+from gqa.convert.layout import Untouched
+from gqa.convert.maps_file import MapsFile, check_maps
+from gqa.convert.methods import ALIGNING, METHODS, Merging
 from gqa.convert.model_config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.safetensors_header import TensorSpec, byte_size
+from gqa.convert.symmetries import find_symmetry
 
 if TYPE_CHECKING:
     pass
@@ -104,15 +108,22 @@ def make_plan(
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
+    maps: MapsFile | None = None,
 ) -> Plan:
-    """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line."""
+    """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
+
+    `maps` are those that `method` made; without them a method that needs any can be planned but not run.
+    """
     if method not in METHODS:
         raise RefusedError(f"unknown method {method!r}; choose {', '.join(METHODS)}")
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, groups, checkpoint.name)
     modules = attention_modules(checkpoint, config)
-    changes = [change for module in modules for change in module_changes(module, config, groups)]
-    merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02))
+    beside = rules_beside(config, method, checkpoint.name) if groups < config.main.kv else ()
+    changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
+    if maps:
+        check_maps(maps, checkpoint, modules, groups)
+    merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new_config, edits = edit_config(config, groups, checkpoint.name, dtype)
@@ -134,6 +145,21 @@ def make_plan(
         warnings=tuple(_warnings(checkpoint)),
         engine_notes=engine_notes(new, cache_after),
     )
+
+
+def rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
+    """Rules of what a method changes beside keys and values. Raises RefusedError where heads cannot be aligned."""
+    if method not in ALIGNING:
+        return ()
+    model_type = config.text.model_type
+    if symmetry := find_symmetry(model_type):
+        return symmetry.rules
+    if method != "refined":
+        raise RefusedError(
+            f"--method {method} cannot align the heads of {name}: it is not known what the attention of {model_type} "
+            "lets be changed; use --method refined, mean or first"
+        )
+    return tuple(Rule(tensor, Untouched()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
 
 def check_groups(config: ModelConfig, groups: int, name: str) -> None:

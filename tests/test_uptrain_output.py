@@ -26,7 +26,7 @@ from gqa.convert.loading import load_model
 from gqa.uptrain.card import without_place
 from gqa.uptrain.export import _write_weights, check_exportable
 from gqa.uptrain.lora import merged
-from gqa.uptrain.naming import stored_tensors
+from gqa.convert.naming import stored_tensors
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import prepare, run, uptrain
 from gqa.uptrain.scope import attention_parameters

@@ -19,7 +19,7 @@ from gqa.convert.loading import load_model
 from gqa.convert.safetensors_header import TensorSpec, format_header
 from gqa.convert.writer import OutputDirectory, copy_file, copy_range, write_bytes, write_text
 from gqa.uptrain.card import UPTRAINING, card
-from gqa.uptrain.naming import stored_shapes, stored_tensors, tied_names
+from gqa.convert.naming import stored_shapes, stored_tensors, tied_names
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, listing
 from gqa.convert.model_config import read_config
 from gqa.uptrain.lora import add_adapters
-from gqa.uptrain.naming import parameter_names
+from gqa.convert.naming import parameter_names
 
 Scope = Literal["all", "attention", "kv", "lora"]
 SCOPES: tuple[Scope, ...] = ("all", "attention", "kv", "lora")

@@ -1,0 +1,106 @@
+"""Maps from the weights alone: what heads compute is guessed from their projections and the norm before them.
+
+Nothing is run: the moments of a layer's keys, queries and values are those that its projections give to inputs of
+independent components, each as large as the norm's gain makes it. Layers with outlier activations do not look like
+that; `calibrated` measures instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gqa.convert.alignment import add_plain_key, shared_value
+from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
+from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.layout import QUERY_ROLES, Role
+from gqa.convert.maps import HeadMaps
+from gqa.convert.methods import Merging
+from gqa.convert.plan import Plan, rules_beside
+from gqa.convert.procrustes import procrustes_key, procrustes_value
+from gqa.convert.symmetries import Symmetry, find_symmetry
+
+if TYPE_CHECKING:
+    from gqa.convert.layout import Merge
+
+
+def weight_maps(plan: Plan) -> Iterator[tuple[str, HeadMaps]]:
+    """The maps of one attention module after another, by `procrustes` or `aligned`."""
+    symmetry = find_symmetry(plan.config.text.model_type)
+    assert symmetry is not None
+    beside = rules_beside(plan.config, plan.merging.method, plan.checkpoint.name)
+    for module in attention_modules(plan.checkpoint, plan.config):
+        if changes := module_changes(module, plan.config, plan.groups, beside):
+            yield module.path, _module_maps(plan, module, changes, symmetry)
+
+
+def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
+    """The stored heads of a module by role, (n, rows, D) float64, and biases (n, rows) as `role.bias`."""
+    found: dict[str, Tensor] = {}
+    for change in changes:
+        if not change.rule.projection:
+            continue
+        suffix = ".bias" if change.sources[0].name.endswith(".bias") else ""
+
+        def note(merge: Merge, suffix: str = suffix, groups: int = change.groups) -> Merge:
+            def keep(role: Role, heads: Tensor) -> Tensor:
+                found[role + suffix] = heads.double()
+                return heads if role in QUERY_ROLES else heads[:groups]
+
+            return keep
+
+        change.compute([checkpoint.read(spec) for spec in change.sources], Merging(), note)
+    return found
+
+
+def _module_maps(plan: Plan, module: AttentionModule, changes: list[Change], symmetry: Symmetry) -> HeadMaps:
+    heads = plan.config.heads(module.layer)
+    groups = changes[0].groups
+    m, repeat = heads.kv // groups, heads.query // heads.kv
+    stored = heads_of(plan.checkpoint, changes)
+    gain = _gain(plan.checkpoint, module, symmetry, stored["key"].shape[-1])
+    keys, key_means = _moments(stored, "key", gain, groups)
+    values, _ = _moments(stored, "value", gain, groups)
+    queries, _ = _moments(stored, "query", gain, heads.query)
+    queries = queries.unflatten(0, (heads.kv, repeat)).sum(1)
+    rotary = symmetry.rotary(plan.config.text, module.layer, heads.key_dim)
+    owner = torch.arange(m).repeat_interleave(repeat)
+    key, query, value, output = [], [], [], []
+    for j in range(groups):
+        of = slice(j * m * repeat, (j + 1) * m * repeat)
+        if plan.merging.method == "procrustes":
+            shared, seen = procrustes_key(keys[j], rotary, m), procrustes_value(values[j], m, repeat)
+        else:
+            shared = procrustes_key(keys[j], rotary, m, sizes=True)
+            add_plain_key(shared, keys[j], queries[j * m : (j + 1) * m], key_means[j], rotary)
+            w_o = stored["output"][of]  # (m r, e, D)
+            seen = shared_value(values[j].expand(m * repeat, -1, -1), values[j], w_o @ w_o.mT, owner)
+        key.append(shared.key)
+        query.append(shared.query.repeat_interleave(repeat, 0))
+        value.append(seen.value)
+        output += list(seen.output)
+    maps = HeadMaps(torch.stack(key), torch.stack(value), torch.cat(query), torch.block_diag(*output))
+    if symmetry.free_keys:
+        return maps
+    return HeadMaps(torch.full((groups, m), 1 / m), maps.value, None, maps.output)
+
+
+def _moments(stored: dict[str, Tensor], role: str, gain: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """(groups, w, w) second moments and (groups, w) means of the heads of `role`, w rows of each group of heads."""
+    weights = stored[role].unflatten(0, (groups, -1)).flatten(1, 2)  # (G, m d, D)
+    bias = stored.get(f"{role}.bias")
+    means = weights.new_zeros(weights.shape[:2]) if bias is None else bias.reshape(groups, -1)
+    spread = weights * gain
+    return spread @ spread.mT + means[:, :, None] * means[:, None, :], means
+
+
+def _gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
+    """What the norm before attention multiplies each component with, (D,)."""
+    layer = module.path.split(f".{module.layer}.")[0] + f".{module.layer}"
+    spec = checkpoint.tensors.get(f"{layer}.{symmetry.norm}.weight")
+    if spec is None or spec.shape != (width,):
+        return torch.ones(width, dtype=torch.float64)
+    return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)

@@ -1,0 +1,180 @@
+"""Closed forms: from second moments of what a layer's heads compute to the maps that merge them with the least loss.
+
+Letters: H query heads, Hk key/value heads, G groups of m = Hk / G, r = H / Hk query heads per source head, d head
+dimension. Everything is float64: smaller accumulators lose the case in which heads are redundant and nothing need be
+lost. Sources: docs/methods.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gqa.convert.symmetries import Rotary
+
+CUT = 1e-6  # of the largest eigenvalue: what is below is rounding, and its inverse would be too
+
+
+def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """The two dimensions of every frequency, (n / 2,) each."""
+    if rotary.pairing == "half":
+        return torch.arange(rotary.dims // 2), torch.arange(rotary.dims // 2, rotary.dims)
+    return torch.arange(0, rotary.dims, 2), torch.arange(1, rotary.dims, 2)
+
+
+@dataclass(frozen=True)
+class KeyMaps:
+    """`key` (d, m * d): the shared key out of the group's keys; `query` (m, d, d): for the queries of each head."""
+
+    key: Tensor
+    query: Tensor
+
+
+def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> KeyMaps:
+    """The key that stands for the m keys of one group.
+
+    Args:
+        keys: (m * d, m * d) second moments E[k k^T] of the group's keys, one after another.
+        queries: (m, d, d) for each head, the sum over its query heads of E[q q^T].
+        means: (m * d,) E[k]: a constant key adds the same to all scores of a query, so it need not be kept.
+        rotary: What is turned; the rest of the dimensions is not.
+    """
+    heads, dim = queries.shape[:2]
+    key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
+    if rotary.dims:
+        _rotated_key(keys, queries, rotary, key, query)
+    add_plain_key(KeyMaps(key, query), keys, queries, means, rotary)
+    return KeyMaps(key, query)
+
+
+def add_plain_key(maps: KeyMaps, keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> None:
+    """Fill in the dimensions that are not rotated. A constant key shifts all scores of a query alike: left out."""
+    if rotary.dims < queries.shape[1]:
+        dims = torch.arange(rotary.dims, queries.shape[1])
+        _plain_key(keys - means[:, None] * means, queries, dims, maps.key, maps.query)
+
+
+def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, query: Tensor) -> None:
+    """Per frequency, the complex combination that keeps most of the scores' energy: the top eigenvector of w S w, with
+    S[a, b] = E[k_a conj(k_b)] and w_a^2 the energy of head a's queries. A complex factor commutes with the rotation.
+    """
+    heads, dim = queries.shape[:2]
+    real, imaginary = pairs(rotary)
+    blocks = keys.view(heads, dim, heads, dim)
+    rr, ii = blocks[:, real][:, :, :, real], blocks[:, imaginary][:, :, :, imaginary]
+    ri, ir = blocks[:, real][:, :, :, imaginary], blocks[:, imaginary][:, :, :, real]
+    pick = torch.arange(len(real))
+
+    def diagonal(block: Tensor) -> Tensor:  # (m, F, m, F) -> (F, m, m)
+        return block[:, pick, :, pick]
+
+    moments = torch.complex(diagonal(rr) + diagonal(ii), diagonal(ir) - diagonal(ri))  # E[k_a conj(k_b)]
+    energy = queries.diagonal(dim1=1, dim2=2)
+    weight = (energy[:, real] + energy[:, imaginary]).T.clamp_min(0).sqrt()  # (F, m)
+    weight = weight.clamp_min(1e-3 * weight.amax(1, keepdim=True).clamp_min(1e-30))
+    vectors = torch.linalg.eigh(weight[:, :, None] * moments * weight[:, None, :])[1][:, :, -1]  # (F, m)
+    combine = vectors.conj() * weight  # k* = sum_a combine_a k_a
+    restore = vectors / weight  # k_a ~ restore_a k*
+    before = moments.diagonal(dim1=1, dim2=2).real.mean(1)
+    after = torch.einsum("fa,fab,fb->f", combine, moments, combine.conj()).real
+    scale = (before / after.clamp_min(1e-30)).sqrt().where(after > 0, torch.ones_like(after))
+    combine, restore = combine * scale[:, None], restore / scale[:, None]
+    for head in range(heads):
+        put_complex(key[:, head * dim : (head + 1) * dim], combine[:, head], real, imaginary)
+        put_complex(query[head], restore[:, head].conj(), real, imaginary)
+
+
+def put_complex(target: Tensor, factor: Tensor, real: Tensor, imaginary: Tensor) -> None:
+    """Multiplication of every frequency by a complex factor, as a real matrix."""
+    target[real, real] = target[imaginary, imaginary] = factor.real
+    target[real, imaginary], target[imaginary, real] = -factor.imag, factor.imag
+
+
+def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: Tensor) -> None:
+    """Dimensions without rotation: the subspace of the stacked keys that keeps most of the scores' energy,
+    the top eigenvectors U of S^1/2 B S^1/2 with B = blockdiag(E[q q^T]).
+    """
+    heads, dim = queries.shape[:2]
+    n = len(dims)
+    stacked = (torch.arange(heads)[:, None] * dim + dims).flatten()
+    covariance = keys[stacked][:, stacked]
+    root, inverse = root_and_inverse(covariance)
+    energy = torch.block_diag(*(queries[head][dims][:, dims] for head in range(heads)))
+    vectors = torch.linalg.eigh(root @ energy @ root)[1][:, -n:]
+    combine, restore = vectors.T @ inverse, root @ vectors  # (n, m n), (m n, n)
+    scale = _balance(covariance, combine, heads)
+    combine, restore = combine * scale, restore / scale
+    key[dims[:, None], stacked] = combine
+    for head in range(heads):
+        query[head][dims[:, None], dims] = restore[head * n : (head + 1) * n].T
+
+
+def root_and_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """S^1/2 and its pseudo-inverse, without the directions below CUT of the largest."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    kept = values > CUT * values[-1].clamp_min(1e-300)
+    values, vectors = values[kept].sqrt(), vectors[:, kept]
+    return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
+
+
+def _balance(covariance: Tensor, combine: Tensor, heads: int) -> Tensor:
+    """The factor that gives what is combined the mean energy of what it is combined of."""
+    after = (combine @ covariance @ combine.T).trace()
+    return (covariance.trace() / heads / after.clamp_min(1e-300)).sqrt()
+
+
+@dataclass(frozen=True)
+class ValueMaps:
+    """`value` (d, m * d): the shared value out of the group's; `output` (R, d, d): what restores each query head's."""
+
+    value: Tensor
+    output: Tensor
+
+
+def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> ValueMaps:
+    """The value that stands for the m values of one group.
+
+    Args:
+        seen: (R, m * d, m * d) for each of the group's R = m r query heads, E[z z^T] of the attention-averaged stacked
+            values that it sees.
+        values: (m * d, m * d) second moments of the stacked values, which the shared value keeps the energy of.
+        outputs: (R, d, d) W_O,i^T W_O,i of each query head.
+        owner: (R,) which of the m heads a query head reads.
+    """
+    count, width = seen.shape[:2]
+    heads = width // outputs.shape[1]
+    dim = outputs.shape[1]
+    pooled = seen.mean(0)
+    root, inverse = root_and_inverse(pooled)
+    gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
+    vectors = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
+    project = vectors.T @ inverse  # (d, m d)
+    project = project * _balance(values, project, heads)
+    restore = []
+    for index in range(count):
+        own: Tensor = seen[index][int(owner[index]) * dim : (int(owner[index]) + 1) * dim]  # S_i Z_i
+        restore.append(own @ project.T @ pseudo_inverse(project @ seen[index] @ project.T))
+    return ValueMaps(project, torch.stack(restore))
+
+
+def pseudo_inverse(matrix: Tensor) -> Tensor:
+    """Of a symmetric positive semi-definite matrix."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    kept = values > CUT * values[-1].clamp_min(1e-300)
+    inverse: Tensor = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T
+    return inverse
+
+
+def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float) -> Tensor:
+    """The map C (n, n) with C a' ~ a in least squares, drawn towards `start`.
+
+    Args:
+        inputs: (n, n) E[a' a'^T]; targets: (n, n) E[a' a^T]; start: (n, n).
+        strength: Of the ridge, relative to the mean of the diagonal of `inputs`.
+    """
+    damping = strength * inputs.diagonal().mean()
+    system = inputs + damping * torch.eye(len(inputs), dtype=inputs.dtype)
+    solution: Tensor = torch.linalg.solve(system, targets + damping * start.T)
+    return solution.T

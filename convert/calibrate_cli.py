@@ -1,0 +1,151 @@
+"""gqa-calibrate, and the options that it shares with gqa-convert: what maps are found on and how."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gqa.convert.console import CONTEXT_SETTINGS, progress_bar, run, version_option
+from gqa.convert.methods import ALIGNING
+
+if TYPE_CHECKING:
+    from gqa.convert.find_maps import MapsOptions
+
+_OPTIONS = [
+    click.option("--calibration", default="self", show_default=True, metavar="SOURCE[,...]", help="Text for calibrated "
+                 "and refined: self (sampled from the model), self:TOKENS, a file, a hub data set, stdlib:train."),
+    click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
+                 help="In all; shared by SOURCE@WEIGHT."),
+    click.option("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
+                 help="Tokens of one block."),
+    click.option("--ridge", type=click.FloatRange(min=0), default=1e-4, show_default=True,
+                 help="Of the refit of the output projection."),
+    click.option("--refine-steps", type=click.IntRange(min=1), default=200, show_default=True,
+                 help="A layer, of --refine-batch blocks each."),
+    click.option("--refine-batch", type=click.IntRange(min=1), default=16, show_default=True),
+    click.option("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=3e-3,
+                 show_default=True),
+    click.option("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+                 help="To run layers in.  [default: float32 on a CPU, the model's own elsewhere]"),
+    click.option("--device", default="cpu", show_default=True, help="To calibrate on: cpu, cuda, mps."),
+]  # fmt: skip
+
+
+def maps_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of finding maps."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_options(options: dict[str, Any]) -> MapsOptions:
+    """What the options say."""
+    from gqa.convert.calibration_text import CalibrationText
+    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.refine import Refinement
+
+    sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
+    return MapsOptions(
+        CalibrationText(sources, options["calibration_tokens"], options["calibration_length"], options["seed"]),
+        ridge=options["ridge"],
+        refinement=Refinement(
+            options["refine_steps"], options["refine_batch"], options["refine_learning_rate"], seed=options["seed"]
+        ),
+        device=options["device"],
+        dtype=options["calibration_dtype"],
+    )
+
+
+class Bar:
+    """Progress of finding maps on stderr, and the table of what each layer lost."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._bar: Any = None
+        self._errors: list[tuple[int, float]] = []
+
+    def stage(self, name: str, tokens: int) -> None:
+        self.close()
+        self._bar = progress_bar(tokens, "tok", name, self._quiet)
+
+    def update(self, tokens: int) -> None:
+        if self._bar is None:
+            self._bar = progress_bar(0, "tok", "sampling", self._quiet)
+        self._bar.update(tokens)
+
+    def layer(self, index: int, layers: int, error: float) -> None:
+        if error == error:
+            self._errors.append((index - 1, error))
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"layer {index}/{layers}, error {error:.3g}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def table(self) -> str:
+        """Squared error of each layer's attention output relative to the source's, on the calibration text."""
+        if not self._errors:
+            return ""
+        rows = [self._errors[start : start + 8] for start in range(0, len(self._errors), 8)]
+        title = "layers      squared error of attention outputs, relative to the source's on the calibration text\n"
+        return title + "\n".join("            " + "  ".join(f"{i:3d} {error:.4f}" for i, error in row) for row in rows)
+
+
+_EPILOG = """\b
+Examples:
+  gqa-calibrate ./Llama-2-7b-hf --groups 8 -o maps.safetensors
+  gqa-convert ./Llama-2-7b-hf --groups 8 --maps maps.safetensors
+"""
+
+
+@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.argument("model", metavar="MODEL")
+@click.option("-g", "--groups", type=click.IntRange(min=1), required=True, metavar="G", help="Key/value heads to keep.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="To write.")
+@click.option("--method", type=click.Choice(ALIGNING), default="calibrated", show_default=True)
+@maps_options
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--revision", help="Branch, tag or commit of a hub id.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE and forget an unfinished run.")
+@click.option("-v", "--verbose", is_flag=True, help="Show where an unexpected error comes from.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@version_option("gqa-calibrate")
+def command(model: str, groups: int, output: Path, **options: Any) -> None:
+    """Find out how the heads of MODEL are best merged into G, and write that as maps that gqa-convert applies.
+
+    Layers are done one after another and kept; the same command continues a run that was stopped.
+    """
+    from gqa.convert.errors import RefusedError
+    from gqa.convert.find_maps import find_maps
+    from gqa.convert.hub import open_model
+    from gqa.convert.plan import make_plan
+
+    plan = make_plan(open_model(model, options["revision"]), groups, options["method"], options["seed"])
+    if groups >= plan.config.main.kv:
+        raise RefusedError(
+            f"--groups {groups} of the {plan.config.main.kv} key/value heads of {model}: nothing is merged"
+        )
+    if not output.resolve().parent.is_dir():
+        raise RefusedError(f"{output.parent} is no directory; give a file in one that exists")
+    start, bar = time.monotonic(), Bar(options["quiet"])
+    try:
+        find_maps(plan, output, read_options(options), bar, overwrite=options["overwrite"])
+    finally:
+        bar.close()
+    if not options["quiet"]:
+        click.echo(bar.table() or "from the weights alone")
+        click.echo(f"written     {output} in {time.monotonic() - start:.1f} s")
+
+
+def main() -> None:
+    """Entry point; exit codes as `gqa.convert.console.run` says."""
+    run(command, "gqa-calibrate", "the same command continues after the last finished layer")
+
+
+if __name__ == "__main__":
+    main()

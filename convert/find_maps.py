@@ -1,0 +1,181 @@
+"""From a method's name to its maps on disk: from weights, or layer by layer from text, resumable."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gqa.convert.aligned import weight_maps
+from gqa.convert.attention import attention_modules
+from gqa.convert.calibration import Calibration, Calibrator, Streams
+from gqa.convert.calibration_text import CalibrationText
+from gqa.convert.errors import RefusedError
+from gqa.convert.maps import HeadMaps
+from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
+from gqa.convert.methods import ALIGNING
+from gqa.convert.plan import Plan
+from gqa.convert.refine import Refinement
+from gqa.convert.writer import OutputDirectory
+
+FROM_WEIGHTS = ("procrustes", "aligned")
+
+
+class Progress(Protocol):
+    """Told of stages and tokens."""
+
+    def stage(self, name: str, tokens: int) -> None: ...
+    def update(self, tokens: int) -> None: ...
+    def layer(self, index: int, layers: int, error: float) -> None: ...
+
+
+class Silent:
+    """Progress that nobody looks at."""
+
+    def stage(self, name: str, tokens: int) -> None: ...
+    def update(self, tokens: int) -> None: ...
+    def layer(self, index: int, layers: int, error: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class MapsOptions:
+    """How maps are found; of the weights-only methods nothing of this matters."""
+
+    text: CalibrationText = field(default_factory=CalibrationText)
+    ridge: float = 1e-4
+    refinement: Refinement = field(default_factory=Refinement)
+    device: str = "cpu"
+    dtype: str | None = None
+    batch: int = 8
+
+    def describe(self, plan: Plan) -> dict[str, Any]:
+        """What decides the maps, as JSON."""
+        method = plan.merging.method
+        told: dict[str, Any] = {
+            "method": method,
+            "groups": plan.groups,
+            "name": plan.checkpoint.hub_id or plan.checkpoint.name,
+            "model": fingerprint(plan.checkpoint, attention_modules(plan.checkpoint, plan.config)),
+        }
+        if method not in FROM_WEIGHTS:
+            told |= {"text": asdict(self.text) | {"sources": list(self.text.sources)}, "ridge": self.ridge}
+            told |= {"dtype": self.compute_dtype(plan), "device": self.device, "batch": self.batch}
+        if method == "refined":
+            told["refinement"] = asdict(self.refinement)
+        return told
+
+    def compute_dtype(self, plan: Plan) -> str:
+        """float32 on a processor, whose bfloat16 is slower; elsewhere what the model is stored in."""
+        return self.dtype or ("float32" if self.device == "cpu" else str(plan.config.text.dtype or "float32"))
+
+
+def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False) -> MapsFile:
+    """Write the maps of `plan` to `path` and open them. Raises RefusedError and CorpusError before anything is written.
+
+    What a layer gave is kept beside `path` until all are done; the same call then goes on after the last layer.
+    """
+    if path.exists() and not overwrite:
+        raise RefusedError(f"{path} exists; give another name or --overwrite")
+    told = options.describe(plan)
+    if plan.merging.method in FROM_WEIGHTS:
+        maps = {}
+        for module, found in weight_maps(plan):
+            maps[module] = found
+            progress.layer(len(maps), plan.config.layers, float("nan"))
+        save_maps(path, maps, {}, told)
+        return open_maps(path)
+    parts = path.with_name(f".{path.name}.gqa-layers")
+    first = _resumed(parts, told, overwrite)
+    blocks = options.text.blocks(plan.checkpoint, options.device, progress.update)
+    how = Calibration(
+        options.ridge, options.refinement if plan.merging.method == "refined" else None, options.device,
+        getattr(torch, options.compute_dtype(plan).removeprefix("torch.")), options.batch,
+    )  # fmt: skip
+    calibrator = Calibrator(plan, blocks, how, _saved_streams(parts, first))
+    parts.mkdir(exist_ok=True)
+    (parts / "options.json").write_text(json.dumps(told))
+    progress.stage("calibrating", blocks.numel() * calibrator.layers)
+    for layer in range(first, calibrator.layers):
+        result = calibrator.run(layer, progress.update)
+        if result:
+            save_maps(parts / f"{layer:04d}.safetensors", {result.module.path: result.maps}, result.weights, told)
+        _save_streams(parts, layer + 1, calibrator.streams)
+        progress.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
+    _join(parts, path, told)
+    shutil.rmtree(parts)
+    return open_maps(path)
+
+
+def with_maps(
+    plan: Plan, out: Path, options: Callable[[], MapsOptions], progress: Progress, *, overwrite: bool = False
+) -> Plan:
+    """The plan with the maps that its method needs, found now if it has none. They live until the program ends.
+
+    What would refuse `out` later does so before.
+    """
+    if plan.merging.method not in ALIGNING or plan.merging.maps or plan.groups >= plan.config.main.kv:
+        return plan
+    OutputDirectory(out, plan.checkpoint.directory, overwrite)
+    place = Path(tempfile.mkdtemp(prefix="gqa-maps-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    maps = find_maps(plan, place / "maps.safetensors", options(), progress)
+    return replace(plan, merging=replace(plan.merging, maps=maps))
+
+
+def _resumed(parts: Path, told: dict[str, Any], overwrite: bool) -> int:
+    """How many layers an interrupted call has done. Raises RefusedError where it was another one."""
+    if overwrite:
+        shutil.rmtree(parts, ignore_errors=True)
+    if not (parts / "options.json").exists():
+        return 0
+    before = json.loads((parts / "options.json").read_text())
+    told = json.loads(json.dumps(told))
+    if different := sorted(key for key in before.keys() | told.keys() if before.get(key) != told.get(key)):
+        key = different[0]
+        raise RefusedError(
+            f"{parts} holds layers of an unfinished run with {key} {before.get(key)}, not {told.get(key)}; "
+            "run it to its end, or start over with --overwrite"
+        )
+    done = parts / "done.json"
+    return int(json.loads(done.read_text())["layers"]) if done.exists() else 0
+
+
+def _save_streams(parts: Path, layers: int, streams: Streams) -> None:
+    """The new streams first, then the word that they are there."""
+    file = f"streams-{layers:04d}.safetensors"
+    save_file({"source": streams.source, "converted": streams.converted}, parts / file)
+    temporary = parts / ".done.json"
+    temporary.write_text(json.dumps({"layers": layers, "streams": file}))
+    temporary.replace(parts / "done.json")
+    for old in parts.glob("streams-*.safetensors"):
+        if old.name != file:
+            old.unlink()
+
+
+def _saved_streams(parts: Path, layers: int) -> Streams | None:
+    if not layers:
+        return None
+    tensors = load_file(parts / json.loads((parts / "done.json").read_text())["streams"])
+    return Streams(tensors["source"], tensors["converted"])
+
+
+def _join(parts: Path, path: Path, told: dict[str, Any]) -> None:
+    """One file of all layers."""
+    maps: dict[str, HeadMaps] = {}
+    weights: dict[str, Tensor] = {}
+    for file in sorted(parts.glob("[0-9]*.safetensors")):
+        part = open_maps(file)
+        for module in {name.partition("/")[0] for name in part.names if "/" in name}:
+            if found := part.of(module):
+                maps[module] = found
+        weights |= {name: part.tensor(name) for name in part.names if "/" not in name}
+    save_maps(path, maps, weights, told)

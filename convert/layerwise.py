@@ -1,0 +1,162 @@
+"""A model one layer at a time: hidden states of all text go through a layer before the next one's weights are read.
+
+What a layer is given besides hidden states (masks, positions' embeddings) is recorded from the model's own forward, in
+which every layer is replaced by one that only notes it; so nothing here knows how an architecture makes them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from accelerate.utils import set_module_tensor_to_device
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gqa.convert.errors import RefusedError
+from gqa.convert.loading import model_class
+from gqa.convert.naming import parameter_names
+
+# (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
+Attend = Callable[..., Tensor]
+# A parameter's name -> what is stored of it.
+Read = Callable[[str], Tensor]
+
+_WATCHED: dict[nn.Module, Attend] = {}
+
+
+class Stop(Exception):  # noqa: N818 - it is no error
+    """Raised inside of a layer whose result nobody needs."""
+
+
+def _attention(plain: Attend) -> Callable[..., tuple[Tensor, None]]:
+    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+        return _WATCHED.get(module, plain)(module, q, k, v, mask, **options), None
+
+    return attention
+
+
+def attend_sdpa(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+    """(B, H, T, d) queries, (B, G, T, d) keys and (B, G, T, e) values -> (B, T, H, e)."""
+    output: Tensor = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)[0]
+    return output
+
+
+def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+    """The same by the class' own function, which also knows its caps and sinks."""
+    output: Tensor = sys.modules[type(module).__module__].eager_attention_forward(module, q, k, v, mask, **options)[0]
+    return output
+
+
+ALL_ATTENTION_FUNCTIONS.register("gqa_sdpa", _attention(attend_sdpa))
+ALL_ATTENTION_FUNCTIONS.register("gqa_eager", _attention(attend_eager))
+ALL_MASK_ATTENTION_FUNCTIONS.register("gqa_sdpa", sdpa_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register("gqa_eager", eager_mask)
+
+
+@contextmanager
+def watched(module: nn.Module, attend: Attend) -> Iterator[None]:
+    """Meanwhile `attend` computes the attention of `module`."""
+    _WATCHED[module] = attend
+    try:
+        yield
+    finally:
+        del _WATCHED[module]
+
+
+@dataclass
+class Layerwise:
+    """A model without weights, of whose layers one at a time has them."""
+
+    model: PreTrainedModel
+    layers: list[nn.Module]
+    prefix: str  # of the layers' parameters
+    read: Read
+    device: torch.device
+    attend: Attend
+
+    @classmethod
+    def make(
+        cls, config: Any, path: str, read: Callable[[PreTrainedModel], Read], dtype: Any, device: Any
+    ) -> Layerwise:
+        """A model of transformers' `config`, one of whose attention modules is stored at `path`."""
+        eager = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+        made = model_class(config)
+        eager = eager or not made._supports_sdpa
+        with init_empty_weights(include_buffers=False):
+            model = made._from_config(config, attn_implementation="gqa_eager" if eager else "gqa_sdpa", dtype=dtype)
+        stored = parameter_names(model)
+        attention = next((own for name, own in stored.items() if name.startswith(f"{path}.")), None)
+        match = re.match(r"(.+)\.\d+\.", attention) if attention else None
+        if attention is None or match is None:
+            raise RefusedError(f"{type(model).__name__} has no layer with {path}; it cannot be run layer by layer")
+        layers = list(model.get_submodule(match[1]))
+        self = cls(
+            model.eval(), layers, match[1], read(model), torch.device(device), attend_eager if eager else attend_sdpa
+        )
+        outside = [name for name in model.state_dict() if not name.startswith(f"{match[1]}.") and "lm_head" not in name]
+        self._fill(outside)
+        for buffer_name, buffer in model.named_buffers():
+            set_module_tensor_to_device(model, buffer_name, self.device, buffer)
+        return self
+
+    def _fill(self, names: list[str], values: Mapping[str, Tensor] | None = None) -> None:
+        for name in names:
+            given = values.get(name) if values else None
+            tensor = self.read(name) if given is None else given
+            set_module_tensor_to_device(self.model, name, self.device, tensor, dtype=self.model.dtype)
+
+    def load(self, index: int, values: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Layer `index` with its weights, or with those of `values` by their full names."""
+        layer = self.layers[index]
+        self._fill([f"{self.prefix}.{index}.{name}" for name in layer.state_dict()], values)
+        return layer
+
+    def release(self, index: int) -> None:
+        for name in self.layers[index].state_dict():
+            set_module_tensor_to_device(self.model, f"{self.prefix}.{index}.{name}", "meta")
+
+    @torch.no_grad()
+    def arrive(self, ids: Tensor) -> tuple[Tensor, list[tuple[Any, dict[str, Any]]]]:
+        """(B, T) ids -> the (B, T, D) hidden states that the first layer is given, and what every layer is besides."""
+        told: dict[int, tuple[Any, dict[str, Any]]] = {}
+        first: list[Tensor] = []
+
+        def note(index: int, as_tuple: bool) -> Callable[..., Any]:
+            def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                told[index] = (args, kwargs)
+                if not first:
+                    first.append(hidden)
+                return (hidden,) if as_tuple else hidden
+
+            return forward
+
+        for as_tuple in (False, True):
+            told.clear()
+            first.clear()
+            for index, layer in enumerate(self.layers):
+                layer.forward = note(index, as_tuple)
+            try:
+                out = self.model.base_model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
+            except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+                continue
+            finally:
+                for layer in self.layers:
+                    del layer.forward
+            if out.shape == first[0].shape and len(told) == len(self.layers):
+                return first[0], [told[index] for index in range(len(self.layers))]
+        raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer")
+
+
+def run_layer(layer: nn.Module, hidden: Tensor, given: tuple[Any, dict[str, Any]]) -> Tensor:
+    """Hidden states after the layer."""
+    output = layer(hidden, *given[0], **given[1])
+    return output if isinstance(output, Tensor) else output[0]

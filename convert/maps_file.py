@@ -1,0 +1,124 @@
+"""Maps on disk: computed once, applied as often as wanted, looked at with any reader of safetensors.
+
+Of every attention module `MODULE/key`, `/value`, `/query`, `/output`, `/order` (see HeadMaps); whole tensors that
+replace those of the result, in its layout, have its names. The metadata says which model they are of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.errors import CorruptError, RefusedError, explain
+from gqa.convert.maps import HeadMaps
+from gqa.convert.writer import umask
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gqa.convert.attention import AttentionModule
+
+FORMAT = "gqa-maps-1"
+_PARTS = ("key", "value", "query", "output")
+_SAMPLE = 4096  # bytes of every attention tensor that the fingerprint reads
+
+
+@dataclass(frozen=True)
+class MapsFile:
+    """A file of maps, read a module at a time.
+
+    description: how they were made: `method`, `groups`, `model` (fingerprint), `name`, and the method's options.
+    """
+
+    path: Path
+    description: Mapping[str, Any]
+    names: frozenset[str]
+
+    @property
+    def method(self) -> str:
+        return str(self.description.get("method"))
+
+    def of(self, module: str) -> HeadMaps | None:
+        """The maps of one attention module; None where the file has none."""
+        found = {part: self.tensor(f"{module}/{part}") for part in _PARTS if f"{module}/{part}" in self.names}
+        if "key" not in found or "value" not in found:
+            return None
+        order = f"{module}/order"
+        return HeadMaps(**found, order=tuple(self.tensor(order).tolist()) if order in self.names else None)
+
+    def tensor(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as stream:
+            tensor: Tensor = stream.get_tensor(name)
+            return tensor
+
+
+def save_maps(
+    path: Path, maps: Mapping[str, HeadMaps], tensors: Mapping[str, Tensor], description: Mapping[str, Any]
+) -> None:
+    """Write `path` whole or not at all."""
+    import torch
+    from safetensors.torch import save_file
+
+    named = dict(tensors)
+    for module, found in maps.items():
+        parts = {part: getattr(found, part) for part in _PARTS}
+        named |= {f"{module}/{part}": tensor.float() for part, tensor in parts.items() if tensor is not None}
+        if found.order is not None:
+            named[f"{module}/order"] = torch.tensor(found.order)
+    metadata = {"format": FORMAT, "description": json.dumps(description, sort_keys=True)}
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, temporary, metadata)
+        temporary.chmod(0o666 & ~umask())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_maps(path: Path) -> MapsFile:
+    """Raises RefusedError where it is not such a file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as stream:
+            metadata, names = stream.metadata() or {}, frozenset(stream.keys())
+    except (OSError, SafetensorError) as error:
+        raise RefusedError(f"--maps {path} cannot be read: {explain(error)}") from None
+    if metadata.get("format") != FORMAT:
+        raise RefusedError(f"--maps {path} is not a file of {FORMAT}; make one with gqa-calibrate")
+    try:
+        return MapsFile(path, json.loads(metadata["description"]), names)
+    except (KeyError, ValueError):
+        raise CorruptError(f"{path} does not say how it was made; make it again with gqa-calibrate") from None
+
+
+def check_maps(maps: MapsFile, checkpoint: Checkpoint, modules: list[AttentionModule], groups: int) -> None:
+    """Raise RefusedError where the maps are of another model or another number of groups."""
+    told = maps.description
+    if told.get("groups") != groups:
+        raise RefusedError(f"--maps {maps.path} is for {told.get('groups')} groups, not for {groups}")
+    if told.get("model") != fingerprint(checkpoint, modules):
+        raise RefusedError(
+            f"--maps {maps.path} was made for {told.get('name')}, which is another model than {checkpoint.name}; "
+            "make one for this model with gqa-calibrate"
+        )
+
+
+def fingerprint(checkpoint: Checkpoint, modules: list[AttentionModule]) -> str:
+    """SHA-256 of the attention tensors' names, shapes, dtypes and first bytes."""
+    digest = hashlib.sha256()
+    for module in sorted(modules, key=lambda m: m.path):
+        for tail, spec in sorted(module.tensors.items()):
+            digest.update(f"{module.path}.{tail} {spec.dtype} {list(spec.shape)}\n".encode())
+            if not checkpoint.is_pickled(spec):
+                with checkpoint.path(spec.file).open("rb") as stream:
+                    stream.seek(spec.begin)
+                    digest.update(stream.read(min(_SAMPLE, spec.nbytes)))
+    return digest.hexdigest()

@@ -1,0 +1,81 @@
+"""Generalised Procrustes alignment: heads are turned onto each other, averaged, and given their norm back.
+
+The best published way of merging heads without data (arXiv 2412.20677, section 3); here from second moments, so that it
+can be compared with the closed form of `gqa.convert.alignment`, of which it is the special case of rotations only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gqa.convert.alignment import KeyMaps, ValueMaps, pairs, put_complex
+from gqa.convert.symmetries import Rotary
+
+_ROUNDS = 50
+
+
+def rotations(moments: Tensor) -> Tensor:
+    """(m, d, d) rotations A that bring heads together, from their (m, d, m, d) moments (real, or complex with d = 1).
+
+    Maximises sum_ab tr(A_a S_ab A_b^H): one head after another is turned onto the sum of the others.
+    """
+    heads, dim = moments.shape[:2]
+    turned = torch.eye(dim, dtype=moments.dtype).repeat(heads, 1, 1)
+    for _ in range(_ROUNDS if heads > 1 else 0):
+        for head in range(heads):
+            others = sum(turned[b] @ moments[b, :, head] for b in range(heads) if b != head)
+            left, _, right = torch.linalg.svd(torch.as_tensor(others))
+            turned[head] = left @ right
+    return turned
+
+
+def procrustes_key(keys: Tensor, rotary: Rotary, heads: int, sizes: bool = False) -> KeyMaps:
+    """(m * d, m * d) moments of the keys of a group -> their aligned mean, and the turned queries.
+
+    With `sizes` a query also takes over how large its head's keys were at each frequency, and only rotated dimensions
+    are mapped. That loses nothing where heads differ by complex factors, and without data it loses less than least
+    squares, which shrink what does not match (docs/methods.md).
+    """
+    dim = len(keys) // heads
+    key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
+    blocks = keys.view(heads, dim, heads, dim)
+    for one, other in zip(*pairs(rotary), strict=True):
+        two = blocks[:, [one, other]][:, :, :, [one, other]]
+        real, imaginary = two[:, 0, :, 0] + two[:, 1, :, 1], two[:, 1, :, 0] - two[:, 0, :, 1]
+        moments = torch.complex(real, imaginary)  # E[k_a conj(k_b)]
+        phases = rotations(moments[:, None, :, None])[:, 0, 0]
+        scale = _restored(phases[:, None, None, None] * moments[:, None, :, None], phases[:, None, None])
+        energy = moments.diagonal().real.clamp_min(0)
+        size = (energy / energy.mean().clamp_min(1e-300)).sqrt() if sizes else torch.ones_like(energy)
+        for head in range(heads):
+            put_complex(key[:, head * dim : (head + 1) * dim], scale / heads * phases[[head]], one[None], other[None])
+            put_complex(query[head], size[head] * phases[[head]], one[None], other[None])
+    rest = torch.arange(rotary.dims, dim)
+    if len(rest) and not sizes:
+        moments = blocks[:, rest][:, :, :, rest]
+        turned = rotations(moments)
+        scale = _restored(torch.einsum("aij,ajbk->aibk", turned, moments), turned)
+        for head in range(heads):
+            key[rest[:, None], head * dim + rest] = scale / heads * turned[head]
+            query[head][rest[:, None], rest] = turned[head]
+    return KeyMaps(key, query)
+
+
+def procrustes_value(values: Tensor, heads: int, repeat: int) -> ValueMaps:
+    """(m * e, m * e) moments of the values of a group -> their aligned mean, and what turns it back for each of the
+    `repeat` query heads of a head.
+    """
+    dim = len(values) // heads
+    moments = values.view(heads, dim, heads, dim)
+    turned = rotations(moments)
+    scale = _restored(torch.einsum("aij,ajbk->aibk", turned, moments), turned)
+    return ValueMaps(torch.cat(list(scale / heads * turned), 1), turned.mT.repeat_interleave(repeat, 0))
+
+
+def _restored(turned_moments: Tensor, turned: Tensor) -> Tensor:
+    """What gives the mean of aligned heads the mean energy that they have: (m, d, m, d) half-turned moments."""
+    heads = len(turned)
+    mean = torch.einsum("aibk,bik->", turned_moments, turned.conj()).real / heads**2
+    each = torch.einsum("aiaj,aij->", turned_moments, turned.conj()).real / heads
+    return (each / mean.clamp_min(1e-300)).sqrt().where(mean > 0, torch.ones_like(mean))

@@ -1,0 +1,130 @@
+"""Layer-wise matching: a converted attention module is trained until it gives what the source's gives.
+
+Only the module's own projections move, inputs and targets are fixed, and no other layer is in memory. It works on
+transformers' own modules, so on every architecture, from whatever start (docs/methods.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Progress = Callable[[int], None]
+_CHECKS = 8  # times that the held-out error is looked at
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How long and how fast: steps of `batch` blocks of Adam, whose rate falls linearly to zero."""
+
+    steps: int = 200
+    batch: int = 16
+    learning_rate: float = 3e-3
+    heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
+    autocast: bool = False  # bfloat16 products
+    seed: int = 0
+
+
+@dataclass
+class Calls:
+    """What a module was called with: hidden states (N, T, D), and the other arguments by the number of rows."""
+
+    hidden: list[Tensor] = field(default_factory=list)
+    others: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+
+    @contextmanager
+    def of(self, module: nn.Module) -> Iterator[None]:
+        """Meanwhile calls of `module` are noted."""
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kwargs = dict(kwargs)
+            hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+            self.hidden.append(hidden.detach().cpu())
+            self.others.setdefault(len(hidden), (args[1:] if args else (), kwargs))
+
+        handle = module.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def call(self, module: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """The output (B, T, D) for some of the hidden states, with other weights."""
+        rows = len(hidden)
+        args, kwargs = self.others[rows] if rows in self.others else self._cut(rows)
+        output = torch.func.functional_call(module, dict(weights), (hidden, *args), kwargs)
+        return output if isinstance(output, Tensor) else output[0]
+
+    def _cut(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for a number of rows that was not seen: all rows of a batch are given the same."""
+        seen = max(self.others)
+
+        def fit(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.ndim and len(value) == seen and seen > 1:
+                return value[:1].expand(rows, *value.shape[1:])
+            if isinstance(value, tuple):
+                return tuple(fit(part) for part in value)
+            return value
+
+        args, kwargs = self.others[seen]
+        found = (tuple(fit(value) for value in args), {name: fit(value) for name, value in kwargs.items()})
+        self.others[rows] = found
+        return found
+
+
+def refine(
+    module: nn.Module,
+    start: Mapping[str, Tensor],
+    calls: Calls,
+    targets: Tensor,
+    how: Refinement,
+    progress: Progress = lambda tokens: None,
+) -> tuple[dict[str, Tensor], float, float]:
+    """Train the parameters `start` (names below `module`) towards `targets` (N, T, D).
+
+    Returns the best parameters seen (the start among them), and the held-out squared error relative to the targets'
+    energy at the start and at the best.
+    """
+    device = next(iter(start.values())).device
+    hidden = torch.cat(calls.hidden)
+    generator = torch.Generator().manual_seed(how.seed)
+    order = torch.randperm(len(hidden), generator=generator)
+    kept_out = max(1, round(len(hidden) * how.heldout)) if len(hidden) > 1 else 0
+    heldout, train = order[:kept_out] if kept_out else order, order[kept_out:] if kept_out else order
+    weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
+    optimizer = torch.optim.Adam(weights.values(), lr=how.learning_rate, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / max(how.steps, 1))
+    scale = targets.float().square().mean().clamp_min(1e-30).to(device)
+
+    def loss(rows: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=how.autocast):
+            output = calls.call(module, weights, hidden[rows].to(device))
+        return (output.float() - targets[rows].to(device).float()).square().mean() / scale
+
+    def error() -> float:
+        with torch.no_grad():
+            return float(torch.stack([loss(rows) * len(rows) for rows in heldout.split(how.batch)]).sum()) / len(
+                heldout
+            )
+
+    def copy() -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+    best, first = copy(), error()
+    least = first
+    every = max(1, how.steps // _CHECKS)
+    for step in range(how.steps):
+        rows = train[torch.randperm(len(train), generator=generator)[: how.batch]]
+        optimizer.zero_grad()
+        loss(rows).backward()
+        optimizer.step()
+        schedule.step()
+        progress(len(rows) * hidden.shape[1])
+        if (step + 1) % every == 0 and (found := error()) < least:
+            best, least = copy(), found
+    return best, first, least
