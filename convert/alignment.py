@@ -63,14 +63,7 @@ def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, que
     heads, dim = queries.shape[:2]
     real, imaginary = pairs(rotary)
     blocks = keys.view(heads, dim, heads, dim)
-    rr, ii = blocks[:, real][:, :, :, real], blocks[:, imaginary][:, :, :, imaginary]
-    ri, ir = blocks[:, real][:, :, :, imaginary], blocks[:, imaginary][:, :, :, real]
-    pick = torch.arange(len(real))
-
-    def diagonal(block: Tensor) -> Tensor:  # (m, F, m, F) -> (F, m, m)
-        return block[:, pick, :, pick]
-
-    moments = torch.complex(diagonal(rr) + diagonal(ii), diagonal(ir) - diagonal(ri))  # E[k_a conj(k_b)]
+    moments = complex_moments(blocks, real, imaginary)
     energy = queries.diagonal(dim1=1, dim2=2)
     weight = (energy[:, real] + energy[:, imaginary]).T.clamp_min(0).sqrt()  # (F, m)
     weight = weight.clamp_min(1e-3 * weight.amax(1, keepdim=True).clamp_min(1e-30))
@@ -84,6 +77,16 @@ def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, que
     for head in range(heads):
         put_complex(key[:, head * dim : (head + 1) * dim], combine[:, head], real, imaginary)
         put_complex(query[head], restore[:, head].conj(), real, imaginary)
+
+
+def complex_moments(blocks: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
+    """(F, m, m) moments E[k_a conj(k_b)] of every frequency, from the real ones (m, d, m, d)."""
+    pick = torch.arange(len(real))
+
+    def of(rows: Tensor, columns: Tensor) -> Tensor:  # (m, F, m, F) -> (F, m, m)
+        return blocks[:, rows][:, :, :, columns][:, pick, :, pick]
+
+    return torch.complex(of(real, real) + of(imaginary, imaginary), of(imaginary, real) - of(real, imaginary))
 
 
 def put_complex(target: Tensor, factor: Tensor, real: Tensor, imaginary: Tensor) -> None:

@@ -9,25 +9,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gqa.convert.alignment import KeyMaps, ValueMaps, pairs, put_complex
+from gqa.convert.alignment import KeyMaps, ValueMaps, complex_moments, pairs, put_complex
 from gqa.convert.symmetries import Rotary
 
 _ROUNDS = 50
 
 
 def rotations(moments: Tensor) -> Tensor:
-    """(m, d, d) rotations A that bring heads together, from their (m, d, m, d) moments (real, or complex with d = 1).
+    """(m, d, d) rotations A that bring heads together, from their (m, d, m, d) moments.
 
-    Maximises sum_ab tr(A_a S_ab A_b^H): one head after another is turned onto the sum of the others.
+    Maximises sum_ab tr(A_a S_ab A_b^T): one head after another is turned onto the sum of the others.
     """
     heads, dim = moments.shape[:2]
     turned = torch.eye(dim, dtype=moments.dtype).repeat(heads, 1, 1)
     for _ in range(_ROUNDS if heads > 1 else 0):
         for head in range(heads):
-            others = sum(turned[b] @ moments[b, :, head] for b in range(heads) if b != head)
-            left, _, right = torch.linalg.svd(torch.as_tensor(others))
+            others = torch.einsum("bij,bjk->ik", turned, moments[:, :, head]) - turned[head] @ moments[head, :, head]
+            left, _, right = torch.linalg.svd(others)
             turned[head] = left @ right
     return turned
+
+
+def phases(moments: Tensor) -> Tensor:
+    """The same for complex numbers: (F, m) of modulus 1 from (F, m, m) moments E[k_a conj(k_b)], F at a time."""
+    found = torch.ones_like(moments[:, 0])
+    for _ in range(_ROUNDS if moments.shape[1] > 1 else 0):
+        for head in range(moments.shape[1]):
+            others = (found * moments[:, :, head]).sum(1) - found[:, head] * moments[:, head, head]
+            size = others.abs()
+            found[:, head] = torch.where(size > 0, others / size.clamp_min(1e-300), found[:, head])
+    return found
 
 
 def procrustes_key(keys: Tensor, rotary: Rotary, heads: int, sizes: bool = False) -> KeyMaps:
@@ -40,17 +51,18 @@ def procrustes_key(keys: Tensor, rotary: Rotary, heads: int, sizes: bool = False
     dim = len(keys) // heads
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     blocks = keys.view(heads, dim, heads, dim)
-    for one, other in zip(*pairs(rotary), strict=True):
-        two = blocks[:, [one, other]][:, :, :, [one, other]]
-        real, imaginary = two[:, 0, :, 0] + two[:, 1, :, 1], two[:, 1, :, 0] - two[:, 0, :, 1]
-        moments = torch.complex(real, imaginary)  # E[k_a conj(k_b)]
-        phases = rotations(moments[:, None, :, None])[:, 0, 0]
-        scale = _restored(phases[:, None, None, None] * moments[:, None, :, None], phases[:, None, None])
-        energy = moments.diagonal().real.clamp_min(0)
-        size = (energy / energy.mean().clamp_min(1e-300)).sqrt() if sizes else torch.ones_like(energy)
+    if rotary.dims:
+        real, imaginary = pairs(rotary)
+        moments = complex_moments(blocks, real, imaginary)
+        phase = phases(moments)
+        energy = moments.diagonal(dim1=1, dim2=2).real.clamp_min(0)  # (F, m)
+        after = torch.einsum("fa,fab,fb->f", phase, moments, phase.conj()).real / heads**2
+        scale = (energy.mean(1) / after.clamp_min(1e-300)).sqrt().where(after > 0, torch.ones_like(after))
+        size = (energy / energy.mean(1, keepdim=True).clamp_min(1e-300)).sqrt() if sizes else torch.ones_like(energy)
         for head in range(heads):
-            put_complex(key[:, head * dim : (head + 1) * dim], scale / heads * phases[[head]], one[None], other[None])
-            put_complex(query[head], size[head] * phases[[head]], one[None], other[None])
+            part = key[:, head * dim : (head + 1) * dim]
+            put_complex(part, scale / heads * phase[:, head], real, imaginary)
+            put_complex(query[head], size[:, head] * phase[:, head], real, imaginary)
     rest = torch.arange(rotary.dims, dim)
     if len(rest) and not sizes:
         moments = blocks[:, rest][:, :, :, rest]
@@ -76,6 +88,6 @@ def procrustes_value(values: Tensor, heads: int, repeat: int) -> ValueMaps:
 def _restored(turned_moments: Tensor, turned: Tensor) -> Tensor:
     """What gives the mean of aligned heads the mean energy that they have: (m, d, m, d) half-turned moments."""
     heads = len(turned)
-    mean = torch.einsum("aibk,bik->", turned_moments, turned.conj()).real / heads**2
-    each = torch.einsum("aiaj,aij->", turned_moments, turned.conj()).real / heads
+    mean = torch.einsum("aibk,bik->", turned_moments, turned) / heads**2
+    each = torch.einsum("aiaj,aij->", turned_moments, turned) / heads
     return (each / mean.clamp_min(1e-300)).sqrt().where(mean > 0, torch.ones_like(mean))
