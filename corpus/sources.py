@@ -31,6 +31,22 @@ _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 _WEIGHTED = re.compile(r"(.+)@([^@/]+)")
 
+_SELF = re.compile(r"self(?::(\d+(?:\.\d+)?)([KkMmBb]?))?(?:@[\d.]+)?")
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def is_self(spec: str) -> bool:
+    """Whether a source is what a model writes itself: `self`, `self:1M`, `self:1M@2`. Who samples it knows how."""
+    return re.split("[:@]", spec)[0] == "self"
+
+
+def self_tokens(spec: str) -> int | None:
+    """The tokens that `self:1M` asks for; None for `self`. Raises CorpusError."""
+    match = _SELF.fullmatch(spec)
+    if match is None or (match[1] and not float(match[1])):
+        raise CorpusError(f"{spec} is not understood; give self or the tokens that the model is to write, like self:1M")
+    return int(float(match[1]) * _COUNTS[match[2].lower()]) if match[1] else None
+
 
 @dataclass(frozen=True)
 class Source:

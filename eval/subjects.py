@@ -16,6 +16,7 @@ from gqa.convert.errors import RefusedError, explain, one_line
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import KVCache, checkpoint_cache
 from gqa.convert.model_config import read_config
+from gqa.uptrain.card import UPTRAINING
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -97,7 +98,8 @@ class Subject:
             "model_type": self.config.model_type,
             "parameters": self.parameters,
             "weight_bytes": self.weight_bytes,
-            "provenance": self._provenance(),
+            "provenance": self._told(PROVENANCE),
+            "training": self._told(UPTRAINING),
         }
         if self.cache:
             heads = read_config(self.checkpoint.config, self.name).main
@@ -111,9 +113,10 @@ class Subject:
             }
         return found
 
-    def _provenance(self) -> Any:
+    def _told(self, name: str) -> Any:
+        """What gqa-convert or gqa-uptrain left beside the weights; None where there is nothing that can be read."""
         try:
-            return json.loads((Path(self.path) / PROVENANCE).read_text())
+            return json.loads((Path(self.path) / name).read_text())
         except (OSError, ValueError):
             return None
 

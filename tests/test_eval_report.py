@@ -26,8 +26,8 @@ from gqa.eval.subjects import distinct_names
 
 SVG = "{http://www.w3.org/2000/svg}svg"
 MODEL_KEYS = {
-    "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "heads", "kv_cache", "dtype",
-    "attention", "quality", "by_context", "decode",
+    "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
+    "kv_cache", "dtype", "attention", "quality", "by_context", "decode",
 }  # fmt: skip
 FULL = "SRC G2 --data TEXT --context 128 --kl --decode --contexts 4,8 --batches 1 --steps 2 --repeats 1 --memory 1GB"
 
@@ -70,6 +70,17 @@ def test_json_has_these_keys() -> None:
     assert second["provenance"]["options"]["groups"] == 2
     assert found["options"]["contexts"] == [4, 8]
     assert found["options"]["kl"] is True
+
+
+def test_json_says_how_a_checkpoint_was_made(tmp_path: Path) -> None:
+    trained = shutil.copytree(place() / "gqa2", tmp_path / "trained")
+    (trained / "gqa_uptraining.json").write_text('{"tokens": 512}')
+    broken = shutil.copytree(place() / "gqa2", tmp_path / "broken")
+    (broken / "gqa_uptraining.json").write_text("{")
+    source, converted, *others = results(f"SRC G2 {trained} {broken} --memory 1GB")["models"]
+    assert (source["provenance"], source["training"], converted["training"]) == (None, None, None)
+    assert [model["training"] for model in others] == [{"tokens": 512}, None]
+    assert all(model["provenance"]["options"]["groups"] == 2 for model in (converted, *others))
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from training import (
 from gqa.uptrain.loop import Progress
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import uptrain
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert (done.code, record["steps"], record["tokens"], record["block_size"]) == (0, 4, 2048, 64)
     assert record["trained_parameters"] == 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert record["memory_bytes"] == 4 * record["parameters"] + 12 * record["trained_parameters"]
-    assert "steps       4 of 8 blocks = 512 tokens (1 processes x 1 x 8), 2,048 tokens in all" in done.err
+    assert "steps       4 of 8 blocks = 512 tokens (1 process x 1 x 8), 2,048 tokens in all" in done.err
     assert list(tmp_path.iterdir()) == []
     assert snapshot(place) == before
 
@@ -391,3 +394,25 @@ def test_compiled(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert command(place, tmp_path / f"{compiled}", steps=2, compile=compiled, heldout_fraction=0.3).code == 0
     one, other = (load(tmp_path / name) for name in ("True", "False"))
     assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-5
+
+
+def test_documents_speak_of_options_that_exist() -> None:
+    from gqa.uptrain.cli import command as cli
+
+    options = {"--help"} | {name for parameter in cli.params for name in parameter.opts}
+    for document in ("README.md", "docs/uptraining.md"):
+        lines = re.findall(r"(?:gqa-uptrain|-m gqa\.uptrain) ([^`\n]*)", (ROOT / document).read_text(encoding="utf-8"))
+        assert lines, document
+        for line in lines:
+            for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", line):
+                assert word in options, f"{document}: gqa-uptrain {line}"
+
+
+def test_the_documented_files_are_written(place: Path, tmp_path: Path) -> None:
+    done = command(place, tmp_path / "out", steps=1, train="lora", keep_adapter=True, save_every=1, keep_state=True)
+    assert done.code == 0, done.err
+    page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
+    named = {name.replace("step-N", "step-00000001") for name in re.findall(r"\| `OUT((?:-state)?/\S+)`", page)}
+    assert named >= {"/README.md", "/gqa_uptraining.json", "-state/metrics.jsonl"}
+    for name in named:
+        assert (tmp_path / f"out{name}").exists(), name

@@ -23,10 +23,10 @@ from gqa.convert import convert_checkpoint
 from gqa.convert.checkpoint import read_checkpoint
 from gqa.convert.errors import OutputError, RefusedError
 from gqa.convert.loading import load_model
+from gqa.convert.naming import stored_tensors
 from gqa.uptrain.card import without_place
 from gqa.uptrain.export import _write_weights, check_exportable
 from gqa.uptrain.lora import merged
-from gqa.convert.naming import stored_tensors
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import prepare, run, uptrain
 from gqa.uptrain.scope import attention_parameters

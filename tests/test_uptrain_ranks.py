@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from checkpoints import load
-from training import Runs, metrics, shared_runs
+from hub_server import Machine, hub_server
+from training import Runs, metrics, shared_runs, tiny_checkpoint, write_corpus
 
 from gqa.uptrain.state import States
 
@@ -36,7 +37,7 @@ def losses(out: Path) -> list[float]:
     return [record["loss"] for record in metrics(out / "gqa_uptraining.jsonl")]
 
 
-WAYS = {"4x2": (1, 2), "2x4": (1, 4), "2 ranks x 4": (2, 4), "2 ranks x 2x2": (2, 2)}
+WAYS = {"4x2": (1, 2), "2x4": (1, 4), "2 ranks x 4": (2, 4), "2 ranks x 2x2": (2, 2), "4 ranks x 2": (4, 2)}
 LAUNCHED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # as `accelerate launch` sets it for DeepSpeed
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -109,6 +110,38 @@ def test_launchers(runs: Runs, tmp_path: Path, launcher: str) -> None:
     assert done.stderr.count("written     ") == 1
     runs.finish(*runs.words(tmp_path / "one", steps=STEPS))
     assert difference(tmp_path / "one", tmp_path / "two") <= 1e-5
+
+
+def test_hub_ids_launched(tmp_path: Path) -> None:
+    """Model, teacher and a streamed data set by their names on a hub: the second command of the README's section."""
+    data = tmp_path / "data"
+    data.mkdir()
+    write_corpus(data / "train.jsonl")
+    with hub_server() as hub:
+        hub.repo("lab/mha", tiny_checkpoint(tmp_path / "mha", kv_heads=4))
+        hub.repo("lab/mha-gqa2", tiny_checkpoint(tmp_path / "gqa2"))
+        hub.repo("lab/data", data)
+        machine = Machine(tmp_path, hub.endpoint)
+        words = [
+            "--data",
+            "lab/data",
+            "--streaming",
+            "--tokens",
+            "1K",
+            "--teacher",
+            "lab/mha",
+            "-o",
+            "out",
+            "--json",
+            "-q",
+        ]
+        launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "gqa.uptrain", "lab/mha-gqa2"]
+        done = machine.python(*launch, *words)
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    assert (record["model"], record["teacher"], record["data"]) == ("lab/mha-gqa2", "lab/mha", ["lab/data"])
+    assert (record["tokens"], record["steps"], record["ranks"]) == (512, 1, 1)
+    assert load(machine.work / "out").keys() == load(tmp_path / "gqa2").keys()
 
 
 def test_the_launcher_says_the_precision(runs: Runs, tmp_path: Path) -> None:

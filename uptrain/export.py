@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from gqa.convert.checkpoint import INDEX, SINGLE, TORCH_DTYPES, Checkpoint, holds_weights, read_checkpoint
 from gqa.convert.errors import OutputError, RefusedError, listing
 from gqa.convert.loading import load_model
+from gqa.convert.naming import stored_shapes, stored_tensors, tied_names
 from gqa.convert.safetensors_header import TensorSpec, format_header
 from gqa.convert.writer import OutputDirectory, copy_file, copy_range, write_bytes, write_text
 from gqa.uptrain.card import UPTRAINING, card
-from gqa.convert.naming import stored_shapes, stored_tensors, tied_names
 
 if TYPE_CHECKING:
     from torch import Tensor

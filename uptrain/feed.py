@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
-from gqa.corpus.sources import Source, parse_source, parse_sources
+from gqa.corpus.sources import Source, parse_source, parse_sources, self_tokens
 from gqa.corpus.tokens import Block, Blocks, concatenate, tokenise
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.self_samples import SampledBlocks, sampled_blocks
 from gqa.uptrain.training_model import Batch
 
 _ENDLESS = 2**62  # tokens of a stream
@@ -24,7 +27,7 @@ _ENDLESS = 2**62  # tokens of a stream
 class Feed:
     """Step s trains on blocks s * batch_size to (s + 1) * batch_size, in order."""
 
-    blocks: Blocks | StreamedBlocks
+    blocks: Blocks | StreamedBlocks | SampledBlocks
     batch_size: int
     steps: int
     fingerprint: str
@@ -41,7 +44,7 @@ class Feed:
 
     def _own(self, first: int, rank: int, ranks: int) -> Iterator[list[Block]]:
         size = self.batch_size
-        if isinstance(self.blocks, Blocks):
+        if not isinstance(self.blocks, StreamedBlocks):
             for step in range(first, self.steps):
                 yield [self.blocks[number] for number in range(step * size + rank, (step + 1) * size, ranks)]
             return
@@ -69,6 +72,25 @@ def open_feed(options: TrainOptions, tokenizer: Any, block_size: int) -> Feed:
     )  # fmt: skip
     steps = _steps(chosen.blocks.n_blocks, options, block_size)
     return Feed(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
+
+
+def open_self(options: TrainOptions, teacher: PreTrainedModel, checkpoint: Checkpoint, block_size: int) -> Feed:
+    """Blocks that the teacher writes. Raises RefusedError."""
+    data_tokens = self_tokens(options.data[0]) or 0
+    everything = options.alpha is None and options.tokens is None and options.steps is None
+    n_blocks = n_blocks_for(
+        data_tokens, block_size, alpha=options.alpha, tokens=data_tokens if everything else options.tokens,
+        steps=options.steps,
+        blocks_per_step=options.batch_size, pretraining_tokens=options.pretraining_tokens,
+    )  # fmt: skip
+    if n_blocks * block_size > data_tokens:
+        raise RefusedError(
+            f"{n_blocks * block_size:,} tokens of training are more than --data {options.data[0]}; ask for more"
+        )
+    steps = _steps(n_blocks, options, block_size)
+    blocks = sampled_blocks(teacher, checkpoint, block_size, steps * options.batch_size, options.seed)
+    told = f"{blocks.n_blocks:,} blocks of {block_size:,} that {checkpoint.name} writes"
+    return Feed(blocks, options.batch_size, steps, blocks.fingerprint, told)
 
 
 def _open_stream(options: TrainOptions, sources: tuple[Source, ...], tokenizer: Any, block_size: int) -> Feed:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gqa.convert.errors import RefusedError
+from gqa.corpus.sources import is_self, self_tokens
 from gqa.uptrain.schedule import Schedule
 from gqa.uptrain.scope import Scope
 
@@ -81,6 +82,7 @@ class TrainOptions:
         """Blocks of one forward pass on one of `ranks`; raises RefusedError where options do not go together."""
         self._check_length()
         self._check_teaching()
+        self._check_data()
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise RefusedError(f"--{name.replace('_', '-')} is {value}; give a finite number")
@@ -101,7 +103,7 @@ class TrainOptions:
     def _check_length(self) -> None:
         """Before any data is read; how much data there is decides the rest."""
         given = [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
-        if len(given) != 1:
+        if len(given) != 1 and not (not given and any(map(is_self, self.data))):
             raise RefusedError(
                 f"the length is given by {' and '.join(given) or 'nothing'}; give one of --alpha, --tokens and --steps"
             )
@@ -109,6 +111,16 @@ class TrainOptions:
             raise RefusedError(f"--alpha is {self.alpha:g}; it is a fraction of the data, above 0 and at most 1")
         if self.pretraining_tokens is not None and self.alpha is None:
             raise RefusedError("--pretraining-tokens is what --alpha is a fraction of; give both")
+
+    def _check_data(self) -> None:
+        if not any(map(is_self, self.data)):
+            return
+        if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
+            raise RefusedError("--data self:TOKENS stands alone: no other source, stream, documents or held-out share")
+        if self.teacher is None:
+            raise RefusedError("--data self:TOKENS is what the --teacher writes; give the model before conversion")
+        if self_tokens(self.data[0]) is None:
+            raise RefusedError("--data self: say how many tokens the model is to write, like self:1M")
 
     def _check_teaching(self) -> None:
         if self.teacher is None and (self.match or self.distill != 1.0):

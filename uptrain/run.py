@@ -27,9 +27,10 @@ from gqa.convert.errors import RefusedError, explain
 from gqa.convert.hub import open_model
 from gqa.convert.loading import load_model, ranks
 from gqa.convert.writer import OutputDirectory
+from gqa.corpus.sources import is_self
 from gqa.uptrain.card import provenance, without_place
 from gqa.uptrain.export import ADAPTER, METRICS, check_exportable, export, require_space
-from gqa.uptrain.feed import Feed, open_feed, open_heldout
+from gqa.uptrain.feed import Feed, open_feed, open_heldout, open_self
 from gqa.uptrain.log import Log, plain
 from gqa.uptrain.loop import AfterStep, Progress, Weights, train
 from gqa.uptrain.lora import merged, save_adapter
@@ -117,7 +118,12 @@ def prepare(options: TrainOptions, resume: bool = False) -> Setup:
     block_size = _block_size(model, tokenizer, checkpoint, options)
     teacher = _teacher(model, tokenizer, options, accelerator)
     with accelerator.main_process_first():  # one process tokenises, the others find it done
-        feed = open_feed(options, tokenizer, block_size)
+        if is_self(options.data[0]):
+            assert teacher is not None
+            assert options.teacher is not None
+            feed = open_self(options, teacher, open_model(options.teacher), block_size)
+        else:
+            feed = open_feed(options, tokenizer, block_size)
         heldout = open_heldout(options, tokenizer, block_size)
     return Setup(
         options, accelerator, checkpoint, tokenizer, model, teacher, feed, heldout, micro, block_size, states

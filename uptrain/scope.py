@@ -14,8 +14,8 @@ from gqa.convert.attention import attention_modules
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, listing
 from gqa.convert.model_config import read_config
-from gqa.uptrain.lora import add_adapters
 from gqa.convert.naming import parameter_names
+from gqa.uptrain.lora import add_adapters
 
 Scope = Literal["all", "attention", "kv", "lora"]
 SCOPES: tuple[Scope, ...] = ("all", "attention", "kv", "lora")

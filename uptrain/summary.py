@@ -41,13 +41,14 @@ def plan_text(setup: Setup) -> str:
     """The same for people."""
     options, record = setup.options, plan_record(setup)
     forwards = options.batch_size // (setup.micro * record["processes"])
+    processes = f"{record['processes']} process{'es' if record['processes'] > 1 else ''}"
     teacher = f"taught by {options.teacher}" if options.teacher else "no teacher"
     lines = [
         f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
         f"({options.train}), {teacher}",
         f"data        {', '.join(options.data)}: {record['data']}",
         f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
-        f"({record['processes']} processes x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
+        f"({processes} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
         f"{record['warmup_steps']} steps of warm-up",
         f"memory      {size(record['memory_bytes'])} for weights, gradients and optimiser, activations on top",

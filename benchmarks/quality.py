@@ -1,0 +1,143 @@
+"""What each way of merging heads loses: nats per token and seconds, for several numbers of key/value heads.
+
+    python benchmarks/quality.py                            # examples/stdlib-mha -> 4, 2, 1, modules of stdlib:heldout
+    python benchmarks/quality.py --method calibrated --calibration self
+    python benchmarks/quality.py --model SmolLM2-135M-Instruct --groups 1 --text stories.txt --text wiki.txt \
+        --windows 24 --length 256 --calibration self --calibration-tokens 131072
+
+The same windows for all methods: the first of each text (of built-in text, evenly spaced). `gone` is the share of what
+`mean` loses that a method does not lose. Everything is converted with the command's own defaults where nothing else is
+said; the seconds are those of the whole conversion, calibration text included.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
+METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
+
+
+def windows_of(text: str, tokenizer: Any, count: int, length: int) -> Any:
+    """(count, length) token ids: the first of a file's, evenly spaced ones of the built-in corpus."""
+    import numpy as np
+    import torch
+
+    from gqa.corpus.sources import parse_source
+    from gqa.corpus.tokens import Blocks, tokenise
+
+    if Path(text).is_file():
+        ids = tokenizer(Path(text).read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids[: count * length]).view(-1, length)
+    found = tokenise(parse_source(text), tokenizer)
+    blocks = Blocks(found, np.arange(len(found)), length)
+    chosen = np.linspace(0, len(blocks) - 1, count).astype(int)
+    return torch.stack([torch.from_numpy(blocks[int(i)]["input_ids"]) for i in chosen])
+
+
+def nats(directory: str | Path, windows: Any) -> float:
+    """Nats per predicted token, in float32."""
+    import torch
+
+    from gqa.convert.loading import load_model
+    from gqa.corpus.likelihood import ChunkedHead, chunks
+    from gqa.corpus.likelihood import nats as nats_of
+
+    head, total, count = ChunkedHead(load_model(str(directory), dtype="float32")), 0.0, 0
+    with torch.inference_mode():
+        for batch in windows.split(8):
+            hidden, targets = head.hidden(input_ids=batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+            for piece in chunks(len(hidden), head.vocabulary):
+                total += float(nats_of(head.logits(hidden[piece]).float(), targets[piece]).double().sum())
+            count += len(targets)
+    return total / count
+
+
+def convert(options: dict[str, Any], method: str, groups: int, out: Path) -> float:
+    """Seconds that it took."""
+    from gqa.convert import convert_checkpoint
+    from gqa.convert.calibration_text import CalibrationText
+    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.refine import Refinement
+
+    text = CalibrationText(
+        tuple(options["calibration"].split(",")), options["calibration_tokens"], options["calibration_length"]
+    )
+    refinement = Refinement(
+        options["refine_steps"], options["refine_batch"], options["refine_learning_rate"], autocast=options["autocast"]
+    )
+    started = time.perf_counter()
+    convert_checkpoint(
+        options["model"], groups, out, method=method, dtype="float32", overwrite=True,
+        calibration=MapsOptions(text, refinement=refinement),
+    )  # fmt: skip
+    return time.perf_counter() - started
+
+
+def measure(options: dict[str, Any], scratch: Path) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    texts = {text: windows_of(text, tokenizer, options["windows"], options["length"]) for text in options["texts"]}
+    source = {text: nats(options["model"], windows) for text, windows in texts.items()}
+    rows = []
+    for groups in options["groups"]:
+        for method in options["methods"]:
+            seconds = convert(options, method, groups, scratch / "converted")
+            found = {text: nats(scratch / "converted", windows) for text, windows in texts.items()}
+            rows.append({"groups": groups, "method": method, "seconds": seconds, "nats": found})
+            print(f"  {groups:3} {method:12}{seconds:8.1f} s  {json.dumps(found)}", flush=True)
+    return {"options": options, "source": source, "rows": rows}
+
+
+def report(figures: dict[str, Any]) -> None:
+    import math
+
+    options, source, rows = figures["options"], figures["source"], figures["rows"]
+    print(f"\n{Path(options['model']).name}, calibrated on {options['calibration_tokens']:,} tokens of "
+          f"{options['calibration']}; {options['windows']} windows of {options['length']} tokens")  # fmt: skip
+    for text in options["texts"]:
+        print(f"\n{Path(text).name}: source {source[text]:.4f} nats, perplexity {math.exp(source[text]):.2f}")
+        print(f"{'KV heads':>8}  {'method':12}{'nats':>9}{'perplexity':>12}{'gone':>9}{'seconds':>10}")
+        for row in rows:
+            value = row["nats"][text]
+            mean = next(
+                (r["nats"][text] for r in rows if r["groups"] == row["groups"] and r["method"] == "mean"), math.nan
+            )
+            gone = 1 - (value - source[text]) / (mean - source[text])
+            share = "" if gone != gone or row["method"] == "mean" else f"{gone:9.1%}"
+            print(f"{row['groups']:8}  {row['method']:12}{value:9.4f}{math.exp(value):12,.2f}{share:>9}"
+                  f"{row['seconds']:10.1f}")  # fmt: skip
+
+
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--model", type=click.Path(exists=True), default=str(EMBEDDED), show_default=False, help="The source.")
+@click.option("--groups", type=int, multiple=True, default=(4, 2, 1), help="Several times for several.")
+@click.option("--method", "methods", multiple=True, default=METHODS, help="Several times for several.")
+@click.option("--text", "texts", multiple=True, default=("stdlib:heldout",), help="To measure on; several times.")
+@click.option("--windows", type=int, default=48)
+@click.option("--length", type=int, default=512, help="Tokens of a window.")
+@click.option("--calibration", default="stdlib:train")
+@click.option("--calibration-tokens", type=int, default=65_536)
+@click.option("--calibration-length", type=int, default=256)
+@click.option("--refine-steps", type=int, default=200)
+@click.option("--refine-batch", type=int, default=16)
+@click.option("--refine-learning-rate", type=float, default=3e-3)
+@click.option("--autocast/--no-autocast", default=False, help="Refine with products in bfloat16.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+def main(json_file: Path | None, **options: Any) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = measure(options, Path(scratch))
+    report(figures)
+    if json_file:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

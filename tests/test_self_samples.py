@@ -1,0 +1,110 @@
+"""`self:TOKENS`: what the teacher writes is the same for every run, and sampled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from embedded import SOURCE, load
+
+import gqa.uptrain.self_samples as module
+from gqa.convert.checkpoint import read_checkpoint
+from gqa.convert.errors import RefusedError
+from gqa.convert.sampling import sample_blocks
+from gqa.corpus.document import CorpusError
+from gqa.corpus.sources import is_self, self_tokens
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.self_samples import SampledBlocks, sampled_blocks
+
+SIZE = 12
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return load(SOURCE)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(module, "_BATCH", 4)
+    return tmp_path / "gqa-samples"
+
+
+def sampled(teacher, n_blocks: int, seed: int = 0) -> tuple[SampledBlocks, list[int]]:
+    told: list[int] = []
+    return sampled_blocks(teacher, read_checkpoint(SOURCE), SIZE, n_blocks, seed, told.append), told
+
+
+def ids(blocks: SampledBlocks) -> np.ndarray:
+    return np.stack([blocks[i]["input_ids"] for i in range(len(blocks))])
+
+
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) -> None:
+    few, told = sampled(teacher, 3)
+    assert told == [4 * SIZE]  # a batch
+    many, told = sampled(teacher, 10)
+    assert told == [4 * SIZE] * 2
+    again, told = sampled(teacher, 10)
+    assert told == []
+    assert np.array_equal(ids(many), ids(again))
+    assert np.array_equal(ids(many)[:3], ids(few))
+    assert few.fingerprint == many.fingerprint  # what a state of training must agree with
+    assert len({row.tobytes() for row in ids(many)}) == 10
+    with pytest.raises(IndexError):
+        few[3]
+
+
+def test_what_was_interrupted_is_sampled_again(teacher, cache: Path) -> None:
+    whole = ids(sampled(teacher, 8)[0])
+    (file,) = cache.glob("*.int32")
+    file.write_bytes(file.read_bytes()[:-7])  # killed while the second batch was written
+    found, told = sampled(teacher, 8)
+    assert told == [4 * SIZE]
+    assert np.array_equal(ids(found), whole)
+
+
+def test_seeds_and_sizes_have_samples_of_their_own(teacher, cache: Path) -> None:
+    one, other = ids(sampled(teacher, 4)[0]), ids(sampled(teacher, 4, seed=1)[0])
+    assert not np.array_equal(one, other)
+    assert len(list(cache.glob("*.int32"))) == 2
+    assert one.dtype == np.int64
+    assert (one[:, 0] == teacher.config.bos_token_id).all()
+
+
+def test_samples_look_like_what_the_model_predicts(teacher) -> None:
+    """Its own samples cost it about what it says they cost (its entropy); random tokens cost far more."""
+    blocks = sample_blocks(teacher, 32 * 64, 64, progress=lambda tokens: None)
+    with torch.no_grad():
+        logits = teacher(input_ids=blocks).logits[:, :-1].float().log_softmax(-1)
+    cost = -logits.gather(-1, blocks[:, 1:, None]).mean()
+    entropy = -(logits.exp() * logits).sum(-1).mean()
+    assert float(cost) == pytest.approx(float(entropy), rel=0.05)
+    assert float(-logits.mean()) > 2 * float(cost)
+
+
+def test_what_is_asked_for() -> None:
+    assert [self_tokens(spec) for spec in ("self", "self:64", "self:1.5k", "self:2M@3")] == [None, 64, 1500, 2_000_000]
+    assert is_self("self:1M")
+    assert is_self("self@2")
+    assert not is_self("selfish.txt")
+    for spec in ("self:", "self:0", "self:many", "self:1M:2"):
+        with pytest.raises(CorpusError, match="like self:1M"):
+            self_tokens(spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"teacher": None}, "give the model before conversion"),
+        ({"data": ("self",)}, "say how many tokens"),
+        ({"data": ("self:1M", "stdlib:train")}, "stands alone"),
+        ({"streaming": True}, "stands alone"),
+    ],
+)
+def test_refusals(changes: dict[str, object], reason: str) -> None:
+    given = {"model": "m", "output": Path("out"), "data": ("self:1M",), "teacher": "t"} | changes
+    with pytest.raises(RefusedError, match=reason):
+        TrainOptions(**given).check(1)  # type: ignore[arg-type]
