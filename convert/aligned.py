@@ -16,6 +16,7 @@ from torch import Tensor
 from gqa.convert.alignment import add_plain_key, shared_value
 from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.errors import RefusedError
 from gqa.convert.layout import QUERY_ROLES, Role
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import Merging
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def weight_maps(plan: Plan) -> Iterator[tuple[str, HeadMaps]]:
     """The maps of one attention module after another, by `procrustes` or `aligned`."""
-    symmetry = find_symmetry(plan.config.text.model_type)
+    symmetry = find_symmetry(plan.config.text)
     assert symmetry is not None
     beside = rules_beside(plan.config, plan.merging.method, plan.checkpoint.name)
     for module in attention_modules(plan.checkpoint, plan.config):
@@ -61,7 +62,9 @@ def _module_maps(plan: Plan, module: AttentionModule, changes: list[Change], sym
     groups = changes[0].groups
     m, repeat = heads.kv // groups, heads.query // heads.kv
     stored = heads_of(plan.checkpoint, changes)
-    gain = _gain(plan.checkpoint, module, symmetry, stored["key"].shape[-1])
+    if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
+        raise RefusedError(f"{module.path} of {plan.checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
+    gain = norm_gain(plan.checkpoint, module, symmetry, stored["key"].shape[-1])
     keys, key_means = _moments(stored, "key", gain, groups)
     values, _ = _moments(stored, "value", gain, groups)
     queries, _ = _moments(stored, "query", gain, heads.query)
@@ -83,7 +86,7 @@ def _module_maps(plan: Plan, module: AttentionModule, changes: list[Change], sym
         value.append(seen.value)
         output += list(seen.output)
     maps = HeadMaps(torch.stack(key), torch.stack(value), torch.cat(query), torch.block_diag(*output))
-    if symmetry.free_keys:
+    if symmetry.free_keys(plan.config.text):
         return maps
     return HeadMaps(torch.full((groups, m), 1 / m), maps.value, None, maps.output)
 
@@ -97,10 +100,11 @@ def _moments(stored: dict[str, Tensor], role: str, gain: Tensor, groups: int) ->
     return spread @ spread.mT + means[:, :, None] * means[:, None, :], means
 
 
-def _gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
+def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
     """What the norm before attention multiplies each component with, (D,)."""
     layer = module.path.split(f".{module.layer}.")[0] + f".{module.layer}"
-    spec = checkpoint.tensors.get(f"{layer}.{symmetry.norm}.weight")
-    if spec is None or spec.shape != (width,):
-        return torch.ones(width, dtype=torch.float64)
-    return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)
+    for norm in symmetry.norms:
+        spec = checkpoint.tensors.get(f"{layer}.{norm}.weight")
+        if spec is not None and spec.shape == (width,):
+            return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)
+    return torch.ones(width, dtype=torch.float64)

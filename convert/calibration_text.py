@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
-from gqa.corpus.alpha import select
+from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
-from gqa.corpus.sources import parse_sources
-from gqa.corpus.tokens import tokenise
-
-_SELF = re.compile(r"self(?::(\d+)([KkMm]?))?(?:@([\d.]+))?")
-_COUNTS = {"": 1, "k": 1000, "m": 1_000_000}
+from gqa.corpus.sources import is_self, parse_sources, self_tokens
+from gqa.corpus.tokens import Blocks, tokenise
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class CalibrationText:
         shares = self._shares()
         parts = []
         for source, tokens in shares:
-            if _SELF.fullmatch(source):
+            if is_self(source):
                 parts.append(self._sampled(checkpoint, tokens, device, progress))
             else:
                 parts.append(self._read(checkpoint, source, tokens))
@@ -47,11 +44,10 @@ class CalibrationText:
         fixed: dict[int, int] = {}
         weights: dict[int, float] = {}
         for index, source in enumerate(self.sources):
-            match = _SELF.fullmatch(source)
-            if match and match[1]:
-                fixed[index] = int(match[1]) * _COUNTS[match[2].lower()]
+            if is_self(source) and (count := self_tokens(source)):
+                fixed[index] = count
             else:
-                weights[index] = float(source.rpartition("@")[2]) if "@" in source else 1.0
+                weights[index] = _weight(source)
         total = sum(weights.values())
         counts = fixed | {index: int(self.tokens * weight / total) for index, weight in weights.items()}
         if short := [self.sources[index] for index, count in counts.items() if count < self.length]:
@@ -62,16 +58,18 @@ class CalibrationText:
 
     def _read(self, checkpoint: Checkpoint, source: str, tokens: int) -> Tensor:
         tokenizer = load_tokenizer(checkpoint)
-        found = parse_sources((source.rpartition("@")[0] or source,))[0]
+        found = parse_sources((source,))[0]
         text = tokenise(found, tokenizer)
         if int(text.lengths.sum()) < self.length:
             raise RefusedError(
                 f"{source} has {int(text.lengths.sum())} tokens, fewer than one block of {self.length}; give more text"
             )
-        count = min(tokens, int(text.lengths.sum()))
-        chosen = select(text, block_size=self.length, seed=self.seed, tokens=count // self.length * self.length)
+        # Spread over all of the text: a few whole documents say less than pieces of many.
+        found_blocks = Blocks(text, permutation(text.digests, self.seed), self.length)
+        count = min(tokens // self.length, len(found_blocks))
+        spread = np.linspace(0, len(found_blocks) - 1, count).astype(int)
+        blocks = torch.stack([torch.from_numpy(found_blocks[int(i)]["input_ids"]) for i in spread])
         vocabulary = checkpoint_vocabulary(checkpoint)
-        blocks = torch.stack([torch.from_numpy(chosen.blocks[i]["input_ids"]) for i in range(len(chosen.blocks))])
         if int(blocks.max()) >= vocabulary:
             raise RefusedError(
                 f"the tokenizer of {checkpoint.name} gives token {int(blocks.max())}, its embedding has {vocabulary}; "
@@ -85,6 +83,12 @@ class CalibrationText:
 
         model = load_model(str(checkpoint.directory), dtype="float32" if device == "cpu" else "auto", device=device)
         return sample_blocks(model, tokens, self.length, seed=self.seed, progress=progress)
+
+
+def _weight(source: str) -> float:
+    if is_self(source):
+        return float(source.partition("@")[2] or 1.0)
+    return parse_sources((source,))[0].weight or 1.0
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from gqa.convert.aligned import weight_maps
 from gqa.convert.attention import attention_modules
-from gqa.convert.calibration import Calibration, Calibrator, Streams
+from gqa.convert.calibration import Calibration, Calibrator
 from gqa.convert.calibration_text import CalibrationText
 from gqa.convert.errors import RefusedError
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
 from gqa.convert.methods import ALIGNING
+from gqa.convert.pair import Streams
 from gqa.convert.plan import Plan
 from gqa.convert.refine import Refinement
 from gqa.convert.writer import OutputDirectory
@@ -105,7 +106,11 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
     (parts / "options.json").write_text(json.dumps(told))
     progress.stage("calibrating", blocks.numel() * calibrator.layers)
     for layer in range(first, calibrator.layers):
-        result = calibrator.run(layer, progress.update)
+        try:
+            result = calibrator.run(layer, progress.update)
+        except RefusedError:  # it would be again
+            shutil.rmtree(parts)
+            raise
         if result:
             save_maps(parts / f"{layer:04d}.safetensors", {result.module.path: result.maps}, result.weights, told)
         _save_streams(parts, layer + 1, calibrator.streams)

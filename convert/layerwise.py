@@ -6,11 +6,13 @@ which every layer is replaced by one that only notes it; so nothing here knows h
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,9 +29,11 @@ from gqa.convert.naming import parameter_names
 
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]
-# A parameter's name -> what is stored of it.
-Read = Callable[[str], Tensor]
+# A parameter's name, and stored tensors that replace the checkpoint's -> the parameter.
+Read = Callable[[str, Mapping[str, Tensor]], Tensor]
 
+# What layers return, by architecture.
+_RETURNED: tuple[Callable[[Tensor], Any], ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None))
 _WATCHED: dict[nn.Module, Attend] = {}
 
 
@@ -38,8 +42,10 @@ class Stop(Exception):  # noqa: N818 - it is no error
 
 
 def _attention(plain: Attend) -> Callable[..., tuple[Tensor, None]]:
-    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
-        return _WATCHED.get(module, plain)(module, q, k, v, mask, **options), None
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+    ) -> tuple[Tensor, None]:
+        return _WATCHED.get(module, plain)(module, query, key, value, attention_mask, **options), None
 
     return attention
 
@@ -90,9 +96,19 @@ class Layerwise:
         """A model of transformers' `config`, one of whose attention modules is stored at `path`."""
         eager = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         made = model_class(config)
+        if not hasattr(made, "_from_config"):
+            raise RefusedError(
+                f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
+            )
         eager = eager or not made._supports_sdpa
-        with init_empty_weights(include_buffers=False):
-            model = made._from_config(config, attn_implementation="gqa_eager" if eager else "gqa_sdpa", dtype=dtype)
+        try:
+            with init_empty_weights(include_buffers=False):
+                model = made._from_config(config, attn_implementation="gqa_eager" if eager else "gqa_sdpa", dtype=dtype)
+        except (KeyError, ValueError):  # a class with a table of its own
+            raise RefusedError(
+                f"{made.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
+            ) from None
+        model.tie_weights()  # which the empty weights have undone
         stored = parameter_names(model)
         attention = next((own for name, own in stored.items() if name.startswith(f"{path}.")), None)
         match = re.match(r"(.+)\.\d+\.", attention) if attention else None
@@ -103,21 +119,20 @@ class Layerwise:
             model.eval(), layers, match[1], read(model), torch.device(device), attend_eager if eager else attend_sdpa
         )
         outside = [name for name in model.state_dict() if not name.startswith(f"{match[1]}.") and "lm_head" not in name]
-        self._fill(outside)
+        self._fill(outside, {})
         for buffer_name, buffer in model.named_buffers():
             set_module_tensor_to_device(model, buffer_name, self.device, buffer)
         return self
 
-    def _fill(self, names: list[str], values: Mapping[str, Tensor] | None = None) -> None:
+    def _fill(self, names: list[str], changed: Mapping[str, Tensor]) -> None:
         for name in names:
-            given = values.get(name) if values else None
-            tensor = self.read(name) if given is None else given
+            tensor = self.read(name, changed)
             set_module_tensor_to_device(self.model, name, self.device, tensor, dtype=self.model.dtype)
 
-    def load(self, index: int, values: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """Layer `index` with its weights, or with those of `values` by their full names."""
+    def load(self, index: int, changed: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
+        """Layer `index` with its weights, of which the stored tensors `changed` replace the checkpoint's."""
         layer = self.layers[index]
-        self._fill([f"{self.prefix}.{index}.{name}" for name in layer.state_dict()], values)
+        self._fill([f"{self.prefix}.{index}.{name}" for name in layer.state_dict()], changed)
         return layer
 
     def release(self, index: int) -> None:
@@ -130,28 +145,30 @@ class Layerwise:
         told: dict[int, tuple[Any, dict[str, Any]]] = {}
         first: list[Tensor] = []
 
-        def note(index: int, as_tuple: bool) -> Callable[..., Any]:
+        def note(index: int, returned: Callable[[Tensor], Any]) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
                 told[index] = (args, kwargs)
                 if not first:
                     first.append(hidden)
-                return (hidden,) if as_tuple else hidden
+                return returned(hidden)
 
             return forward
 
-        for as_tuple in (False, True):
+        owner = self.model.get_submodule(self.prefix.rpartition(".")[0])
+        callers = (self.model.base_model,) if self.model.config.is_encoder_decoder else (self.model.base_model, owner)
+        for caller, returned in itertools.product(callers, _RETURNED):
             told.clear()
             first.clear()
             for index, layer in enumerate(self.layers):
-                layer.forward = note(index, as_tuple)
+                layer.forward = note(index, returned)
             try:
-                out = self.model.base_model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
+                out = caller(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
             except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
                 continue
             finally:
                 for layer in self.layers:
                     del layer.forward
-            if out.shape == first[0].shape and len(told) == len(self.layers):
+            if first and out.shape == first[0].shape and len(told) == len(self.layers):
                 return first[0], [told[index] for index in range(len(self.layers))]
         raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, explain
 from gqa.convert.maps import HeadMaps
+from gqa.convert.methods import ALIGNING
 from gqa.convert.writer import umask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gqa.convert.attention import AttentionModule
+    from gqa.convert.attention import AttentionModule, Change
 
 FORMAT = "gqa-maps-1"
+_METADATA = "gqa_maps"
 _PARTS = ("key", "value", "query", "output")
 _SAMPLE = 4096  # bytes of every attention tensor that the fingerprint reads
 
@@ -51,6 +53,14 @@ class MapsFile:
         order = f"{module}/order"
         return HeadMaps(**found, order=tuple(self.tensor(order).tolist()) if order in self.names else None)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        from safetensors import safe_open
+
+        if name not in self.names:
+            return None
+        with safe_open(self.path, framework="pt") as stream:
+            return tuple(stream.get_slice(name).get_shape())
+
     def tensor(self, name: str) -> Tensor:
         from safetensors import safe_open
 
@@ -72,7 +82,8 @@ def save_maps(
         named |= {f"{module}/{part}": tensor.float() for part, tensor in parts.items() if tensor is not None}
         if found.order is not None:
             named[f"{module}/order"] = torch.tensor(found.order)
-    metadata = {"format": FORMAT, "description": json.dumps(description, sort_keys=True)}
+    # One entry: the library writes several in any order, and the same maps shall be the same bytes.
+    metadata = {_METADATA: json.dumps({"format": FORMAT} | dict(description), sort_keys=True)}
     temporary = path.with_name(f".{path.name}.partial")
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, temporary, metadata)
@@ -91,12 +102,17 @@ def open_maps(path: Path) -> MapsFile:
             metadata, names = stream.metadata() or {}, frozenset(stream.keys())
     except (OSError, SafetensorError) as error:
         raise RefusedError(f"--maps {path} cannot be read: {explain(error)}") from None
-    if metadata.get("format") != FORMAT:
+    if _METADATA not in metadata:
         raise RefusedError(f"--maps {path} is not a file of {FORMAT}; make one with gqa-calibrate")
     try:
-        return MapsFile(path, json.loads(metadata["description"]), names)
-    except (KeyError, ValueError):
+        told = dict(json.loads(metadata[_METADATA]))
+    except (TypeError, ValueError):
         raise CorruptError(f"{path} does not say how it was made; make it again with gqa-calibrate") from None
+    if (found := told.pop("format", None)) != FORMAT:
+        raise RefusedError(f"--maps {path} is a file of {found}, not of {FORMAT}; make one with gqa-calibrate")
+    if told.get("method") not in ALIGNING:
+        raise CorruptError(f"{path} does not say how it was made; make it again with gqa-calibrate")
+    return MapsFile(path, told, names)
 
 
 def check_maps(maps: MapsFile, checkpoint: Checkpoint, modules: list[AttentionModule], groups: int) -> None:
@@ -109,6 +125,28 @@ def check_maps(maps: MapsFile, checkpoint: Checkpoint, modules: list[AttentionMo
             f"--maps {maps.path} was made for {told.get('name')}, which is another model than {checkpoint.name}; "
             "make one for this model with gqa-calibrate"
         )
+
+
+def check_shapes(maps: MapsFile, changes: Iterable[Change], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CorruptError where maps of a changed module are missing or not of its shape. `shapes` are those of the
+    result's tensors, which whole tensors of the file replace.
+    """
+    for change in changes:
+        heads, groups, m = change.heads, change.groups, change.heads.kv // change.groups
+        d, e, width = heads.key_dim, heads.value_dim, heads.query * heads.value_dim
+        expected = {
+            "key": ((groups, m), (groups, d, m * d)),
+            "value": ((groups, m), (groups, e, m * e)),
+            "query": (None, (heads.query, d, d)),
+            "output": (None, (width, width)),
+            "order": (None, (heads.kv,)),
+        }
+        named = {f"{change.module}/{part}": allowed for part, allowed in expected.items()}
+        named |= {name: (None, shapes[name]) for name in change.outputs}
+        for name, allowed in named.items():
+            if (found := maps.shape(name)) not in allowed:
+                what = f"has {name} {list(found)}" if found else f"has no {name}"
+                raise CorruptError(f"--maps {maps.path} {what}; make it again with gqa-calibrate")
 
 
 def fingerprint(checkpoint: Checkpoint, modules: list[AttentionModule]) -> str:

@@ -281,12 +281,19 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
             "--families lists what is supported"
         )
     try:
-        with _quiet_transformers():
-            return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(raw)))
+        return transformers_config(raw)
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
         raise CorruptError(
             f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
         ) from None
+
+
+def transformers_config(raw: dict[str, Any]) -> Any:
+    """The config object of a config.json of a model type that transformers has."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    with _quiet_transformers():
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(copy.deepcopy(raw)))
 
 
 def _with_floats(value: Any) -> Any:

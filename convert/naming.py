@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 
 def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -18,10 +26,7 @@ def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dic
 
 def tied_names(model: PreTrainedModel) -> set[str]:
     """Names of parameters that have several."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return {name for same in names.values() if len(same) > 1 for name in same}
+    return {name for name, same in shared_names(model).items() if len(same) > 1}
 
 
 def stored_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
@@ -36,3 +41,35 @@ def parameter_names(model: PreTrainedModel) -> dict[str, str]:
     by_identity = {id(tensor): name for name, tensor in weights.items()}
     stored = stored_tensors(model, weights)
     return {name: by_identity[id(tensor)] for name, tensor in stored.items() if id(tensor) in by_identity}
+
+
+def stored_parts(model: PreTrainedModel, name: str) -> list[str]:
+    """Names of the tensors in which a checkpoint stores one parameter: itself, its experts, what it is fused into."""
+    return list(stored_tensors(model, {name: model.get_parameter(name).to("meta")}))
+
+
+def assembled(model: PreTrainedModel, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """The parameter `name` out of what is stored of it, by transformers' own rules of loading. Raises KeyError where
+    they do not put just these tensors together.
+    """
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    whole, into = None, name
+    for part in sorted(parts, key=dot_natural_key):
+        into, pattern = rename_source_key(part, renamings, converters)
+        whole = whole or deepcopy(by_pattern[pattern])
+        whole.add_tensor(into, part, pattern, parts[part])
+    if whole is None:
+        raise KeyError(name)
+    found: Tensor | list[Tensor] = whole.convert(into, model=model, config=model.config)[name]
+    return found[0] if isinstance(found, list) else found
+
+
+def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Every parameter's names, in the order in which the model has them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {name: same for same in names.values() for name in same}

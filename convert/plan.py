@@ -14,7 +14,7 @@ from gqa.convert.errors import RefusedError, alternatives
 from gqa.convert.families import Rule
 from gqa.convert.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.layout import Untouched
-from gqa.convert.maps_file import MapsFile, check_maps
+from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
 from gqa.convert.model_config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.safetensors_header import TensorSpec, byte_size
@@ -123,6 +123,9 @@ def make_plan(
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
     if maps:
         check_maps(maps, checkpoint, modules, groups)
+        mapped = {module.path for module in modules if not module.cross and module.layer < config.layers}
+        shapes = {t.name: t.shape for t in _outputs(checkpoint, changes, Merging(), None)}
+        check_shapes(maps, (change for change in changes if change.module in mapped), shapes)
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
@@ -152,7 +155,7 @@ def rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...
     if method not in ALIGNING:
         return ()
     model_type = config.text.model_type
-    if symmetry := find_symmetry(model_type):
+    if symmetry := find_symmetry(config.text):
         return symmetry.rules
     if method != "refined":
         raise RefusedError(

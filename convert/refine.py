@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa.convert.errors import RefusedError
+
 Progress = Callable[[int], None]
 _CHECKS = 8  # times that the held-out error is looked at
 
@@ -28,6 +30,12 @@ class Refinement:
     heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
     autocast: bool = False  # bfloat16 products
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1:
+            raise RefusedError(
+                f"layers cannot be refined in {self.steps} steps of {self.batch} blocks; give at least 1"
+            )
 
 
 @dataclass

@@ -21,6 +21,23 @@ _QUERY = Rule("q_proj", Separate("query"))
 _OUTPUT = Rule("o_proj", Separate("output", axis=1))
 
 
+def _always(config: Any) -> bool:
+    return True
+
+
+def _fixed(config: Any) -> bool:
+    return False
+
+
+def _without(field: str) -> Callable[[Any], bool]:
+    """Whether a config has nothing in that field."""
+    return lambda config: not getattr(config, field, None)
+
+
+def _gated_by_head(config: Any) -> bool:
+    return config.gating in (True, "per-head")
+
+
 @dataclass(frozen=True)
 class Rotary:
     """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2) (`half`) or
@@ -37,8 +54,10 @@ class Symmetry:
 
     rotated: Of (config of the text part, layer, d), how many dimensions of a head are rotated.
     query, output: Rules of W_Q and W_O, which absorb what is done to keys and values; None where they are fused.
-    norm: The norm whose output attention reads, below the layer; `one_plus` where its gain is 1 + the weight.
-    free_keys: Whether keys can be aligned; a norm of each head between the projections and the scores forbids it.
+    norms: Names below the layer, one of which is the norm whose output attention reads; none where it reads the
+        residual stream as it is. `one_plus` where the norm's gain is 1 + the weight.
+    free_keys: Whether the keys of a config can be aligned; a norm between the projections and the scores forbids it.
+    holds: Whether any of this is true of a config; what clips values or gates each of their dimensions forbids it.
     per_query: Further tensors that belong to query heads, and so move with them when heads are regrouped.
     """
 
@@ -47,9 +66,10 @@ class Symmetry:
     pairing: Pairing = "half"
     query: Rule | None = _QUERY
     output: Rule = _OUTPUT
-    norm: str = "input_layernorm"
+    norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
-    free_keys: bool = True
+    free_keys: Callable[[Any], bool] = _always
+    holds: Callable[[Any], bool] = _always
     per_query: tuple[Rule, ...] = ()
 
     @property
@@ -57,16 +77,21 @@ class Symmetry:
         """Of the tensors beside keys and values that a change of heads touches."""
         return (*((self.query,) if self.query else ()), self.output, *self.per_query)
 
+    def matches(self, config: Any) -> bool:
+        return config.model_type in self.model_types and self.holds(config)
+
     def rotary(self, config: Any, layer: int, dim: int) -> Rotary:
         return Rotary(self.rotated(config, layer, dim), self.pairing)
 
 
 def _rotated(config: Any, layer: int, dim: int) -> int:
-    """What `rope_parameters` says: all dimensions, or the first part of them."""
+    """What `rope_parameters` says: all dimensions, or the first part of them; none where a type of layers has none."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
-    if kinds and isinstance(parameters.get(kinds[layer]), dict):
+    if kinds and kinds[layer] in parameters:
         parameters = parameters[kinds[layer]]
+        if parameters is None:
+            return 0
     if parameters.get("rope_type") == "proportional":  # frequencies beyond the fraction are zero, the pairs stay
         return dim
     return int(dim * (parameters.get("partial_rotary_factor") or 1.0))
@@ -83,16 +108,26 @@ def _sliding(config: Any, layer: int, dim: int) -> int:
     return _rotated(config, layer, dim) if config.layer_types[layer] == "sliding_attention" else 0
 
 
+def _if_rope(config: Any, layer: int, dim: int) -> int:
+    """What kind of positions there are is a field."""
+    return _rotated(config, layer, dim) if config.position_embedding_type == "rope" else 0
+
+
+def _unless_alibi(config: Any, layer: int, dim: int) -> int:
+    return 0 if config.alibi else dim
+
+
 def _never(config: Any, layer: int, dim: int) -> int:
     return 0
 
 
-def find_symmetry(model_type: str) -> Symmetry | None:
-    """How the heads of a model type can be changed; None where it is not known that they can."""
-    return next((symmetry for symmetry in SYMMETRIES if model_type in symmetry.model_types), None)
+def find_symmetry(config: Any) -> Symmetry | None:
+    """How the heads of a model with this config (of the text part) can be changed; None where it is not known."""
+    return next((symmetry for symmetry in SYMMETRIES if symmetry.matches(config)), None)
 
 
 _SINKS = (Rule("sinks", Separate("query", width="one"), projection=False),)
+_DENSE = Rule("dense", Separate("output", axis=1))
 
 SYMMETRIES: tuple[Symmetry, ...] = (
     Symmetry(
@@ -100,11 +135,19 @@ SYMMETRIES: tuple[Symmetry, ...] = (
             "arcee",
             "aria_text",
             "bamba",
+            "cohere_compass_text",
+            "cosmos3_edge_text",
+            "csm",
             "cwm",
             "deepseek_ocr2_text",
             "emu3_text_model",
+            "eurobert",
+            "evolla",
             "falcon_h1",
+            "glm4v_moe_text",
+            "glm_image_text",
             "granite",
+            "granite4_vision_text",
             "granite_docling_text",
             "granitemoe",
             "granitemoeshared",
@@ -114,6 +157,8 @@ SYMMETRIES: tuple[Symmetry, ...] = (
             "iquestcoder",
             "jais2",
             "llama",
+            "mimo_v2_flash",
+            "minimax",
             "ministral",
             "ministral3",
             "mistral",
@@ -127,28 +172,94 @@ SYMMETRIES: tuple[Symmetry, ...] = (
             "qwen2_vl_text",
             "seed_oss",
             "solar_open",
-            "stablelm",
             "starcoder2",
+            "ultrabert",
+            "unlimited_ocr_text",
+            "voxtral_realtime_text",
         ),
         _rotated,
     ),
+    Symmetry(("glm4_moe",), _rotated, free_keys=_without("use_qk_norm")),
+    Symmetry(("stablelm",), _rotated, free_keys=_without("qk_layernorm")),
+    Symmetry(("olmo",), _rotated, holds=_without("clip_qkv")),
+    Symmetry(("granitemoehybrid",), _if_rope),
     Symmetry(("gemma", "gemma2", "vaultgemma", "nemotron"), _rotated, one_plus=True),
+    Symmetry(("recurrent_gemma",), _rotated, norms=("temporal_pre_norm",), one_plus=True),
     Symmetry(("smollm3",), _listed),
     Symmetry(("jamba",), _never),
+    Symmetry(("nemotron_h",), _never, norms=("norm",)),
     Symmetry(("gpt_oss", "granite_swa", "granitemoe_swa"), _rotated, per_query=_SINKS),
+    Symmetry(("openai_privacy_filter",), _rotated, pairing="interleaved", per_query=_SINKS),
     Symmetry(
-        ("glm", "glm4", "glm4v_text", "glm_ocr_text", "helium", "ernie4_5", "ernie4_5_moe"),
+        (
+            "ernie4_5",
+            "ernie4_5_moe",
+            "ernie4_5_vl_moe_text",
+            "glm",
+            "glm4",
+            "glm4v_text",
+            "glm_ocr_text",
+            "helium",
+        ),
         _rotated,
         pairing="interleaved",
     ),
-    Symmetry(("cohere",), _rotated, pairing="interleaved"),
-    Symmetry(("cohere2",), _sliding, pairing="interleaved"),
-    Symmetry(("phi",), _rotated, output=Rule("dense", Separate("output", axis=1))),
-    Symmetry(("phi3",), _rotated, query=None),
-    Symmetry(("gpt_bigcode",), _never, query=None, output=Rule("c_proj", Separate("output", axis=1)), norm="ln_1"),
+    Symmetry(("cohere",), _rotated, pairing="interleaved", free_keys=_without("use_qk_norm")),
+    Symmetry(("cohere2", "cohere2_moe"), _sliding, pairing="interleaved"),
+    Symmetry(("llama4_text",), _listed, pairing="interleaved", free_keys=_without("use_qk_norm")),
+    Symmetry(("phi",), _rotated, output=_DENSE, free_keys=_without("qk_layernorm")),
+    Symmetry(("phi3", "phi4_multimodal"), _rotated, query=None),
+    Symmetry(("falcon",), _unless_alibi, query=None, output=_DENSE, norms=("ln_attn", "input_layernorm")),
     Symmetry(
-        ("qwen3", "qwen3_moe", "olmo2", "olmo3", "gemma3_text", "exaone4", "dots1", "hunyuan_v1_dense"),
+        ("moshi",),
         _rotated,
-        free_keys=False,
+        query=Rule("q_proj.linear", Separate("query")),
+        output=Rule("o_proj.linear", Separate("output", axis=1)),
+    ),
+    Symmetry(("gpt_bigcode",), _never, query=None, output=Rule("c_proj", Separate("output", axis=1)), norms=("ln_1",)),
+    Symmetry(
+        (
+            "chameleon",
+            "dots1",
+            "exaone_moe",
+            "flint",
+            "hunyuan_v1_dense",
+            "hunyuan_v1_moe",
+            "hunyuan_vl_text",
+            "hy_v3",
+            "kolibri1",
+            "mellum",
+            "minimax_m2",
+            "nanochat",
+            "qwen3",
+            "qwen3_moe",
+            "qwen3_omni_moe_text",
+            "qwen3_vl_moe_text",
+            "qwen3_vl_text",
+        ),
+        _rotated,
+        free_keys=_fixed,
+    ),
+    Symmetry(("exaone4", "flex_olmo", "olmo2", "olmo3", "olmo_hybrid"), _rotated, norms=(), free_keys=_fixed),
+    Symmetry(("apertus",), _rotated, norms=("attention_layernorm",), free_keys=_fixed),
+    Symmetry(("laguna",), _rotated, free_keys=_fixed, holds=_gated_by_head),
+    Symmetry(("step3p5",), _rotated, one_plus=True, free_keys=_fixed, holds=_gated_by_head),
+    Symmetry(("olmoe",), _rotated, free_keys=_fixed, holds=_without("clip_qkv")),
+    Symmetry(("gemma3_text", "minimax_m3_vl_text"), _rotated, one_plus=True, free_keys=_fixed),
+    Symmetry(
+        ("lfm2", "lfm2_moe"),
+        _rotated,
+        output=Rule("out_proj", Separate("output", axis=1)),
+        norms=("operator_norm",),
+        free_keys=_fixed,
+    ),
+    Symmetry(("lfm3",), _rotated, norms=("operator_norm",), free_keys=_fixed),
+    Symmetry(
+        ("molmo2_text",),
+        _rotated,
+        query=None,
+        output=Rule("attn_out", Separate("output", axis=1)),
+        norms=("attn_norm",),
+        free_keys=_fixed,
     ),
 )

@@ -203,7 +203,8 @@ class Result:
 
 def run(*words: object, program: str = "gqa-convert") -> Result:
     """`PROGRAM WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
-    main = import_module(f"gqa.{program.removeprefix('gqa-')}.cli").main
+    module = {"gqa-calibrate": "convert.calibrate_cli"}.get(program, f"{program.removeprefix('gqa-')}.cli")
+    main = import_module(f"gqa.{module}").main
     code, before = 0, signal.getsignal(signal.SIGTERM)
     with (
         mock.patch.object(sys, "argv", [program, *(str(word) for word in words)]),

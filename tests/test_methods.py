@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gqa.convert import convert_checkpoint
 from gqa.convert.layout import Fused, LayerHeads, ReadsValues, Separate
-from gqa.convert.methods import METHODS, Merging
+from gqa.convert.methods import ALIGNING, METHODS, POOLING, Merging
 
 DIM = 8
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -138,4 +138,5 @@ def test_dt_proj_reads_the_same_sum_of_values() -> None:
 
 
 def test_methods_are_named_once() -> None:
-    assert METHODS == ("mean", "first", "random")
+    assert METHODS == ("mean", "first", "random", "procrustes", "aligned", "calibrated", "refined")
+    assert {*POOLING, "random", *ALIGNING} == set(METHODS)
