@@ -25,8 +25,11 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What came out of one layer: the maps, and the error of its attention output relative to the source's
-    (squares over squares), before and after the ridge refit of W_O.
+    """What came out of one layer.
+
+    error: Of its attention output, squares relative to the squares of the source's, after the refit of W_O (on the
+        calibration text) or the refinement (on held-out blocks); NaN where nothing was measured.
+    weights: What refinement trained, by stored names.
     """
 
     module: AttentionModule

@@ -132,7 +132,11 @@ def with_maps(
     OutputDirectory(out, plan.checkpoint.directory, overwrite)
     place = Path(tempfile.mkdtemp(prefix="gqa-maps-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    maps = find_maps(plan, place / "maps.safetensors", options(), progress)
+    try:
+        maps = find_maps(plan, place / "maps.safetensors", options(), progress)
+    except BaseException:
+        shutil.rmtree(place)
+        raise
     return replace(plan, merging=replace(plan.merging, maps=maps))
 
 

@@ -1,0 +1,211 @@
+"""The closed form of one layer: what its heads compute on a text, and the maps that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gqa.convert.alignment import ridge, shared_key, shared_value
+from gqa.convert.attention import AttentionModule
+from gqa.convert.layerwise import Stop, watched
+from gqa.convert.layout import LayerHeads
+from gqa.convert.maps import HeadMaps
+from gqa.convert.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
+from gqa.convert.symmetries import Rotary, Symmetry
+
+
+@dataclass
+class Moments:
+    """Sums of products of what heads compute, float64. Shapes: see `shared_key` and `shared_value`."""
+
+    keys: Tensor
+    key_means: Tensor
+    queries: Tensor
+    values: Tensor
+    count: int
+
+    @classmethod
+    def zeros(cls, heads: LayerHeads, groups: int) -> Moments:
+        m, d, e = heads.kv // groups, heads.key_dim, heads.value_dim
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64)
+
+        return cls(
+            zeros(groups, m * d, m * d), zeros(groups, m * d), zeros(heads.kv, d, d), zeros(groups, m * e, m * e), 0
+        )
+
+    def add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """(B, H, T, d) queries, (B, Hk, T, d) keys, (B, Hk, T, e) values."""
+        groups = len(self.keys)
+        keys, values = stack_groups(k, groups), stack_groups(v, groups)
+        rows = keys.flatten(1, 2).double()  # (G, n, m d)
+        self.keys += (rows.mT @ rows).cpu()
+        self.key_means += rows.sum(1).cpu()
+        rows = values.flatten(1, 2).double()
+        self.values += (rows.mT @ rows).cpu()
+        rows = q.transpose(0, 1).flatten(1, 2).double()  # (H, n, d)
+        self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1).cpu()
+        self.count += q.shape[0] * q.shape[2]
+
+
+def stack_groups(heads: Tensor, groups: int) -> Tensor:
+    """(B, Hk, T, d) -> (G, B, T, m * d)."""
+    stacked: Tensor = heads.unflatten(1, (groups, -1)).permute(1, 0, 3, 2, 4)
+    return stacked.flatten(3)
+
+
+def closed_form(
+    pair: Pair,
+    streams: Streams,
+    module: AttentionModule,
+    own: nn.Module,
+    attention: nn.Module,
+    symmetry: Symmetry,
+    targets: Tensor,
+    drift: Tensor,
+    strength: float,
+) -> tuple[HeadMaps, float]:
+    """Keys, then values as the merged attention sees them, then the refit of W_O; with the relative error that is left.
+
+    Args:
+        own, attention: The source's layer and its attention, with their weights.
+        targets: (N, T, H * e) what the source's W_O is given on the source's own stream.
+        drift: (N, T, D) what W_O should give beside that, see `gqa.convert.calibration`.
+        strength: Of the ridge.
+    """
+    heads, layer = pair.plan.config.heads(module.layer), module.layer
+    groups = heads.kv * pair.plan.groups // pair.plan.config.main.kv
+    moments, values = _watch_source(pair, streams, layer, own, attention, Moments.zeros(heads, groups))
+    rotary = symmetry.rotary(pair.plan.config.text, layer, heads.key_dim)
+    maps = _key_maps(moments, heads, groups, rotary, symmetry.free_keys(pair.plan.config.text))
+    maps = _value_maps(pair, streams, module, maps, moments, values, symmetry)
+    return _refit(pair, streams, module, maps, symmetry, targets, drift, strength)
+
+
+def _watch_source(
+    pair: Pair, streams: Streams, layer: int, own: nn.Module, attention: nn.Module, moments: Moments
+) -> tuple[Moments, list[Tensor]]:
+    """Moments of the source's heads on the converted stream, and all values (B, Hk, T, e)."""
+    values: list[Tensor] = []
+
+    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+        check_finite(layer, q, k, v)
+        moments.add(q, k, v)
+        values.append(v.cpu())
+        raise Stop
+
+    with watched(attention, attend), torch.no_grad():
+        for _, hidden, given in pair.batches(streams.converted, layer):
+            until_stop(own, hidden, given)
+    return moments, values
+
+
+def _key_maps(moments: Moments, heads: LayerHeads, groups: int, rotary: Rotary, free_keys: bool) -> HeadMaps:
+    """Shared keys with what they ask of the queries; values and outputs are still to come (first of each group)."""
+    m, n = heads.kv // groups, moments.count
+    weights = torch.zeros(groups, m, dtype=torch.float64)
+    weights[:, 0] = 1.0
+    if not free_keys:
+        return HeadMaps(torch.full_like(weights, 1 / m), weights)
+    key, query = [], []
+    repeat = heads.query // heads.kv
+    for j in range(groups):
+        found = shared_key(
+            moments.keys[j] / n, moments.queries[j * m : (j + 1) * m] / n, moments.key_means[j] / n, rotary
+        )
+        key.append(found.key)
+        query.append(found.query.repeat_interleave(repeat, 0))
+    return HeadMaps(torch.stack(key), weights, torch.cat(query))
+
+
+def _value_maps(
+    pair: Pair,
+    streams: Streams,
+    module: AttentionModule,
+    maps: HeadMaps,
+    moments: Moments,
+    values: Sequence[Tensor],
+    symmetry: Symmetry,
+) -> HeadMaps:
+    """Shared values from what every query head sees of the stacked values under the merged attention."""
+    heads = pair.plan.config.heads(module.layer)
+    groups, e = len(moments.values), heads.value_dim
+    m, repeat = heads.kv // groups, heads.query // heads.kv
+    seen = torch.zeros(heads.query, m * e, m * e, dtype=torch.float64)
+    changed = pair.load_target(module, pair.weights(module, maps))
+    attention = attention_of(changed, module)
+    waiting = iter(values)
+
+    def attend(own: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+        stacked = stack_groups(next(waiting).to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
+        rows = pair.target.attend(own, q, k, stacked, mask, **options)  # (B, T, H, m e)
+        for head in range(heads.query):
+            one = rows[:, :, head].flatten(0, 1).double()
+            seen[head] += (one.T @ one).cpu()
+        raise Stop
+
+    with watched(attention, attend), torch.no_grad():
+        for _, hidden, given in pair.batches(streams.converted, module.layer):
+            until_stop(changed, hidden, given)
+    w_o = _output_weight(pair, module, symmetry).double().unflatten(0, (heads.query, e))  # (H, e, D)
+    owner = torch.arange(m).repeat_interleave(repeat)
+    value, output = [], []
+    for j in range(groups):
+        of = slice(j * m * repeat, (j + 1) * m * repeat)
+        found = shared_value(seen[of] / moments.count, moments.values[j] / moments.count, w_o[of] @ w_o[of].mT, owner)
+        value.append(found.value)
+        output += list(found.output)
+    return HeadMaps(maps.key, torch.stack(value), maps.query, torch.block_diag(*output))
+
+
+def _output_weight(pair: Pair, module: AttentionModule, symmetry: Symmetry) -> Tensor:
+    """The source's W_O transposed, (H e, D)."""
+    spec = module.tensors[f"{symmetry.output.tensor}.weight"]
+    return pair.plan.checkpoint.read(spec).float().T
+
+
+def _refit(
+    pair: Pair,
+    streams: Streams,
+    module: AttentionModule,
+    maps: HeadMaps,
+    symmetry: Symmetry,
+    targets: Tensor,
+    drift: Tensor,
+    strength: float,
+) -> tuple[HeadMaps, float]:
+    """W_O once more, in least squares over all heads, from what the merged heads really give; with the error left."""
+    assert maps.output is not None
+    changed = pair.load_target(module, pair.weights(module, HeadMaps(maps.key, maps.value, maps.query)))
+    output = pair.projection(pair.target, module, symmetry.output.tensor)
+    width = len(maps.output)
+    w_o = _output_weight(pair, module, symmetry).double()
+    inverse = torch.linalg.pinv(w_o).to(targets.dtype)  # what W_O turns into the drift is asked for on top
+    gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
+    wanted = torch.zeros_like(gram)
+    waiting, missing = iter(targets.split(pair.batch)), iter(drift.split(pair.batch))
+
+    def note(given: Tensor) -> None:
+        rows, target = given.flatten(0, 1).double(), next(waiting).to(given.device).flatten(0, 1).double()
+        target = target + (next(missing).flatten(0, 1) @ inverse).to(target)
+        gram.add_((rows.T @ rows).cpu())
+        cross.add_((rows.T @ target).cpu())
+        wanted.add_((target.T @ target).cpu())
+        raise Stop
+
+    with inputs_of(output, note), torch.no_grad():
+        for _, hidden, given in pair.batches(streams.converted, module.layer):
+            until_stop(changed, hidden, given)
+    count = targets.shape[0] * targets.shape[1]
+    found = ridge(gram / count, cross / count, maps.output, strength)
+
+    def energy(matrix: Tensor) -> float:
+        return float((w_o.T @ matrix @ w_o).trace())
+
+    left = found @ gram @ found.T - found @ cross - cross.T @ found.T + wanted
+    return HeadMaps(maps.key, maps.value, maps.query, found), energy(left) / max(energy(wanted), 1e-300)

@@ -1,0 +1,144 @@
+"""Heads moved by random members of their symmetry group, written on stored tensors, without the code that undoes it.
+
+What may be done is what `gqa.convert.symmetries` says of a model type; how it is done is written here once more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gqa.convert.attention import attention_modules
+from gqa.convert.calibration_text import CalibrationText
+from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.find_maps import MapsOptions
+from gqa.convert.hub import open_model
+from gqa.convert.layout import LayerHeads
+from gqa.convert.model_config import read_config
+from gqa.convert.symmetries import Rotary, find_symmetry
+
+# What the tensors of queries, keys, values and outputs are called, below an attention module.
+NAMES = {
+    "query": ("q_proj", "q_proj.linear"),
+    "key": ("k_proj", "k_proj.linear"),
+    "value": ("v_proj", "v_proj.linear"),
+    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out"),
+    "stacked": ("qkv_proj", "att_proj"),
+    "per_head": ("query_key_value", "c_attn"),
+}
+
+
+@dataclass(frozen=True)
+class Ids(CalibrationText):
+    """Random token ids in place of a text."""
+
+    length: int = 16
+    count: int = 64
+    low: int = 10
+    high: int = 96
+
+    def blocks(self, checkpoint: Checkpoint | None, device: str, progress: Callable[[int], None]) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(self.low, self.high, (self.count, self.length), generator=generator)
+
+    def ids(self) -> Tensor:
+        return self.blocks(None, "cpu", lambda tokens: None)
+
+
+def on_ids(**options: Any) -> MapsOptions:
+    """Options of finding maps on random ids."""
+    return MapsOptions(**({"text": Ids(), "batch": 64} | options))
+
+
+def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch: bool = True) -> None:
+    """Move all heads of a checkpoint; `pairing` contradicts the table, without `stretch` they are only turned."""
+    checkpoint = open_model(str(directory))
+    config = read_config(checkpoint.config, "scrambled")
+    symmetry = find_symmetry(config.text)
+    assert symmetry is not None
+    generator = torch.Generator().manual_seed(seed)
+    files = {path: load_file(path) for path in directory.glob("*.safetensors")}
+    stored = {name: tensors for tensors in files.values() for name in tensors}
+    for module in attention_modules(checkpoint, config):
+        heads = config.heads(module.layer)
+        rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
+        rotary = Rotary(rotary.dims, pairing) if pairing else rotary  # type: ignore[arg-type]
+        keys = [
+            _commuting(heads.key_dim, rotary, generator, stretch) if symmetry.free_keys(config.text)
+            else torch.eye(heads.key_dim, dtype=torch.float64)
+            for _ in range(heads.kv)
+        ]  # fmt: skip
+        values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
+        _move(stored, module.path, heads, keys, values)
+    for path, tensors in files.items():
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _invertible(size: int, generator: torch.Generator, stretch: bool = True) -> Tensor:
+    """A random (size, size) matrix of condition number 10, or 1."""
+
+    def orthogonal() -> Tensor:
+        normal = torch.randn(size, size, generator=generator, dtype=torch.float64)
+        return torch.linalg.qr(normal)[0]
+
+    exponents = torch.linspace(-0.5, 0.5, size, dtype=torch.float64)
+    return orthogonal() * (10.0 if stretch else 1.0) ** exponents @ orthogonal()
+
+
+def _commuting(dim: int, rotary: Rotary, generator: torch.Generator, stretch: bool) -> Tensor:
+    """What commutes with the rotation: z -> c z at each frequency with 0.5 <= |c| <= 2, anything on the rest."""
+    found = torch.zeros(dim, dim, dtype=torch.float64)
+    for frequency in range(rotary.dims // 2):
+        pair = [2 * frequency, 2 * frequency + 1]
+        if rotary.pairing == "half":
+            pair = [frequency, frequency + rotary.dims // 2]
+        size, angle = torch.rand(2, generator=generator).tolist()
+        length = 0.5 * 4**size if stretch else 1.0
+        real, imaginary = length * math.cos(2 * math.pi * angle), length * math.sin(2 * math.pi * angle)
+        found[pair[0], pair] = torch.tensor([real, -imaginary], dtype=torch.float64)
+        found[pair[1], pair] = torch.tensor([imaginary, real], dtype=torch.float64)
+    if rotary.dims < dim:
+        found[rotary.dims :, rotary.dims :] = _invertible(dim - rotary.dims, generator, stretch)
+    return found
+
+
+def _move(
+    stored: dict[str, dict[str, Tensor]], path: str, heads: LayerHeads, keys: list[Tensor], values: list[Tensor]
+) -> None:
+    """Queries take the inverse transposed of the keys that they read, W_O's columns the inverse of the values."""
+    reads = [i * heads.kv // heads.query for i in range(heads.query)]
+    queries = [torch.linalg.inv(keys[j]).T for j in reads]
+    per_head = [m for j in range(heads.kv) for m in (*(q for q, r in zip(queries, reads, strict=True) if r == j),
+                                                     keys[j], values[j])]  # fmt: skip
+    rows = {"query": queries, "key": keys, "value": values, "stacked": [*queries, *keys, *values], "per_head": per_head}
+    moved = set()
+    for role, matrices in rows.items():
+        for name in NAMES[role]:
+            for kind in ("weight", "bias"):
+                _replace(stored, f"{path}.{name}.{kind}", lambda t, by=matrices: torch.block_diag(*by) @ t)
+            moved |= {role} if f"{path}.{name}.weight" in stored else set()
+    inverse = torch.block_diag(*(torch.linalg.inv(values[j]) for j in reads))
+    for name in NAMES["output"]:
+        _replace(stored, f"{path}.{name}.weight", lambda t: t @ inverse)
+    assert moved in ({"query", "key", "value"}, {"stacked"}, {"per_head"}), path
+
+
+def _replace(stored: dict[str, dict[str, Tensor]], name: str, change: Callable[[Tensor], Tensor]) -> None:
+    if name in stored:
+        before = stored[name][name]
+        stored[name][name] = change(before.double()).to(before.dtype).contiguous()
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the range of what is expected."""
+    return float((actual - expected).abs().max() / (expected.max() - expected.min()))
+
+
+__all__: Sequence[str] = ("Ids", "on_ids", "relative", "scramble")

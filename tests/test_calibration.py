@@ -1,0 +1,323 @@
+"""Finding maps: deterministic, resumable, never worse than its start, and one line for whatever stands in its way."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from embedded import SOURCE, copy_source, load
+from safetensors.torch import load_file, save_file
+from scrambled import Ids, on_ids, relative
+from test_families import attention_of, write_checkpoint
+from test_families import load as load_tiny
+from tiny_models import TINY, build, inputs, logits
+from torch import Tensor
+
+from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.calibration import Calibration, Calibrator
+from gqa.convert.find_maps import Silent, find_maps
+from gqa.convert.refine import Calls, Refinement, refine
+from gqa.convert.sampling import sample_blocks
+
+SHORT = Refinement(steps=8, batch=8, heldout=0.25)
+
+
+class Told(Silent):
+    """Keeps the errors of the layers, and stops after some of them."""
+
+    def __init__(self, stop_after: int = 0) -> None:
+        self.errors: list[float] = []
+        self._stop_after = stop_after
+
+    def layer(self, index: int, layers: int, error: float) -> None:
+        self.errors.append(error)
+        if index == self._stop_after:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path_factory.mktemp("source"))
+
+
+def plan_of(source: Path, method: str = "calibrated", groups: int = 2) -> Plan:
+    return plan_conversion(source, groups, method=method, headers_only=False)
+
+
+def layer_errors(source: Path, groups: int = 2, **how: object) -> list[float]:
+    """What every layer loses on the ids that it was calibrated on."""
+    calibrator = Calibrator(plan_of(source, groups=groups), Ids().ids(), Calibration(**({"batch": 64} | how)))
+    return [result.error for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
+
+
+def test_fewer_heads_lose_more(source: Path) -> None:
+    """Random heads cannot be merged for nothing, and the error is a share of the source's own output."""
+    two, one = layer_errors(source), layer_errors(source, groups=1)
+    assert all(0.001 < few < fewer < 1 for few, fewer in zip(two, one, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama+bias", "gpt_oss", "qwen2_vl_text"])
+def test_batches_do_not_matter(name: str, tmp_path: Path) -> None:
+    """Sums over batches, the last one smaller, with masks and positions for each size."""
+    directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
+    assert layer_errors(directory) == pytest.approx(layer_errors(directory, batch=24), rel=1e-4)
+
+
+def test_the_refit_lowers_the_error(source: Path) -> None:
+    """An endless ridge leaves the block-diagonal start."""
+    for refitted, start in zip(layer_errors(source), layer_errors(source, ridge=1e9), strict=True):
+        assert refitted < 0.9 * start
+
+
+def test_each_layer_is_given_what_the_converted_ones_before_it_give(source: Path) -> None:
+    """The stream of the calibrator is what the converted model computes."""
+    calibrator = Calibrator(plan_of(source), Ids().ids(), Calibration(batch=64))
+    for layer in range(calibrator.layers):
+        calibrator.run(layer)
+    out = convert_checkpoint(source, 2, source.parent / "stream", method="calibrated", calibration=on_ids()).out
+    found: list[Tensor] = []
+    model = load_tiny(TINY["llama+bias"], out, "sdpa")
+    model.get_submodule("model.layers")[-1].register_forward_hook(lambda _, args, output: found.append(output))  # type: ignore[index]
+    with torch.no_grad():
+        model(input_ids=Ids().ids())
+    assert relative(calibrator.streams.converted, found[0]) < 1e-5
+    assert relative(calibrator.streams.source, found[0]) > 1e-2
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined", "aligned"])
+def test_the_same_options_give_the_same_file(source: Path, tmp_path: Path, method: str) -> None:
+    files = []
+    for number, seed in enumerate((0, 0, 1)):
+        options = on_ids(refinement=SHORT, text=Ids(seed=seed))
+        files.append(find_maps(plan_of(source, method), tmp_path / f"{number}.safetensors", options, Silent()).path)
+    one, again, other = (file.read_bytes() for file in files)
+    assert one == again
+    assert (one == other) == (method == "aligned")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(file.name for file in files)
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: str) -> None:
+    """Bit for bit what a run without interruption gives; other options are refused until --overwrite."""
+    plan, options = plan_of(source, method), on_ids(refinement=SHORT)
+    whole = find_maps(plan, tmp_path / "whole.safetensors", options, Silent()).path
+    path = tmp_path / "parts.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        find_maps(plan, path, options, Told(stop_after=1))
+    assert not path.exists()
+    with pytest.raises(RefusedError, match=r"unfinished run with ridge 0\.0001, not 0\.5; run it to its end, or start"):
+        find_maps(plan, path, replace(options, ridge=0.5), Silent())
+    told = Told()
+    find_maps(plan, path, options, told)
+    assert len(told.errors) == 1, "the first layer was not done again"
+    assert path.read_bytes() == whole.read_bytes()
+    with pytest.raises(RefusedError, match=r"parts\.safetensors exists; give another name or --overwrite"):
+        find_maps(plan, path, options, Silent())
+    with pytest.raises(KeyboardInterrupt):
+        find_maps(plan, path, options, Told(stop_after=1), overwrite=True)
+    assert path.read_bytes() == whole.read_bytes(), "the old file stays until there is a new one"
+    find_maps(plan, path, replace(options, ridge=0.5), Silent(), overwrite=True)
+    assert path.read_bytes() != whole.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["parts.safetensors", "whole.safetensors"]
+
+
+# ---------------------------------------------------------------------------------------------- refinement
+
+
+@pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "afmoe", "molmo2_text", "mixtral"])
+def test_refinement_lowers_the_error(name: str, tmp_path: Path) -> None:
+    """Of types without a known symmetry from the mean, of others from the closed form; and the result loads."""
+    tiny = TINY[name]
+    directory = write_checkpoint(build(tiny, 4), tmp_path / "source")
+    steps = (
+        Refinement(steps=1, learning_rate=1e-9, heldout=0.25),
+        Refinement(steps=40, learning_rate=1e-2, heldout=0.25),
+    )
+    plan, text = plan_of(directory, "refined"), Ids(high=tiny.tokens)
+    told = [Told() for _ in steps]
+    for how, heard in zip(steps, told, strict=True):
+        find_maps(plan, tmp_path / f"{how.steps}.safetensors", on_ids(refinement=how, text=text), heard)
+    before, after = ([error for error in heard.errors if error == error] for heard in told)
+    assert before
+    assert all(new < old for new, old in zip(after, before, strict=True))
+    out = convert_checkpoint(directory, 2, tmp_path / "out", maps=tmp_path / "40.safetensors").out
+    given = inputs(tiny)
+    expected = logits(tiny, load_tiny(tiny, directory, attention_of(tiny.model_type)), given)
+    mean = convert_checkpoint(directory, 2, tmp_path / "mean").out
+    refined, pooled = (
+        float((logits(tiny, load_tiny(tiny, place, attention_of(tiny.model_type)), given) - expected).square().mean())
+        for place in (out, mean)
+    )
+    assert refined < pooled
+
+
+def test_refinement_is_never_worse_than_its_start() -> None:
+    """A learning rate that breaks everything leaves the start."""
+    torch.manual_seed(0)
+    module, hidden = torch.nn.Linear(4, 4), torch.randn(32, 5, 4)
+    calls = Calls([hidden], {32: ((), {})})
+    start = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    targets = module(hidden).detach() + 0.1 * torch.randn(32, 5, 4)
+    best, first, least = refine(module, start, calls, targets, Refinement(steps=16, batch=8, learning_rate=1e4))
+    assert least == first
+    assert all(torch.equal(best[name], start[name]) for name in start)
+    _, first, least = refine(module, start, calls, targets, Refinement(steps=100, batch=8, learning_rate=1e-2))
+    assert least < first
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(0, 8), (-1, 8), (8, 0)])
+def test_steps_of_refinement(steps: int, batch: int) -> None:
+    with pytest.raises(RefusedError, match=f"cannot be refined in {steps} steps of {batch} blocks"):
+        Refinement(steps=steps, batch=batch)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "falcon", "mllama_text_model"])
+def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> None:
+    """Embeddings of each layer's own, layers that read others' keys, other attention functions: refused in one line."""
+    directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
+    with pytest.raises(RefusedError, match=r"cannot be run layer by layer|several attention modules") as told:
+        convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
+    assert "\n" not in str(told.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# ------------------------------------------------------------------------------------------------- sampling
+
+
+def test_samples_are_the_models_own(tmp_path: Path) -> None:
+    """The same for a seed; what generation_config.json asks for (top-p, penalties, an end) is not done."""
+    plain = sample_blocks(load(SOURCE), 6 * 16, 16, seed=1, batch=4, progress=lambda tokens: None)
+    assert plain.shape == (6, 16)
+    assert (plain[:, 0] == 1).all(), "BOS"
+    habits = copy_source(tmp_path)
+    (habits / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "top_p": 0.1, "top_k": 2, "temperature": 0.3, "repetition_penalty": 1.5,
+                    "max_length": 5, "eos_token_id": [2, 3]})
+    )  # fmt: skip
+    same = sample_blocks(load(habits), 6 * 16, 16, seed=1, batch=4, progress=lambda tokens: None)
+    assert torch.equal(plain, same)
+    other = sample_blocks(load(SOURCE), 6 * 16, 16, seed=2, batch=4, progress=lambda tokens: None)
+    assert not torch.equal(plain, other)
+
+
+def test_calibrated_on_its_own_samples(tmp_path: Path) -> None:
+    """The whole recipe from a checkpoint alone, by the command; the same file twice."""
+    words = ("-g", 4, "--calibration-tokens", 256, "--calibration-length", 32, "-q")
+    for name in ("a", "b"):
+        done = checkpoints.run(SOURCE, "-o", tmp_path / name, *words, program="gqa-calibrate")
+        assert (done.code, done.err) == (0, "")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with the embedded tokenizer."""
+    tiny = replace(TINY["llama"], options={"vocab_size": 4096})
+    directory = tmp_path_factory.mktemp("small") / "model"
+    build(tiny, 4).save_pretrained(directory)
+    for file in SOURCE.glob("*token*"):
+        shutil.copyfile(file, directory / file.name)
+    return directory
+
+
+def broken(directory: Path, name: str, value: float) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_tokenizer(directory: Path) -> None:
+    for file in directory.glob("*token*"):
+        file.unlink()
+
+
+def narrower(directory: Path) -> None:
+    """An embedding with fewer rows than the tokenizer has tokens."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:50].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    checkpoints.edit_json(directory / "config.json", lambda config: config.update(vocab_size=50))
+
+
+def unstarted(directory: Path) -> None:
+    checkpoints.edit_json(directory / "config.json", lambda config: config.update(bos_token_id=None, eos_token_id=None))
+
+
+LAST = "model.layers.1.self_attn"
+CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
+    # What is done to the model, the text (None: self), what is said.
+    "short": (None, "a few words", r".*text\.txt has \d tokens, fewer than one block of 16; give more text"),
+    "empty": (None, "", r".*text\.txt holds no text: .*"),
+    "tokenizer": (without_tokenizer, "words " * 99, r"the tokenizer of model cannot be loaded .*, or use self"),
+    "vocabulary": (narrower, "words " * 99, r"the tokenizer of model gives token \d+, its embedding has 50; .*"),
+    "start": (unstarted, None, r".* has neither BOS nor EOS to start a sample from; give text instead of self"),
+    **{
+        f"{value}-{name}": (
+            lambda directory, name=name, value=value: broken(directory, f"model.layers.{name}.weight", value),
+            "words " * 99,
+            f"layer {name[0]} computes NaN or Inf on the calibration text; the model is broken there",
+        )
+        for name in ("0.self_attn.k_proj", "1.self_attn.o_proj", "0.mlp.down_proj")
+        for value in (torch.nan, torch.inf)
+    },
+    "nan-self": (
+        lambda directory: broken(directory, f"{LAST}.k_proj.weight", torch.nan), None,
+        r".* (computes NaN or Inf|cannot be sampled from).*",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_for_what_cannot_be_calibrated(
+    small: Path, tmp_path: Path, case: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what is left there would be seen, too
+    change, text, expected = CASES[case]
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    if change:
+        change(model)
+    file = tmp_path / "text.txt"
+    file.write_text(text or "")
+    before = checkpoints.snapshot(tmp_path)
+    words = ("-g", 2, "--method", method, "--calibration", "self" if text is None else file, "--calibration-length", 16,
+             "--calibration-tokens", 64, "--refine-steps", 2)  # fmt: skip
+    for program, output in (("gqa-calibrate", "maps.safetensors"), ("gqa-convert", "out")):
+        done = checkpoints.run(model, "-o", tmp_path / output, *words, program=program)
+        assert done.code == 2, done.err
+        assert done.out == ""
+        assert re.fullmatch(f"{program}: {expected}\n", done.err), done.err
+        assert checkpoints.snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("method", ["procrustes", "aligned"])
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
+def test_broken_weights_are_not_aligned(small: Path, tmp_path: Path, method: str, part: str) -> None:
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    broken(model, f"{LAST}.{part}.weight", torch.nan)
+    done = checkpoints.run(model, "-g", 2, "--method", method, "-o", tmp_path / "out")
+    assert done.code == 2
+    assert done.err == f"gqa-convert: {LAST} of model holds NaN or Inf; heads cannot be aligned by it\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_sources_with_an_at_sign(small: Path, tmp_path: Path) -> None:
+    """In a file's name it is no weight; behind one it is."""
+    file = tmp_path / "me@home.txt"
+    file.write_text("words " * 200)
+    words = ("-g", 2, "-o", tmp_path / "maps", "--calibration-length", 16, "--calibration-tokens", 64, "-q")
+    for given in (file, f"{file}@2,self@1"):
+        done = checkpoints.run(small, *words, "--calibration", given, "--overwrite", program="gqa-calibrate")
+        assert (done.code, done.err) == (0, "")

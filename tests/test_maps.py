@@ -1,0 +1,152 @@
+"""Files of maps: made once, applied to the model that they are of and to no other, looked at with any reader."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from scrambled import on_ids
+from test_families import all_tensors, write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+
+from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.find_maps import Silent, find_maps
+from gqa.convert.refine import Refinement
+
+KEY = "model.layers.0.self_attn/key"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and maps that merge its four heads into two."""
+    place = tmp_path_factory.mktemp("maps")
+    source = write_checkpoint(build(TINY["llama+bias"], 4), place / "model")
+    plan = plan_conversion(source, 2, method="calibrated", headers_only=False)
+    return source, find_maps(plan, place / "maps.safetensors", on_ids(), Silent()).path
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as stream:
+        return dict(stream.metadata())
+
+
+def test_what_a_file_holds(made: tuple[Path, Path]) -> None:
+    """Shapes and names as docs/methods.md says, float32, and how it was made as JSON."""
+    _, file = made
+    tensors = load_file(file)
+    parts = {"key": (2, 8, 16), "value": (2, 8, 16), "query": (4, 8, 8), "output": (32, 32)}
+    expected = {f"model.layers.{i}.self_attn/{part}": shape for i in range(2) for part, shape in parts.items()}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
+    (told,) = metadata(file).values()
+    assert {"format", "method", "groups", "model", "name", "text", "ridge"} <= json.loads(told).keys()
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined", "aligned"])
+def test_applied_later_is_applied_at_once(made: tuple[Path, Path], tmp_path: Path, method: str) -> None:
+    source, _ = made
+    options = on_ids(refinement=Refinement(steps=4, batch=8))
+    at_once = convert_checkpoint(source, 2, tmp_path / "at-once", method=method, calibration=options).out
+    plan = plan_conversion(source, 2, method=method, headers_only=False)
+    file = find_maps(plan, tmp_path / "maps", options, Silent()).path
+    done = checkpoints.run(source, "-g", 2, "--maps", file, "-o", tmp_path / "later", "-q")
+    assert (done.code, done.err) == (0, "")
+    now, later = all_tensors(at_once), all_tensors(tmp_path / "later")
+    assert now.keys() == later.keys()
+    assert all(torch.equal(tensor, later[name]) for name, tensor in now.items())
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def edited(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def edit(file: Path) -> None:
+        tensors, told = load_file(file), metadata(file)
+        change(tensors)
+        save_file(tensors, file, metadata=told)
+
+    return edit
+
+
+def told_as(text: str) -> Callable[[Path], None]:
+    return lambda file: save_file(load_file(file), file, metadata={"gqa_maps": text})
+
+
+def without_key(tensors: dict[str, Tensor]) -> None:
+    del tensors[KEY]
+
+
+def narrower(tensors: dict[str, Tensor]) -> None:
+    tensors[KEY] = tensors[KEY][:, :, :8].clone()
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, "cannot be read: "),
+    "empty": (lambda file: file.write_bytes(b""), "cannot be read: "),
+    "text": (lambda file: file.write_text("not maps"), "cannot be read: "),
+    "weights": (lambda file: save_file(load_file(file), file), "is not a file of gqa-maps-1; make one with"),
+    "format": (told_as('{"format": "gqa-maps-9"}'), "is a file of gqa-maps-9, not of gqa-maps-1"),
+    "list": (told_as("[1]"), "does not say how it was made"),
+    "no-json": (told_as("{"), "does not say how it was made"),
+    "method": (told_as('{"format": "gqa-maps-1", "groups": 2}'), "does not say how it was made"),
+    "missing": (edited(without_key), f"has no {KEY}; make it again"),
+    "shape": (edited(narrower), f"has {KEY} [2, 8, 8]; make it again"),
+    "tensor": (
+        edited(lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(4, 4)})),
+        "has model.layers.0.self_attn.k_proj.weight [4, 4]; make it again",
+    ),
+}
+
+
+def refused(tmp_path: Path, message: str, *words: object) -> None:
+    """One line, exit code 2, nothing written."""
+    before = checkpoints.snapshot(tmp_path)
+    done = checkpoints.run(*words, "-o", tmp_path / "out")
+    assert done.code == 2, done.err
+    assert message in done.err
+    assert done.err.startswith("gqa-convert: ")
+    assert done.err.count("\n") == 1
+    assert done.out == ""
+    assert checkpoints.snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_no_file_of_maps(made: tuple[Path, Path], tmp_path: Path, case: str) -> None:
+    source, file = made
+    change, message = BROKEN[case]
+    copy = Path(shutil.copyfile(file, tmp_path / "maps"))
+    change(copy)
+    refused(tmp_path, message, source, "-g", 2, "--maps", copy)
+
+
+def test_another_model_or_another_number(made: tuple[Path, Path], tmp_path: Path) -> None:
+    source, file = made
+    refused(tmp_path, f"--maps {file} is for 2 groups, not for 1", source, "-g", 1, "--maps", file)
+    other = write_checkpoint(build(TINY["llama+bias"], 4, seed=1), tmp_path / "other")
+    refused(tmp_path, "was made for model, which is another model than other", other, "-g", 2, "--maps", file)
+
+
+def test_maps_that_cannot_be_written(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Nothing to merge, no such directory, a file that is there: said before anything is computed."""
+    source, file = made
+    copy = Path(shutil.copyfile(file, tmp_path / "maps"))
+    for words, message in (
+        (("-g", 4, "-o", tmp_path / "new"), "--groups 4 of the 4 key/value heads of"),
+        (("-g", 2, "-o", tmp_path / "no" / "maps"), "is no directory; give a file in one that exists"),
+        (("-g", 2, "-o", copy), "exists; give another name or --overwrite"),
+        (("-g", 3, "-o", tmp_path / "new"), "--groups 3 is not possible"),
+    ):
+        done = checkpoints.run(source, *words, program="gqa-calibrate")
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert message in done.err
+    assert copy.read_bytes() == file.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["maps"]

@@ -1,0 +1,236 @@
+"""The table of symmetries against transformers' own classes, and the methods that undo what the table allows.
+
+A model with two key/value heads is expanded to four, and every head moved by a random member of its symmetry group:
+the logits stay, `mean` destroys the model, and a method that aligns heads brings the model with two back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scrambled import Ids, on_ids, relative, scramble
+from test_families import all_tensors, attention_of, load, write_checkpoint
+from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.aligned import norm_gain, weight_maps
+from gqa.convert.attention import attention_modules
+from gqa.convert.calibration import Calibration, Calibrator
+from gqa.convert.families import FAMILIES
+from gqa.convert.maps import HeadMaps
+from gqa.convert.methods import Merging
+from gqa.convert.naming import parameter_names
+from gqa.convert.symmetries import SYMMETRIES, find_symmetry
+
+SAME = 1e-5  # of the logits' range: the symmetry holds
+RECOVERED = 1e-4
+CONTROL = 100 * RECOVERED
+
+# Aligned from their weights; their classes cannot be run layer by layer on token ids alone.
+UNSERVED = {
+    "csm": "its backbone takes the embeddings of several codebooks",
+    "falcon": "its attention is not one of transformers' functions",
+    "voxtral_realtime_text": "it is no model of its own",
+}
+TYPES = sorted(model_type for symmetry in SYMMETRIES for model_type in symmetry.model_types)
+
+
+def _other(name: str, suffix: str, **options: object) -> Tiny:
+    return replace(TINY[name], name=f"{name}+{suffix}", options={**TINY[name].options, **options})
+
+
+CASES: dict[str, Tiny] = {model_type: TINY[model_type] for model_type in TYPES} | {
+    # With the option of the tiny model nothing may be changed, see test_options_that_take_a_symmetry_away.
+    "olmo": TINY["olmo+unclipped"],
+    "olmoe": _other("olmoe", "unclipped", clip_qkv=None),
+    # Options that a symmetry depends on, biases, wide heads, several query heads a key/value head.
+    **{name: TINY[name] for name in (
+        "cohere+qk_norm", "falcon+rw", "falcon+rw_rotary", "glm4_moe+qk_norm", "granitemoehybrid+nope", "llama+bias",
+        "llama+wide", "molmo2_text+olmo_norm", "nemotron+bias", "phi+qk_norm", "recurrent_gemma+bias",
+        "stablelm+qk_norm",
+    )},
+    "llama+queries": _other("llama", "queries", num_attention_heads=8),
+    "glm+queries": _other("glm", "queries", num_attention_heads=8),
+}  # fmt: skip
+
+
+def attention(tiny: Tiny) -> str:
+    return attention_of(tiny.name.split("+")[0])
+
+
+def scrambled(tiny: Tiny, place: Path, pairing: str | None = None) -> tuple[Path, Tensor, int]:
+    """A checkpoint with scrambled heads, the logits that it must have, and the number of heads that suffice."""
+    kv = 2 if 2 in tiny.kv_counts else 1
+    model = build(tiny, kv, attention=attention(tiny))
+    directory = convert_checkpoint(write_checkpoint(model, place / "source"), QUERY_HEADS, place / "scrambled").out
+    scramble(directory, pairing=pairing)
+    return directory, logits(tiny, model, inputs(tiny)), kv
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Maps of all modules, not on disk."""
+
+    maps: dict[str, HeadMaps]
+    names: frozenset[str] = frozenset()
+
+    def of(self, module: str) -> HeadMaps | None:
+        return self.maps[module]
+
+    def tensor(self, name: str) -> Tensor:
+        raise KeyError(name)
+
+
+def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = None) -> Tensor:
+    """Of the model that a plan makes, without writing it."""
+    merging, read = Merging(plan.merging.method, maps=InMemory(dict(maps)) if maps else None), plan.checkpoint.read
+    tensors: dict[str, Tensor] = {}
+    for tensor in plan.tensors:
+        if tensor.change:
+            made = tensor.change.compute([read(spec) for spec in tensor.change.sources], merging)
+            tensors |= dict(zip(tensor.change.outputs, made, strict=True))
+        elif tensor.source:
+            tensors[tensor.name] = read(tensor.source)
+    model, info = model_class(tiny).from_pretrained(
+        None, config=config(tiny, plan.groups), state_dict=tensors, attn_implementation=attention(tiny),
+        output_loading_info=True, dtype=torch.float32,
+    )  # fmt: skip
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return logits(tiny, model.eval(), inputs(tiny))
+
+
+@torch.no_grad()
+def after_layers(tiny: Tiny, model: PreTrainedModel, layers: str, ids: Tensor) -> Tensor:
+    """Hidden states after the last layer, from the model's own forward pass."""
+    found: list[Tensor] = []
+    stack = model.get_submodule(layers)
+    assert isinstance(stack, nn.ModuleList)
+    hook = stack[-1].register_forward_hook(lambda _, args, output: found.append(output))
+    model(**inputs(tiny, *ids.shape) | {"input_ids": ids})
+    hook.remove()
+    return found[0] if isinstance(found[0], Tensor) else found[0][0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
+    """The gauge oracle, and on the way: what went through the layers one at a time is the model's own."""
+    tiny = CASES[name]
+    directory, expected, kv = scrambled(tiny, tmp_path)
+    model = load(tiny, directory, attention(tiny))
+    assert relative(logits(tiny, model, inputs(tiny)), expected) < SAME, "the table allows what changes the model"
+    check_gains(tiny, model, plan_conversion(directory, kv))
+    plans = {method: plan_conversion(directory, kv, method=method) for method in ("mean", "aligned", "calibrated")}
+    assert relative(merged_logits(tiny, plans["mean"]), expected) > CONTROL
+    aligned = dict(weight_maps(plans["aligned"]))
+    assert relative(merged_logits(tiny, plans["aligned"], aligned), expected) < RECOVERED
+    ids = Ids(high=tiny.tokens).ids()
+    if tiny.model_type in UNSERVED:
+        with pytest.raises(RefusedError, match=r"cannot be run layer by layer$"):
+            Calibrator(plans["calibrated"], ids, Calibration())
+        return
+    calibrator = Calibrator(plans["calibrated"], ids, Calibration(batch=64))
+    results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
+    assert all(result.error < 1e-8 for result in results)
+    hidden = after_layers(tiny, model, calibrator.path, ids)
+    assert relative(calibrator.streams.source, hidden) < SAME
+    assert relative(calibrator.streams.converted, hidden) < RECOVERED
+    calibrated = {result.module.path: result.maps for result in results}
+    assert relative(merged_logits(tiny, plans["calibrated"], calibrated), expected) < RECOVERED
+
+
+@pytest.mark.parametrize(
+    ("name", "pairing"), [("llama", "interleaved"), ("cohere", "half"), ("glm4_moe", "interleaved")]
+)
+def test_another_pairing_is_no_symmetry(name: str, pairing: str, tmp_path: Path) -> None:
+    """The control of the table itself: a wrong entry would show."""
+    directory, expected, _ = scrambled(TINY[name], tmp_path, pairing)
+    model = load(TINY[name], directory, attention(TINY[name]))
+    assert relative(logits(TINY[name], model, inputs(TINY[name])), expected) > CONTROL
+
+
+@torch.no_grad()
+def check_gains(tiny: Tiny, model: PreTrainedModel, plan: Plan) -> None:
+    """Attention reads the stream, normalised and multiplied with the gain that `aligned` takes for it."""
+    symmetry = find_symmetry(plan.config.text)
+    assert symmetry is not None
+    names, seen = parameter_names(model), list[Tensor]()
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(args[0] if args else kwargs["hidden_states"])
+
+    for module in attention_modules(plan.checkpoint, plan.config):
+        seen.clear()
+        stored, _, below = module.path.partition(f".{module.layer}.")
+        own = next(own for name, own in names.items() if name.startswith(f"{module.path}."))
+        layer = model.get_submodule(own.partition(f".{module.layer}.")[0]).get_submodule(str(module.layer))
+        hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in (layer, layer.get_submodule(below))]
+        model(**inputs(tiny))
+        for hook in hooks:
+            hook.remove()
+        stream, read = (tensor.double() for tensor in seen)
+        biases = [plan.checkpoint.tensors.get(f"{stored}.{module.layer}.{norm}.bias") for norm in symmetry.norms]
+        bias = next((plan.checkpoint.read(spec).double() for spec in biases if spec), torch.zeros(stream.shape[-1]))
+        normal = (read - bias) / norm_gain(plan.checkpoint, module, symmetry, stream.shape[-1])
+        centred = stream - stream.mean(-1, keepdim=True)
+        likeness = [float(torch.cosine_similarity(normal, one, dim=-1).min()) for one in (stream, centred)]
+        assert max(likeness) > 1 - 1e-6, (module.path, likeness)
+
+
+def test_options_that_take_a_symmetry_away(tmp_path: Path) -> None:
+    """Clipped values and gates of each dimension: nothing is known to be free, and the methods say so."""
+    gated = _other("laguna", "gated", gating="per-element")
+    for number, tiny in enumerate((TINY["olmo"], TINY["olmoe"], gated, TINY["bitnet"], TINY["gemma4_text"])):
+        directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / str(number))
+        for method in ("procrustes", "aligned", "calibrated"):
+            with pytest.raises(RefusedError, match=f"not known what the attention of {tiny.model_type} lets"):
+                convert_checkpoint(directory, 2, tmp_path / "out", method=method, calibration=on_ids())
+    assert not (tmp_path / "out").exists()
+
+
+def test_entries_are_of_known_types() -> None:
+    """Once each, and of families that can be converted."""
+    assert len(TYPES) == len(set(TYPES))
+    assert set(TYPES) <= {model_type for family in FAMILIES for model_type in family.model_types}
+    assert all(symmetry.rules for symmetry in SYMMETRIES)
+    assert set(TYPES) >= set(UNSERVED)
+
+
+# --------------------------------------------------------------------------- nothing to do, nothing to lose
+
+SEVERAL = ("llama+bias", "gpt_oss", "cohere", "phi3", "qwen3", "mixtral", "olmo2")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_heads_that_are_equal_lose_nothing(name: str, tmp_path: Path) -> None:
+    """Singular statistics: each group holds one head several times. The same number of heads changes no byte."""
+    tiny = TINY[name]
+    model = build(tiny, 2, attention=attention(tiny))
+    directory = convert_checkpoint(write_checkpoint(model, tmp_path / "source"), 4, tmp_path / "equal").out
+    before, expected = all_tensors(directory), logits(tiny, model, inputs(tiny))
+    for method in ("procrustes", "aligned", "calibrated"):
+        out = convert_checkpoint(directory, 2, tmp_path / method, method=method, calibration=on_ids()).out
+        merged = load(tiny, out, attention(tiny))
+        assert relative(logits(tiny, merged, inputs(tiny)), expected) < RECOVERED, method
+        same = convert_checkpoint(directory, 4, tmp_path / f"{method}4", method=method, calibration=on_ids()).out
+        after = all_tensors(same)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(tensor, after[tensor_name]) for tensor_name, tensor in before.items())
+
+
+def test_procrustes_undoes_rotations(tmp_path: Path) -> None:
+    """Its own group: heads that differ by phases and by rotations of the values, but not by anything else."""
+    tiny = TINY["llama+bias"]
+    model = build(tiny, 2, attention=attention(tiny))
+    directory = convert_checkpoint(write_checkpoint(model, tmp_path / "source"), 4, tmp_path / "turned").out
+    scramble(directory, stretch=False)
+    expected = logits(tiny, model, inputs(tiny))
+    assert relative(logits(tiny, load(tiny, directory), inputs(tiny)), expected) < SAME
+    out = convert_checkpoint(directory, 2, tmp_path / "out", method="procrustes").out
+    assert relative(logits(tiny, load(tiny, out), inputs(tiny)), expected) < RECOVERED
