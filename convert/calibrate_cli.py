@@ -31,7 +31,7 @@ _OPTIONS = [
                  show_default=True),
     click.option("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="To run layers in.  [default: float32 on a CPU, the model's own elsewhere]"),
-    click.option("--device", default="cpu", show_default=True, help="To calibrate on: cpu, cuda, mps."),
+    click.option("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
 ]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def maps_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def read_options(options: dict[str, Any]) -> MapsOptions:
     """What the options say."""
     from gqa.convert.calibration_text import CalibrationText
-    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.find_maps import MapsOptions, find_device
     from gqa.convert.refine import Refinement
 
     sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
@@ -55,7 +55,7 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
         refinement=Refinement(
             options["refine_steps"], options["refine_batch"], options["refine_learning_rate"], seed=options["seed"]
         ),
-        device=options["device"],
+        device=find_device(options["device"]),
         dtype=options["calibration_dtype"],
     )
 

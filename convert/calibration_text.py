@@ -17,6 +17,9 @@ from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import is_self, parse_sources, self_tokens
 from gqa.corpus.tokens import Blocks, tokenise
 
+SAMPLING_BYTES = 1 << 30
+MOST_SEQUENCES = 256
+
 
 @dataclass(frozen=True)
 class CalibrationText:
@@ -82,7 +85,17 @@ class CalibrationText:
         from gqa.convert.sampling import sample_blocks
 
         model = load_model(str(checkpoint.directory), dtype="float32" if device == "cpu" else "auto", device=device)
-        return sample_blocks(model, tokens, self.length, seed=self.seed, progress=progress)
+        batch = _batch(checkpoint, self.length, model.dtype.itemsize)
+        return sample_blocks(model, tokens, self.length, seed=self.seed, batch=batch, progress=progress)
+
+
+def _batch(checkpoint: Checkpoint, length: int, itemsize: int) -> int:
+    """As many sequences as SAMPLING_BYTES hold caches for: a step takes hardly longer for more of them."""
+    from gqa.convert.kv_cache import checkpoint_cache
+
+    cache = checkpoint_cache(checkpoint)
+    each = cache.bytes_per_token // cache.bytes_per_number * itemsize * length
+    return max(1, min(MOST_SEQUENCES, SAMPLING_BYTES // each))
 
 
 def _weight(source: str) -> float:

@@ -54,7 +54,7 @@ class MapsOptions:
     text: CalibrationText = field(default_factory=CalibrationText)
     ridge: float = 1e-4
     refinement: Refinement = field(default_factory=Refinement)
-    device: str = "cpu"
+    device: str = field(default_factory=lambda: default_device())
     dtype: str | None = None
     batch: int = 8
 
@@ -77,6 +77,21 @@ class MapsOptions:
     def compute_dtype(self, plan: Plan) -> str:
         """float32 on a processor, whose bfloat16 is slower; elsewhere what the model is stored in."""
         return self.dtype or ("float32" if self.device == "cpu" else str(plan.config.text.dtype or "float32"))
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found else "cpu"
+
+
+def find_device(name: str | None) -> str:
+    """The device of that name, or the default. Raises RefusedError where there is none."""
+    try:
+        torch.empty(0, device=name or default_device())
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise RefusedError(f"--device {name} is not there; {default_device()} is") from None
+    return name or default_device()
 
 
 def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False) -> MapsFile:

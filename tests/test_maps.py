@@ -150,3 +150,13 @@ def test_maps_that_cannot_be_written(made: tuple[Path, Path], tmp_path: Path) ->
         assert message in done.err
     assert copy.read_bytes() == file.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["maps"]
+
+
+def test_a_device_that_is_not_there(made: tuple[Path, Path], tmp_path: Path) -> None:
+    for device in ("cudda", "cuda:77", "xpu"):
+        result = checkpoints.run(
+            "-g", 2, "--device", device, "-o", tmp_path / "m.safetensors", made[0], program="gqa-calibrate"
+        )
+        assert result.code == 2, result.err
+        assert f"--device {device} is not there; " in result.err
+    assert list(tmp_path.iterdir()) == []
