@@ -154,7 +154,8 @@ def test_maps_that_cannot_be_written(made: tuple[Path, Path], tmp_path: Path) ->
 
 def test_a_device_that_is_not_there(made: tuple[Path, Path], tmp_path: Path) -> None:
     for device in ("cudda", "cuda:77", "xpu"):
-        result = checkpoints.run(
+        words = ("-g", 2, "--device", device, "-o", tmp_path / "m.safetensors", made[0])
+        result = checkpoints.run(*words, program="gqa-calibrate")
             "-g", 2, "--device", device, "-o", tmp_path / "m.safetensors", made[0], program="gqa-calibrate"
         )
         assert result.code == 2, result.err
