@@ -156,8 +156,6 @@ def test_a_device_that_is_not_there(made: tuple[Path, Path], tmp_path: Path) -> 
     for device in ("cudda", "cuda:77", "xpu"):
         words = ("-g", 2, "--device", device, "-o", tmp_path / "m.safetensors", made[0])
         result = checkpoints.run(*words, program="gqa-calibrate")
-            "-g", 2, "--device", device, "-o", tmp_path / "m.safetensors", made[0], program="gqa-calibrate"
-        )
         assert result.code == 2, result.err
         assert f"--device {device} is not there; " in result.err
     assert list(tmp_path.iterdir()) == []
