@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.families import FAMILIES, NESTED, REFUSED
+from gqa.convert.layout import QUERY_ROLES
 from gqa.convert.methods import Merging
 
 TOLERANCE = 2e-5
@@ -79,10 +80,10 @@ def tiled_heads() -> Iterator[None]:
     """The negative control: heads are repeated in tiles (h % G), which no runtime reads."""
     original = Merging.merge_for
 
-    def tile(self: Merging, tensor: str, kv: int, groups: int, projection: bool) -> Any:
+    def tile(self: Merging, tensor: str, kv: int, groups: int, *rest: Any) -> Any:
         if groups <= kv:
-            return original(self, tensor, kv, groups, projection)
-        return lambda role, heads: heads.repeat(groups // kv, *[1] * (heads.ndim - 1))
+            return original(self, tensor, kv, groups, *rest)
+        return lambda role, heads: heads if role in QUERY_ROLES else heads.repeat(groups // kv, *[1] * (heads.ndim - 1))
 
     Merging.merge_for = tile  # type: ignore[method-assign]
     try:
