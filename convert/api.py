@@ -100,7 +100,6 @@ def convert_checkpoint(
         RefusedError: Before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
-    from gqa.convert.find_maps import MapsOptions, Silent, with_maps
     from gqa.convert.maps_file import open_maps
 
     found = open_maps(Path(maps)) if maps is not None else None
@@ -109,7 +108,10 @@ def convert_checkpoint(
         max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, maps=found,
     )  # fmt: skip
     target = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
-    plan = with_maps(plan, target, lambda: calibration or MapsOptions(), Silent(), overwrite=overwrite)
+    if plan.lacks_maps:
+        from gqa.convert.find_maps import MapsOptions, Silent, with_maps
+
+        plan = with_maps(plan, target, lambda: calibration or MapsOptions(), Silent(), overwrite=overwrite)
     return run_plan(plan, target, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
 
 

@@ -15,6 +15,8 @@ from gqa.convert.methods import METHODS
 from gqa.convert.writer import DEFAULT_JOBS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gqa.convert.checkpoint import Checkpoint
     from gqa.convert.plan import Plan
     from gqa.convert.rewrite import Conversion
@@ -129,17 +131,12 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
     from pathlib import Path
 
     from gqa.convert.api import default_output
-    from gqa.convert.find_maps import with_maps
     from gqa.convert.rewrite import run_plan
 
     out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
-    start, layers = time.monotonic(), Bar(options["quiet"])
-    try:
-        plan = with_maps(plan, Path(out), lambda: read_options(options), layers, overwrite=options["overwrite"])
-    finally:
-        layers.close()
-    if layers.table():
-        _say(layers.table(), options)
+    start = time.monotonic()
+    if plan.lacks_maps:
+        plan = _find_maps(plan, Path(out), options)
     with progress_bar(plan.total_bytes, "B", "converting", options["quiet"]) as bar:
         result = run_plan(
             plan,
@@ -161,6 +158,19 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
         _say(f"pushed      {address}", options)
 
 
+def _find_maps(plan: Plan, out: Path, options: dict[str, Any]) -> Plan:
+    from gqa.convert.find_maps import with_maps
+
+    layers = Bar(options["quiet"])
+    try:
+        plan = with_maps(plan, out, lambda: read_options(options), layers, overwrite=options["overwrite"])
+    finally:
+        layers.close()
+    if table := layers.table():
+        _say(table, options)
+    return plan
+
+
 def _say(text: str, options: dict[str, Any]) -> None:
     if not options["quiet"]:
         click.echo(text, err=options["as_json"])
@@ -180,6 +190,8 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
     if result:
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
+        if plan.method in ("mean", "first", "procrustes", "aligned"):
+            _say(f"note        --method refined loses far less than {plan.method}, and needs no data", options)
     else:
         _say("dry run     nothing was written", options)
     if options["as_json"]:

@@ -22,7 +22,6 @@ from gqa.convert.calibration_text import CalibrationText
 from gqa.convert.errors import RefusedError
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
-from gqa.convert.methods import ALIGNING
 from gqa.convert.pair import Streams
 from gqa.convert.plan import Plan
 from gqa.convert.refine import Refinement
@@ -138,12 +137,9 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
 def with_maps(
     plan: Plan, out: Path, options: Callable[[], MapsOptions], progress: Progress, *, overwrite: bool = False
 ) -> Plan:
-    """The plan with the maps that its method needs, found now if it has none. They live until the program ends.
-
-    What would refuse `out` later does so before.
+    """The plan with the maps that it lacks. They live until the program ends. What would refuse `out` later does so
+    before they are sought.
     """
-    if plan.merging.method not in ALIGNING or plan.merging.maps or plan.groups >= plan.config.main.kv:
-        return plan
     OutputDirectory(out, plan.checkpoint.directory, overwrite)
     place = Path(tempfile.mkdtemp(prefix="gqa-maps-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)

@@ -95,6 +95,11 @@ class Plan:
         return sum(math.prod(t.shape) for t in self.tensors)
 
     @property
+    def lacks_maps(self) -> bool:
+        """Whether its method looks at the model first, and has not yet."""
+        return self.merging.method in ALIGNING and not self.merging.maps and self.groups < self.config.main.kv
+
+    @property
     def method(self) -> str:
         """What is done to heads: the method's name, `repeat` upwards, `none` where their number stays."""
         before = self.config.main.kv
