@@ -39,8 +39,8 @@ class Moments:
             zeros(groups, m * d, m * d), zeros(groups, m * d), zeros(heads.kv, d, d), zeros(groups, m * e, m * e), 0
         )
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """(B, H, T, d) queries, (B, Hk, T, d) keys, (B, Hk, T, e) values."""
+    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor) -> None:
+        """(B, H, T, d) queries, (B, Hk, T, d) keys, (B, Hk, T, e) values, (B, H, T) what errors of scores do."""
         groups = len(self.keys)
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
         rows = keys.flatten(1, 2).double()  # (G, n, m d)
@@ -48,9 +48,34 @@ class Moments:
         self.key_means += rows.sum(1).cpu()
         rows = values.flatten(1, 2).double()
         self.values += (rows.mT @ rows).cpu()
-        rows = q.transpose(0, 1).flatten(1, 2).double()  # (H, n, d)
+        rows = (q * significance.sqrt().unsqueeze(-1)).transpose(0, 1).flatten(1, 2).double()  # (H, n, d)
         self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1).cpu()
         self.count += q.shape[0] * q.shape[2]
+
+
+def significance_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, w_o: Tensor) -> Tensor:
+    """(B, H, T) how far an error of one score of a query moves the layer's output, squared and summed over its keys.
+
+    To first order a score that is off by s moves the output by a s W_O (v - o), a the attention paid to the key, v its
+    value and o what the query sees. Caps and sinks are left out: it is a weight. Shapes as in `Moments.add`;
+    w_o (H, e, D).
+    """
+    repeat, length = q.shape[1] // k.shape[1], q.shape[2]
+    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    found = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for head in range(q.shape[1]):
+        scores = (q[:, head] @ k[:, head // repeat].mT).float() * scaling  # (B, T, T)
+        allowed = None if mask is None else mask[:, min(head, mask.shape[1] - 1)]
+        if allowed is None or allowed.dtype == torch.bool:
+            scores = scores.masked_fill(~(causal if allowed is None else allowed), -torch.inf)
+        else:
+            scores = scores + allowed
+        paid = scores.softmax(-1).nan_to_num()
+        values = v[:, head // repeat].float() @ w_o[head].to(v.device)  # (B, T, D)
+        given = paid @ values
+        away = values.square().sum(-1)[:, None] + given.square().sum(-1)[..., None] - 2 * given @ values.mT
+        found[:, head] = (paid.square() * away.clamp_min(0)).sum(-1)
+    return found
 
 
 def stack_groups(heads: Tensor, groups: int) -> Tensor:
@@ -80,7 +105,8 @@ def closed_form(
     """
     heads, layer = pair.plan.config.heads(module.layer), module.layer
     groups = heads.kv * pair.plan.groups // pair.plan.config.main.kv
-    moments, values = _watch_source(pair, streams, layer, own, attention, Moments.zeros(heads, groups))
+    w_o = _output_weight(pair, module, symmetry).unflatten(0, (heads.query, heads.value_dim))
+    moments, values = _watch_source(pair, streams, layer, own, attention, Moments.zeros(heads, groups), w_o)
     rotary = symmetry.rotary(pair.plan.config.text, layer, heads.key_dim)
     maps = _key_maps(moments, heads, groups, rotary, symmetry.free_keys(pair.plan.config.text))
     maps = _value_maps(pair, streams, module, maps, moments, values, symmetry)
@@ -88,14 +114,15 @@ def closed_form(
 
 
 def _watch_source(
-    pair: Pair, streams: Streams, layer: int, own: nn.Module, attention: nn.Module, moments: Moments
+    pair: Pair, streams: Streams, layer: int, own: nn.Module, attention: nn.Module, moments: Moments, w_o: Tensor
 ) -> tuple[Moments, list[Tensor]]:
     """Moments of the source's heads on the converted stream, and all values (B, Hk, T, e)."""
     values: list[Tensor] = []
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         check_finite(layer, q, k, v)
-        moments.add(q, k, v)
+        scaling = options.get("scaling") or q.shape[-1] ** -0.5
+        moments.add(q, k, v, significance_of(q, k, v, mask, scaling, w_o))
         values.append(v.cpu())
         raise Stop
 
