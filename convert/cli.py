@@ -191,7 +191,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
         if plan.method in ("mean", "first", "procrustes", "aligned"):
-            _say(f"note        --method refined loses far less than {plan.method}, and needs no data", options)
+            _say(f"advice      --method refined loses far less than {plan.method}, and needs no data", options)
     else:
         _say("dry run     nothing was written", options)
     if options["as_json"]:
