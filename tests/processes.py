@@ -84,18 +84,21 @@ class Running:
         return Path(f"{self.log}{stream}").read_text()
 
 
-class Server:
-    """`with Server(model, directory) as server`: warm after one conversion of a small model into `directory`."""
+class Forks:
+    """A process that has imported everything and forks a child for each job: a line of JSON asks, one answers.
 
-    def __init__(self, model: Path, directory: Path) -> None:
+    Logs are below `directory`.
+    """
+
+    def __init__(self, directory: Path, code: str, *arguments: str, **environment: str) -> None:
         self.directory = directory
-        self._count = 0
+        self.count = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, str(model), str(directory / "warm")],
+            [sys.executable, "-c", code, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         )
         assert self._answer() == {}
 
@@ -109,16 +112,26 @@ class Server:
         self._process.stdin.flush()
         return int(self._answer())
 
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+class Server(Forks):
+    """`with Server(model, directory) as server`: warm after one conversion of a small model into `directory`."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        super().__init__(directory, _SERVER, str(model), str(directory / "warm"))
+
     def start(self, *words: object, **options: Any) -> Running:
         """`gqa-convert WORDS`, not waited for."""
-        self._count += 1
-        log = self.directory / f"log{self._count}"
+        self.count += 1
+        log = self.directory / f"log{self.count}"
         return Running(self, self.ask({"start": [*map(str, words)], "log": str(log), **options}), log)
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        self.close()

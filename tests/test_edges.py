@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -299,17 +300,22 @@ def test_dry_run_reads_headers_only(tmp_path: Path) -> None:
     assert json.loads(result.out)["total_bytes"] > huge
 
 
+PROGRAMS = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+
+
 @pytest.mark.parametrize("word", ["--help", "--version"])
-def test_help_imports_nothing_heavy(word: str) -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_imports_nothing_heavy(program: str, word: str) -> None:
+    module, function = PROGRAMS[program].split(":")
     code = (
         "import sys, atexit\n"
-        "sys.argv = ['gqa-convert', sys.argv[1]]\n"
+        f"sys.argv = ['{program}', sys.argv[1]]\n"
         "atexit.register(lambda: print(sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr))\n"
-        "from gqa.convert.cli import main\n"
-        "main()\n"
+        f"from {module} import {function}\n"
+        f"{function}()\n"
     )
     made = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, timeout=60, check=True)
-    assert "gqa-convert" in made.stdout
+    assert program in made.stdout
     loaded = set(json.loads(made.stderr.replace("'", '"')))
     assert "click" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "tqdm", "asyncio"}

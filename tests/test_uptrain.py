@@ -6,9 +6,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 from checkpoints import Result, load, run, snapshot
 from training import (
+    alone,
     fresh_accelerator,
     infinite_gradient,
     metrics,
@@ -33,6 +32,9 @@ from gqa.uptrain.run import uptrain
 
 ROOT = Path(__file__).parents[1]
 
+__all__ = ["alone"]  # a fixture
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,17 +43,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_checkpoint(made / "teacher", kv_heads=4)
     write_corpus(made / "data.jsonl")
     return made
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of its own, and no memory of the accelerator of the test before."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    with fresh_accelerator():
-        yield
 
 
 def command(place: Path, out: Path, **options: Any) -> Result:
@@ -97,19 +88,6 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert "steps       4 of 8 blocks = 512 tokens (1 process x 1 x 8), 2,048 tokens in all" in done.err
     assert list(tmp_path.iterdir()) == []
     assert snapshot(place) == before
-
-
-def test_help_imports_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys; sys.argv = ['gqa-uptrain', '--help']\n"
-        "from gqa.uptrain.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print('loaded:', sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'numpy'}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--teacher MODEL" in done.stdout
-    assert done.stdout.splitlines()[-1] == "loaded: []"
 
 
 def train(place: Path, out: Path, **options: Any) -> tuple[Progress, dict[int, dict[str, torch.Tensor]], list[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
-from training import fresh_accelerator, tiny_checkpoint, write_corpus
+from training import alone, tiny_checkpoint, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.convert import convert_checkpoint
@@ -31,22 +30,15 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import prepare, run, uptrain
 from gqa.uptrain.scope import attention_parameters
 
+__all__ = ["alone"]  # a fixture
+pytestmark = pytest.mark.usefixtures("alone")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("output")
     write_corpus(made / "data.jsonl")
     return made
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    with fresh_accelerator():
-        yield
 
 
 def options(place: Path, model: Path, out: Path, **given: Any) -> TrainOptions:

@@ -12,8 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from embedded import SOURCE, UNIFORM_VOCABULARY, texts
+from processes import Forks
 
 BLOCK = 64  # tokens, the positions of tiny models
 
@@ -124,46 +124,29 @@ class Finished:
     err: str
 
 
-class Runs:
-    """Logs and the cache of tokens are below `directory`."""
+class Runs(Forks):
+    """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._count = 0
-        cache = {"HF_DATASETS_CACHE": str(directory / "cache"), "HF_HUB_OFFLINE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, str(Path(__file__).parent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | cache | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-        assert self._answer() == {}
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def _ask(self, job: dict[str, Any]) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return int(self._answer())
+        super().__init__(
+            directory, _SERVER, str(Path(__file__).parent),
+            HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+        )  # fmt: skip
 
     def run(self, *words: object, ranks: int = 1, before: str = "", **environment: str) -> Finished:
         """`gqa-uptrain WORDS` on so many processes, waited for."""
-        self._count += 1
+        self.count += 1
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        children, logs = [], [str(self.directory / f"log{self._count}-{rank}") for rank in range(ranks)]
+        children, logs = [], [str(self.directory / f"log{self.count}-{rank}") for rank in range(ranks)]
         for rank, log in enumerate(logs):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}  # fmt: skip
             told = {name: str(value) for name, value in place.items()} | environment
             job = {"words": [*map(str, words)], "log": log, "before": before, "environment": told}
-            children.append(self._ask(job))
-        codes = [os.waitstatus_to_exitcode(self._ask({"wait": child})) for child in children]
+            children.append(self.ask(job))
+        codes = [os.waitstatus_to_exitcode(self.ask({"wait": child})) for child in children]
         assert len(set(codes)) == 1, (codes, [Path(f"{log}err").read_text()[-1500:] for log in logs])
         return Finished(codes[0], Path(f"{logs[0]}out").read_text(), Path(f"{logs[0]}err").read_text())
 
@@ -178,11 +161,6 @@ class Runs:
         if "teacher" in options:
             options["teacher"] = self.directory / options["teacher"]
         return words_for(self.directory / model, self.directory / "data.jsonl", out, **options)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
 
 
 @cache
@@ -210,6 +188,17 @@ def fresh_accelerator() -> Iterator[None]:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of its own, and no memory of the accelerator of the test before."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    with fresh_accelerator():
+        yield
 
 
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
