@@ -135,10 +135,6 @@ def _bigcode_heads(config: Any, layer: int) -> LayerHeads:
     return LayerHeads(query, 1 if config.multi_query else query, dim, dim)
 
 
-def _bigcode_edits(groups: int, heads: LayerHeads) -> Edits:
-    return {"multi_query": groups == 1}
-
-
 def _dbrx_heads(config: Any, layer: int) -> LayerHeads:
     query, dim = config.n_heads, config.d_model // config.n_heads
     return LayerHeads(query, config.attn_config.kv_n_heads, dim, dim)
@@ -166,108 +162,32 @@ def _zamba2_refusal(config: Any) -> str | None:
     return None
 
 
+_INKLING2_UNCHANGED = (
+    "wq_du", "wr_du", "wo_ud", "attn_sink_proj", "gate_attn", "q_l2_clip.scale", "rel_l2_clip.scale",
+    "rel_logits_proj.proj",
+)  # fmt: skip
 _INKLING2_CONVOLUTIONS: tuple[tuple[str, Role], ...] = (("k_sconv", "key"), ("v_sconv", "value"))
+
+_SEPARATE = (
+    "afmoe", "apertus", "arcee", "aria_text", "bamba", "cohere_compass_text", "cosmos3_edge_text", "cwm",
+    "deepseek_ocr2_text", "dots1", "emu3_text_model", "ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "eurobert",
+    "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe",
+    "glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text", "gpt_oss", "granite", "granite4_vision_text",
+    "granite_docling_text", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "helium", "higgs_audio_v2", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "hy_v3", "hyperclovax",
+    "internlm3", "iquestcoder", "jais2", "jamba", "kolibri1", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text",
+    "mellum", "minimax", "ministral", "ministral3", "mistral", "mixtral", "muse_glimmer_text", "muse_spark_text",
+    "nanochat", "nemotron", "olmo", "openai_privacy_filter", "paddleocr_vl_text", "phi", "phimoe", "qwen2",
+    "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
+    "solar_open", "starcoder2", "step3p5", "beam", "ultrabert", "vaultgemma", "voxtral_realtime_text", "csm", "evolla",
+    "unlimited_ocr_text",
+)  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
     Family(
         "separate k_proj and v_proj",
-        (
-            "afmoe",
-            "apertus",
-            "arcee",
-            "aria_text",
-            "bamba",
-            "cohere_compass_text",
-            "cosmos3_edge_text",
-            "cwm",
-            "deepseek_ocr2_text",
-            "dots1",
-            "emu3_text_model",
-            "ernie4_5",
-            "ernie4_5_moe",
-            "ernie4_5_vl_moe_text",
-            "eurobert",
-            "exaone4",
-            "exaone_moe",
-            "falcon_h1",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "gemma3n_text",
-            "glm",
-            "glm4",
-            "glm4_moe",
-            "glm4v_moe_text",
-            "glm4v_text",
-            "glm_image_text",
-            "glm_ocr_text",
-            "gpt_oss",
-            "granite",
-            "granite4_vision_text",
-            "granite_docling_text",
-            "granite_swa",
-            "granitemoe",
-            "granitemoe_swa",
-            "granitemoehybrid",
-            "granitemoeshared",
-            "helium",
-            "higgs_audio_v2",
-            "hunyuan_v1_dense",
-            "hunyuan_v1_moe",
-            "hunyuan_vl_text",
-            "hy_v3",
-            "hyperclovax",
-            "internlm3",
-            "iquestcoder",
-            "jais2",
-            "jamba",
-            "kolibri1",
-            "lfm2",
-            "lfm2_moe",
-            "lfm3",
-            "llama",
-            "llama4_text",
-            "mellum",
-            "minimax",
-            "ministral",
-            "ministral3",
-            "mistral",
-            "mixtral",
-            "muse_glimmer_text",
-            "muse_spark_text",
-            "nanochat",
-            "nemotron",
-            "olmo",
-            "openai_privacy_filter",
-            "paddleocr_vl_text",
-            "phi",
-            "phimoe",
-            "qwen2",
-            "qwen2_5_omni_text",
-            "qwen2_5_vl_text",
-            "qwen2_moe",
-            "qwen2_vl_text",
-            "qwen3",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_moe",
-            "qwen3_next",
-            "qwen3_omni_moe_text",
-            "qwen3_vl_moe_text",
-            "qwen3_vl_text",
-            "seed_oss",
-            "smollm3",
-            "solar_open",
-            "starcoder2",
-            "step3p5",
-            "beam",
-            "ultrabert",
-            "vaultgemma",
-            "voxtral_realtime_text",
-            "csm",
-            "evolla",
-            "unlimited_ocr_text",
-        ),
+        _SEPARATE,
         kv_fields=("num_key_value_heads", "num_attention_groups"),
     ),
     Family(
@@ -360,7 +280,7 @@ FAMILIES: tuple[Family, ...] = (
         when={"multi_query": False},
         rules=(Rule("c_attn", Fused("grouped", target=_fused_order)),),
         unchanged=("c_proj",),
-        edits=_bigcode_edits,
+        edits=lambda groups, heads: {"multi_query": groups == 1},
         attention=("attn",),
         heads=_bigcode_heads,
         allows=_one_or_all,
@@ -372,7 +292,7 @@ FAMILIES: tuple[Family, ...] = (
         when={"multi_query": True},
         rules=(Rule("c_attn", Fused("stacked", target=_fused_order)),),
         unchanged=("c_proj",),
-        edits=_bigcode_edits,
+        edits=lambda groups, heads: {"multi_query": groups == 1},
         attention=("attn",),
         heads=_bigcode_heads,
         allows=_one_or_all,
@@ -423,16 +343,7 @@ FAMILIES: tuple[Family, ...] = (
                 )
             ),
         ),
-        unchanged=(
-            "wq_du",
-            "wr_du",
-            "wo_ud",
-            "attn_sink_proj",
-            "gate_attn",
-            "q_l2_clip.scale",
-            "rel_l2_clip.scale",
-            "rel_logits_proj.proj",
-        ),
+        unchanged=_INKLING2_UNCHANGED,
         kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
         heads=_inkling_heads,
     ),
@@ -499,39 +410,6 @@ FAMILIES: tuple[Family, ...] = (
         note="the local encoder, decoder and patcher stay as they are",
     ),
 )
-
-_NO_FIELD = (
-    "transformers' class has no number of key/value heads, so a checkpoint with fewer would not load "
-    "(or, worse, would run and be wrong); use a sister model with grouped-query support"
-)
-_MLA = "multi-head latent attention: its cache holds one compressed vector a token, there are no KV heads to merge"
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots3_note",
-         "dots3_note_text", "glm4_moe_lite", "glm5_next", "glm5_next_text", "glm_moe_dsa", "hy_v4", "kimi_linear",
-         "kimi_k25", "longcat_flash", "minicpm3", "mistral4", "mistral_large4", "mistral_large4_text", "youtu"),
-        _MLA,
-    ),
-    **dict.fromkeys(
-        ("gpt2", "gpt_neox", "gpt_neox_japanese", "gptj", "gpt_neo", "codegen", "opt", "bloom", "mpt", "t5", "mt5",
-         "umt5", "longt5", "switch_transformers", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot",
-         "blenderbot-small", "plbart", "biogpt", "mvp", "led", "fsmt", "xglm", "persimmon", "openai-gpt", "ctrl",
-         "imagegpt", "bert", "roberta", "modernbert", "modernbert-decoder", "hrm_text", "xlnet", "xlm"),
-        _NO_FIELD,
-    ),
-    "whisper": "its num_key_value_heads is another name of the encoder's heads; the decoder has no number of KV heads",
-    "jetmoe": "it has H = G x top-k query heads by construction and repeats K and V in tiles, not in groups",
-    "zaya": "its convolutions mix the channels of queries and keys, which do not merge head by head",
-    "moonshine": "transformers reshapes its queries with the number of KV heads, so fewer of them fail in forward",
-    "moonshine_streaming": "transformers reshapes its queries with the number of KV heads, so fewer fail in forward",
-    "neomme": "its value embeddings hold KV heads outside the attention modules",
-    "esmc": "transformers requires as many KV heads as query heads",
-    **dict.fromkeys(
-        ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"),
-        "it has no attention: nothing to merge",
-    ),
-}  # fmt: skip
 
 # Models whose text part is one of the above: where in config.json it is described.
 _TEXT = ("text_config",)

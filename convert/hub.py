@@ -338,7 +338,7 @@ def _revisions(chain: list[BaseException], repo: str) -> str:
         return general
     try:
         refs = HfApi().list_repo_refs(repo)
-    except Exception:
+    except Exception:  # whatever the hub answers: this is only advice
         return general
     names = [ref.name for ref in [*refs.branches, *refs.tags]]
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -17,8 +17,9 @@ from functools import cached_property
 from typing import Any
 
 from gqa.convert.errors import CorruptError, RefusedError, explain, listing
-from gqa.convert.families import FAMILIES, NESTED, REFUSED, Edits, Family, find_family
+from gqa.convert.families import FAMILIES, NESTED, Edits, Family, find_family
 from gqa.convert.layout import LayerHeads
+from gqa.convert.refused import REFUSED
 
 MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")

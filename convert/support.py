@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gqa.convert.families import FAMILIES, NESTED, REFUSED
+from gqa.convert.families import FAMILIES, NESTED
+from gqa.convert.refused import REFUSED
 
 
 def families_text() -> str:

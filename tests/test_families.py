@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.families import FAMILIES, NESTED, REFUSED
+from gqa.convert.families import FAMILIES, NESTED
 from gqa.convert.layout import QUERY_ROLES
 from gqa.convert.methods import Merging
+from gqa.convert.refused import REFUSED
 
 TOLERANCE = 2e-5
 CONTROL = 100  # a wrong head order must be this many times worse than the tolerance
