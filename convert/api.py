@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,11 +109,13 @@ def convert_checkpoint(
         max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, maps=found,
     )  # fmt: skip
     target = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
-    if plan.lacks_maps:
-        from gqa.convert.find_maps import MapsOptions, Silent, with_maps
+    with ExitStack() as stack:
+        if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
+            from gqa.convert.find_maps import MapsOptions, Silent, with_maps
 
-        plan = with_maps(plan, target, lambda: calibration or MapsOptions(), Silent(), overwrite=overwrite)
-    return run_plan(plan, target, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
+            options = calibration or MapsOptions()
+            plan = stack.enter_context(with_maps(plan, target, options, Silent(), overwrite=overwrite))
+        return run_plan(plan, target, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
 
 
 def default_output(model: str, groups: int) -> Path:

@@ -83,6 +83,12 @@ class Bar:
         if self._bar is not None:
             self._bar.set_postfix_str(f"layer {index}/{layers}, error {error:.3g}")
 
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
@@ -132,11 +138,9 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
         )
     if not output.resolve().parent.is_dir():
         raise RefusedError(f"{output.parent} is no directory; give a file in one that exists")
-    start, bar = time.monotonic(), Bar(options["quiet"])
-    try:
+    start = time.monotonic()
+    with Bar(options["quiet"]) as bar:
         find_maps(plan, output, read_options(options), bar, overwrite=options["overwrite"])
-    finally:
-        bar.close()
     if not options["quiet"]:
         click.echo(bar.table() or "from the weights alone")
         click.echo(f"written     {output} in {time.monotonic() - start:.1f} s")

@@ -42,6 +42,10 @@ class CalibrationText:
                 progress(parts[-1].numel())
         return torch.cat(parts)
 
+    def identify(self) -> list[str]:
+        """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
+        return [s if is_self(s) else parse_sources((s,))[0].identify() for s in self.sources]
+
     def _shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
         fixed: dict[int, int] = {}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 import shlex
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from gqa.convert.checkpoint import TORCH_DTYPES
@@ -29,9 +32,36 @@ def command(plan: Plan) -> str:
     if plan.groups < plan.config.main.kv:
         words += ["--method", plan.merging.method]
         words += ["--seed", str(plan.merging.seed)] if plan.merging.method == "random" else []
+        words += _calibration(plan.merging.maps.description) if plan.merging.maps else []
     words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
     words += ["--revision", plan.checkpoint.revision] if plan.checkpoint.revision else []
     return shlex.join([*words, plan.checkpoint.hub_id or plan.checkpoint.name])
+
+
+def without_place(word: str) -> str:
+    """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
+    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
+    return option + (Path(path).name if Path(path).is_absolute() else path)
+
+
+def _calibration(told: Mapping[str, Any]) -> list[str]:
+    """The options that made maps, as far as the maps say."""
+    words: list[str] = []
+    if text := told.get("text"):
+        sources = ",".join(map(without_place, text["sources"]))
+        words += ["--calibration", sources, "--calibration-tokens", str(text["tokens"])]
+        words += ["--calibration-length", str(text["length"]), "--seed", str(text["seed"])]
+        words += ["--ridge", f"{told['ridge']:g}"]
+    if how := told.get("refinement"):
+        words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]
+        words += ["--refine-learning-rate", f"{how['learning_rate']:g}"]
+    return words
+
+
+def _told_of_maps(told: Mapping[str, Any]) -> dict[str, Any]:
+    text = told.get("text")
+    named = {"text": text | {"sources": [*map(without_place, text["sources"])]}} if text else {}
+    return {**told, **named}
 
 
 def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
@@ -57,6 +87,8 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
         | {"python": platform.python_version()},
     }
+    if plan.merging.maps:
+        record["maps"] = _told_of_maps(plan.merging.maps.description)
     if checksums:
         record["sha256"] = checksums
     return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
@@ -86,7 +118,9 @@ def model_card(plan: Plan, name: str) -> str:
         "none": f"with its own {main.kv} key/value heads: nothing was merged",
         "repeat": f"with {plan.groups} instead of {main.kv} key/value heads, each repeated: the same logits",
         "random": f"with {plan.groups} random instead of its {main.kv} key/value heads: a control, of no use untrained",
-    }.get(plan.method, f"with {plan.groups} instead of {main.kv} key/value heads, the {plan.method} of each group")
+        "mean": f"with {plan.groups} instead of {main.kv} key/value heads, the mean of each group",
+        "first": f"with {plan.groups} instead of {main.kv} key/value heads, the first of each group",
+    }.get(plan.method, f"with {plan.groups} instead of {main.kv} key/value heads, merged by the method {plan.method}")
     lines = [
         f"# {name}",
         "",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -135,9 +137,10 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
 
     out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
     start = time.monotonic()
-    if plan.lacks_maps:
-        plan = _find_maps(plan, Path(out), options)
-    with progress_bar(plan.total_bytes, "B", "converting", options["quiet"]) as bar:
+    with ExitStack() as stack:
+        if plan.lacks_maps:
+            plan = stack.enter_context(_found_maps(plan, Path(out), options))
+        bar = stack.enter_context(progress_bar(plan.total_bytes, "B", "converting", options["quiet"]))
         result = run_plan(
             plan,
             Path(out),
@@ -158,17 +161,16 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
         _say(f"pushed      {address}", options)
 
 
-def _find_maps(plan: Plan, out: Path, options: dict[str, Any]) -> Plan:
+@contextmanager
+def _found_maps(plan: Plan, out: Path, options: dict[str, Any]) -> Iterator[Plan]:
     from gqa.convert.find_maps import with_maps
 
     layers = Bar(options["quiet"])
-    try:
-        plan = with_maps(plan, out, lambda: read_options(options), layers, overwrite=options["overwrite"])
-    finally:
+    with layers, with_maps(plan, out, read_options(options), layers, overwrite=options["overwrite"]) as found:
         layers.close()
-    if table := layers.table():
-        _say(table, options)
-    return plan
+        if table := layers.table():
+            _say(table, options)
+        yield found
 
 
 def _say(text: str, options: dict[str, Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,6 +68,7 @@ class MapsOptions:
         }
         if method not in FROM_WEIGHTS:
             told |= {"text": asdict(self.text) | {"sources": list(self.text.sources)}, "ridge": self.ridge}
+            told["content"] = self.text.identify()
             told |= {"dtype": self.compute_dtype(plan), "device": self.device, "batch": self.batch}
         if method == "refined":
             told["refinement"] = asdict(self.refinement)
@@ -134,21 +135,18 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
     return open_maps(path)
 
 
+@contextmanager
 def with_maps(
-    plan: Plan, out: Path, options: Callable[[], MapsOptions], progress: Progress, *, overwrite: bool = False
-) -> Plan:
-    """The plan with the maps that it lacks. They live until the program ends. What would refuse `out` later does so
-    before they are sought.
+    plan: Plan, out: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False
+) -> Iterator[Plan]:
+    """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
+
+    What would refuse `out` later does so before they are sought.
     """
     OutputDirectory(out, plan.checkpoint.directory, overwrite)
-    place = Path(tempfile.mkdtemp(prefix="gqa-maps-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    try:
-        maps = find_maps(plan, place / "maps.safetensors", options(), progress)
-    except BaseException:
-        shutil.rmtree(place)
-        raise
-    return replace(plan, merging=replace(plan.merging, maps=maps))
+    with tempfile.TemporaryDirectory(prefix="gqa-maps-") as place:
+        maps = find_maps(plan, Path(place) / "maps.safetensors", options, progress)
+        yield replace(plan, merging=replace(plan.merging, maps=maps))
 
 
 def _resumed(parts: Path, told: dict[str, Any], overwrite: bool) -> int:

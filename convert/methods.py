@@ -7,9 +7,9 @@ The other methods look at the model: their maps are computed first (`gqa.convert
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gqa.convert.layout import QUERY_ROLES
 from gqa.convert.maps import HeadMaps
@@ -47,6 +47,8 @@ class Maps(Protocol):
 
     @property
     def names(self) -> frozenset[str]: ...
+    @property
+    def description(self) -> Mapping[str, Any]: ...
     def of(self, module: str) -> HeadMaps | None: ...
     def tensor(self, name: str) -> Tensor: ...
 

@@ -33,6 +33,7 @@ class InMemory:
     module: str
     maps: HeadMaps
     names: frozenset[str] = frozenset()
+    description: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, module: str) -> HeadMaps | None:
         return self.maps if module == self.module else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,9 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert.find_maps import Silent, find_maps
+from gqa.convert.calibration_text import CalibrationText
+from gqa.convert.card import _calibration, _told_of_maps
+from gqa.convert.find_maps import MapsOptions, Silent, find_maps
 from gqa.convert.refine import Refinement
 
 KEY = "model.layers.0.self_attn/key"
@@ -159,3 +162,41 @@ def test_a_device_that_is_not_there(made: tuple[Path, Path], tmp_path: Path) -> 
         assert result.code == 2, result.err
         assert f"--device {device} is not there; " in result.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_result_says_how_its_maps_were_made(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """The command in its card makes the same weights; no directory of this machine is in it."""
+    text = tmp_path / "secret" / "text.txt"
+    text.parent.mkdir()
+    text.write_text("x")
+    described = {"text": {"sources": [f"{text}@2", "self"], "tokens": 64, "length": 8, "seed": 3}, "ridge": 1e-3}
+    checkpoint, maps = made
+    out = convert_checkpoint(checkpoint, 2, tmp_path / "out", maps=maps).out
+    record = json.loads((out / "gqa_conversion.json").read_text())
+    assert record["maps"]["model"]
+    assert record["command"].startswith(f"gqa-convert --groups 2 --method {record['maps']['method']} ")
+    told = shlex.join(_calibration(described))
+    assert told.startswith("--calibration text.txt@2,self --calibration-tokens 64 --calibration-length 8 --seed 3 ")
+    assert "secret" not in told + json.dumps(_told_of_maps(described))
+    assert "merged by the method" in (out / "README.md").read_text()
+
+
+def test_what_tells_models_and_texts_apart(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also weights in .bin files, and a file of text that has changed since."""
+    pickled = []
+    for number in range(2):
+        place = Path(shutil.copytree(made[0], tmp_path / f"bin{number}"))
+        tensors = all_tensors(place)
+        for file in place.glob("*.safetensors*"):
+            file.unlink()
+        tensors["model.layers.0.self_attn.k_proj.weight"] += number
+        torch.save(tensors, place / "pytorch_model.bin")
+        plan = plan_conversion(place, 2, method="calibrated", headers_only=False)
+        pickled.append(MapsOptions().describe(plan)["model"])
+    assert pickled[0] != pickled[1]
+    text, told = tmp_path / "text.txt", []
+    for content in ("one", "two", "two"):
+        text.write_text(content)
+        told.append(CalibrationText((str(text), "self")).identify())
+    assert told[0] != told[1] == told[2]
+    assert told[0][1] == "self"

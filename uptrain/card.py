@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from gqa.convert.card import PROVENANCE, SOURCE_CARD, version
+from gqa.convert.card import PROVENANCE, SOURCE_CARD, version, without_place
 from gqa.convert.checkpoint import Checkpoint
 
 UPTRAINING = "gqa_uptraining.json"
@@ -33,12 +31,6 @@ def provenance(source: Checkpoint, words: Sequence[str], facts: dict[str, Any]) 
         "trained_before": _read_json(source, UPTRAINING),
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
-
-
-def without_place(word: str) -> str:
-    """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
-    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
-    return option + (Path(path).name if Path(path).is_absolute() else path)
 
 
 def _read_json(source: Checkpoint, name: str) -> Any:

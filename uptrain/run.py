@@ -22,13 +22,14 @@ from accelerate.utils import (
 )
 from transformers import AutoTokenizer, PreTrainedModel
 
+from gqa.convert.card import without_place
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
 from gqa.convert.hub import open_model
 from gqa.convert.loading import load_model, ranks
 from gqa.convert.writer import OutputDirectory
 from gqa.corpus.sources import is_self
-from gqa.uptrain.card import provenance, without_place
+from gqa.uptrain.card import provenance
 from gqa.uptrain.export import ADAPTER, METRICS, check_exportable, export, require_space
 from gqa.uptrain.feed import Feed, open_feed, open_heldout, open_self
 from gqa.uptrain.log import Log, plain
