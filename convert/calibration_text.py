@@ -12,13 +12,11 @@ from torch import Tensor
 
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
+from gqa.convert.model_config import read_config
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import is_self, parse_sources, self_tokens
 from gqa.corpus.tokens import Blocks, tokenise
-
-SAMPLING_BYTES = 1 << 30
-MOST_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
@@ -86,20 +84,16 @@ class CalibrationText:
 
     def _sampled(self, checkpoint: Checkpoint, tokens: int, device: str, progress: Callable[[int], None]) -> Tensor:
         from gqa.convert.loading import load_model
-        from gqa.convert.sampling import sample_blocks
+        from gqa.convert.self_samples import sampled_blocks
 
-        model = load_model(str(checkpoint.directory), dtype="float32" if device == "cpu" else "auto", device=device)
-        batch = _batch(checkpoint, self.length, model.dtype.itemsize)
-        return sample_blocks(model, tokens, self.length, seed=self.seed, batch=batch, progress=progress)
-
-
-def _batch(checkpoint: Checkpoint, length: int, itemsize: int) -> int:
-    """As many sequences as SAMPLING_BYTES hold caches for: a step takes hardly longer for more of them."""
-    from gqa.convert.kv_cache import checkpoint_cache
-
-    cache = checkpoint_cache(checkpoint)
-    each = cache.bytes_per_token // cache.bytes_per_number * itemsize * length
-    return max(1, min(MOST_SEQUENCES, SAMPLING_BYTES // each))
+        stored = read_config(checkpoint.config, checkpoint.name).text.dtype
+        dtype = torch.float32 if device == "cpu" or stored is None else stored
+        name = str(dtype).removeprefix("torch.")
+        found = sampled_blocks(
+            lambda: load_model(str(checkpoint.directory), dtype=name, device=device), dtype, checkpoint, self.length,
+            -(-tokens // self.length), self.seed, progress,
+        )  # fmt: skip
+        return torch.stack([torch.from_numpy(found[index]["input_ids"]) for index in range(len(found))])
 
 
 def _weight(source: str) -> float:
@@ -121,8 +115,6 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def checkpoint_vocabulary(checkpoint: Checkpoint) -> int:
-    from gqa.convert.model_config import read_config
-
     return int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
 
 

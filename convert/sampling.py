@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,17 +49,3 @@ def samples(model: Any, length: int, *, seed: int, batch: int) -> Iterator[Tenso
                     f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
                 ) from None
         yield ids.cpu()
-
-
-def sample_blocks(
-    model: Any, tokens: int, length: int, *, seed: int = 0, batch: int = 32, progress: Callable[[int], None]
-) -> Tensor:
-    """(N, length) sequences of at least `tokens` tokens in all."""
-    count = -(-tokens // length)
-    found: list[Tensor] = []
-    for drawn in samples(model, length, seed=seed, batch=min(batch, count)):
-        found.append(drawn)
-        progress(drawn.numel())
-        if sum(map(len, found)) >= count:
-            break
-    return torch.cat(found)[:count]

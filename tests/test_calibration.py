@@ -25,7 +25,7 @@ from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.calibration import Calibration, Calibrator
 from gqa.convert.find_maps import Silent, find_maps
 from gqa.convert.refine import Calls, Refinement, refine
-from gqa.convert.sampling import sample_blocks
+from gqa.convert.sampling import samples
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 
@@ -194,7 +194,7 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
 
 def test_samples_are_the_models_own(tmp_path: Path) -> None:
     """The same for a seed; what generation_config.json asks for (top-p, penalties, an end) is not done."""
-    plain = sample_blocks(load(SOURCE), 6 * 16, 16, seed=1, batch=4, progress=lambda tokens: None)
+    plain = next(samples(load(SOURCE), 16, seed=1, batch=6))
     assert plain.shape == (6, 16)
     assert (plain[:, 0] == 1).all(), "BOS"
     habits = copy_source(tmp_path)
@@ -202,9 +202,9 @@ def test_samples_are_the_models_own(tmp_path: Path) -> None:
         json.dumps({"do_sample": True, "top_p": 0.1, "top_k": 2, "temperature": 0.3, "repetition_penalty": 1.5,
                     "max_length": 5, "eos_token_id": [2, 3]})
     )  # fmt: skip
-    same = sample_blocks(load(habits), 6 * 16, 16, seed=1, batch=4, progress=lambda tokens: None)
+    same = next(samples(load(habits), 16, seed=1, batch=6))
     assert torch.equal(plain, same)
-    other = sample_blocks(load(SOURCE), 6 * 16, 16, seed=2, batch=4, progress=lambda tokens: None)
+    other = next(samples(load(SOURCE), 16, seed=2, batch=6))
     assert not torch.equal(plain, other)
 
 

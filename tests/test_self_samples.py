@@ -9,14 +9,14 @@ import pytest
 import torch
 from embedded import SOURCE, load
 
-import gqa.uptrain.self_samples as module
+import gqa.convert.self_samples as module
 from gqa.convert.checkpoint import read_checkpoint
 from gqa.convert.errors import RefusedError
-from gqa.convert.sampling import sample_blocks
+from gqa.convert.sampling import samples
+from gqa.convert.self_samples import SampledBlocks, sampled_blocks
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import is_self, self_tokens
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.self_samples import SampledBlocks, sampled_blocks
 
 SIZE = 12
 
@@ -35,7 +35,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sampled(teacher, n_blocks: int, seed: int = 0) -> tuple[SampledBlocks, list[int]]:
     told: list[int] = []
-    return sampled_blocks(teacher, read_checkpoint(SOURCE), SIZE, n_blocks, seed, told.append), told
+    found = sampled_blocks(lambda: teacher, teacher.dtype, read_checkpoint(SOURCE), SIZE, n_blocks, seed, told.append)
+    return found, told
 
 
 def ids(blocks: SampledBlocks) -> np.ndarray:
@@ -76,7 +77,7 @@ def test_seeds_and_sizes_have_samples_of_their_own(teacher, cache: Path) -> None
 
 def test_samples_look_like_what_the_model_predicts(teacher) -> None:
     """Its own samples cost it about what it says they cost (its entropy); random tokens cost far more."""
-    blocks = sample_blocks(teacher, 32 * 64, 64, progress=lambda tokens: None)
+    blocks = next(samples(teacher, 64, seed=0, batch=32))
     with torch.no_grad():
         logits = teacher(input_ids=blocks).logits[:, :-1].float().log_softmax(-1)
     cost = -logits.gather(-1, blocks[:, 1:, None]).mean()

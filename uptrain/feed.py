@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError
+from gqa.convert.self_samples import SampledBlocks, sampled_blocks
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.sources import Source, parse_source, parse_sources, self_tokens
 from gqa.corpus.tokens import Block, Blocks, concatenate, tokenise
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.self_samples import SampledBlocks, sampled_blocks
 from gqa.uptrain.training_model import Batch
 
 _ENDLESS = 2**62  # tokens of a stream
@@ -88,7 +88,8 @@ def open_self(options: TrainOptions, teacher: PreTrainedModel, checkpoint: Check
             f"{n_blocks * block_size:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
     steps = _steps(n_blocks, options, block_size)
-    blocks = sampled_blocks(teacher, checkpoint, block_size, steps * options.batch_size, options.seed)
+    count = steps * options.batch_size
+    blocks = sampled_blocks(lambda: teacher, teacher.dtype, checkpoint, block_size, count, options.seed)
     told = f"{blocks.n_blocks:,} blocks of {block_size:,} that {checkpoint.name} writes"
     return Feed(blocks, options.batch_size, steps, blocks.fingerprint, told)
 

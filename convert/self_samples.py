@@ -1,6 +1,6 @@
-"""`--data self:TOKENS`: the teacher writes the text. Sampled before training, a batch at a time, and kept.
+"""`self:TOKENS`: a model writes the text that it is calibrated on, or that its conversion learns from, and it is kept.
 
-What is kept is named by the teacher, the seed and the length of a block, so a longer run goes on where a shorter one
+What is kept is named by the model, the seed and the length of a block, so a longer run goes on where a shorter one
 ended, an interrupted one continues, and every rank and every resumed run reads the same.
 """
 
@@ -12,17 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
 from gqa.convert.attention import attention_modules
 from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.kv_cache import checkpoint_cache
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.model_config import read_config
 from gqa.convert.sampling import samples
 from gqa.corpus.tokens import Block
 
-_BATCH = 64  # sequences sampled together
+_BATCH = 64  # sequences sampled together at most
+_CACHE_BYTES = 1 << 30  # that their caches may fill
 
 
 @dataclass(frozen=True)
@@ -46,30 +49,38 @@ class SampledBlocks:
 
 
 def sampled_blocks(
-    model: PreTrainedModel,
+    load: Callable[[], PreTrainedModel],
+    dtype: torch.dtype,
     checkpoint: Checkpoint,
     size: int,
     n_blocks: int,
     seed: int,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> SampledBlocks:
-    """The first `n_blocks` that `model` (of `checkpoint`) writes, sampling those that are not there yet."""
+    """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1.
+
+    `load` gives the model, in `dtype`; it is called if some of them are not there yet.
+    Raises RefusedError where it cannot be sampled from.
+    """
     from datasets.config import HF_DATASETS_CACHE
 
     modules = attention_modules(checkpoint, read_config(checkpoint.config, checkpoint.name))
-    told = f"{fingerprint(checkpoint, modules)} {seed} {size} {_BATCH} {model.dtype}"
+    batch = _batch(checkpoint, size, dtype)
+    told = f"{fingerprint(checkpoint, modules)} {seed} {size} {batch} {dtype}"
     name = hashlib.sha256(told.encode()).hexdigest()[:32]
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"
     place.mkdir(parents=True, exist_ok=True)
     file = place / f"{name}.int32"
     with FileLock(f"{file}.lock"):
-        have = file.stat().st_size // (4 * size * _BATCH) if file.exists() else 0
-        wanted = -(-n_blocks // _BATCH)
+        have = file.stat().st_size // (4 * size * batch) if file.exists() else 0
+        wanted = -(-n_blocks // batch)
+        if wanted > have:
+            model = load()
         with file.open("r+b" if file.exists() else "w+b") as stream:
-            stream.truncate(4 * size * _BATCH * have)  # a batch that was not finished
+            stream.truncate(4 * size * batch * have)  # a batch that was not finished
             for number in range(have, wanted):
                 # A batch has a seed of its own: those before need not be sampled again.
-                ids = next(samples(model, size, seed=hash_seed(seed, number), batch=_BATCH))
+                ids = next(samples(model, size, seed=_hash_seed(seed, number), batch=batch))
                 stream.seek(0, 2)
                 stream.write(ids.numpy().astype(np.int32).tobytes())
                 stream.flush()
@@ -77,6 +88,13 @@ def sampled_blocks(
     return SampledBlocks(file, size, n_blocks, f"self {name}")
 
 
-def hash_seed(seed: int, number: int) -> int:
+def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
+    """As many sequences as _CACHE_BYTES hold keys and values for: a step takes hardly longer for more of them."""
+    cache = checkpoint_cache(checkpoint)
+    each = cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
+    return max(1, min(_BATCH, _CACHE_BYTES // each))
+
+
+def _hash_seed(seed: int, number: int) -> int:
     """The seed of one batch."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
