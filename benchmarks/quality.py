@@ -64,6 +64,7 @@ def convert(options: dict[str, Any], method: str, groups: int, out: Path) -> flo
     from gqa.convert import convert_checkpoint
     from gqa.convert.calibration_text import CalibrationText
     from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.methods import ALIGNING
     from gqa.convert.refine import Refinement
 
     text = CalibrationText(
@@ -72,10 +73,11 @@ def convert(options: dict[str, Any], method: str, groups: int, out: Path) -> flo
     refinement = Refinement(
         options["refine_steps"], options["refine_batch"], options["refine_learning_rate"], autocast=options["autocast"]
     )
+    grouping = options["grouping"] if method in ALIGNING else "contiguous"
     started = time.perf_counter()
     convert_checkpoint(
         options["model"], groups, out, method=method, dtype="float32", overwrite=True,
-        calibration=MapsOptions(text, refinement=refinement),
+        calibration=MapsOptions(text, refinement=refinement, grouping=grouping),
     )  # fmt: skip
     return time.perf_counter() - started
 
@@ -129,7 +131,8 @@ def report(figures: dict[str, Any]) -> None:
 @click.option("--refine-steps", type=int, default=200)
 @click.option("--refine-batch", type=int, default=16)
 @click.option("--refine-learning-rate", type=float, default=3e-3)
-@click.option("--autocast/--no-autocast", default=False, help="Refine with products in bfloat16.")
+@click.option("--autocast/--no-autocast", default=None, help="Refine with products in bfloat16.")
+@click.option("--grouping", default="contiguous")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(json_file: Path | None, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:

@@ -17,8 +17,9 @@ from gqa.convert.alignment import add_plain_key, shared_value
 from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError
-from gqa.convert.layout import QUERY_ROLES, Role
-from gqa.convert.maps import HeadMaps
+from gqa.convert.grouping import LayerMoments, find_order
+from gqa.convert.layout import QUERY_ROLES, LayerHeads, Role
+from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.methods import Merging
 from gqa.convert.plan import Plan, rules_beside
 from gqa.convert.procrustes import procrustes_key, procrustes_value
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from gqa.convert.layout import Merge
 
 
-def weight_maps(plan: Plan) -> Iterator[tuple[str, HeadMaps]]:
-    """The maps of one attention module after another, by `procrustes` or `aligned`."""
+def weight_maps(plan: Plan, search: bool = False) -> Iterator[tuple[str, HeadMaps]]:
+    """The maps of one attention module after another, by `procrustes` or `aligned`; `search` for the best groups."""
     symmetry = find_symmetry(plan.config.text)
     assert symmetry is not None
     beside = rules_beside(plan.config, plan.merging.method, plan.checkpoint.name)
     for module in attention_modules(plan.checkpoint, plan.config):
         if changes := module_changes(module, plan.config, plan.groups, beside):
-            yield module.path, _module_maps(plan, module, changes, symmetry)
+            yield module.path, _module_maps(plan, module, changes, symmetry, search)
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
@@ -57,7 +58,9 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
     return found
 
 
-def _module_maps(plan: Plan, module: AttentionModule, changes: list[Change], symmetry: Symmetry) -> HeadMaps:
+def _module_maps(
+    plan: Plan, module: AttentionModule, changes: list[Change], symmetry: Symmetry, search: bool
+) -> HeadMaps:
     heads = plan.config.heads(module.layer)
     groups = changes[0].groups
     m, repeat = heads.kv // groups, heads.query // heads.kv
@@ -65,11 +68,16 @@ def _module_maps(plan: Plan, module: AttentionModule, changes: list[Change], sym
     if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
         raise RefusedError(f"{module.path} of {plan.checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
     gain = norm_gain(plan.checkpoint, module, symmetry, stored["key"].shape[-1])
+    rotary = symmetry.rotary(plan.config.text, module.layer, heads.key_dim)
+    free_keys = symmetry.free_keys(plan.config.text)
+    order = None
+    if search:
+        order = find_order(_layer_moments(stored, gain, heads), groups, rotary, free_keys)
+        stored = _ordered(stored, order, heads)
     keys, key_means = _moments(stored, "key", gain, groups)
     values, _ = _moments(stored, "value", gain, groups)
     queries, _ = _moments(stored, "query", gain, heads.query)
     queries = queries.unflatten(0, (heads.kv, repeat)).sum(1)
-    rotary = symmetry.rotary(plan.config.text, module.layer, heads.key_dim)
     owner = torch.arange(m).repeat_interleave(repeat)
     key, query, value, output = [], [], [], []
     for j in range(groups):
@@ -85,10 +93,27 @@ def _module_maps(plan: Plan, module: AttentionModule, changes: list[Change], sym
         query.append(shared.query.repeat_interleave(repeat, 0))
         value.append(seen.value)
         output += list(seen.output)
-    maps = HeadMaps(torch.stack(key), torch.stack(value), torch.cat(query), torch.block_diag(*output))
-    if symmetry.free_keys(plan.config.text):
+    maps = HeadMaps(torch.stack(key), torch.stack(value), torch.cat(query), torch.block_diag(*output), order)
+    if free_keys:
         return maps
-    return HeadMaps(torch.full((groups, m), 1 / m), maps.value, None, maps.output)
+    return HeadMaps(torch.full((groups, m), 1 / m), maps.value, None, maps.output, order)
+
+
+def _layer_moments(stored: dict[str, Tensor], gain: Tensor, heads: LayerHeads) -> LayerMoments:
+    """Of all heads of a layer."""
+    repeat = heads.query // heads.kv
+    keys, key_means = _moments(stored, "key", gain, 1)
+    values, _ = _moments(stored, "value", gain, 1)
+    queries, _ = _moments(stored, "query", gain, heads.query)
+    gains = (stored["output"] @ stored["output"].mT).unflatten(0, (heads.kv, repeat)).sum(1)
+    return LayerMoments(keys[0], key_means[0], queries.unflatten(0, (heads.kv, repeat)).sum(1), values[0], gains)
+
+
+def _ordered(stored: dict[str, Tensor], order: tuple[int, ...] | None, heads: LayerHeads) -> dict[str, Tensor]:
+    if order is None:
+        return stored
+    rows = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
+    return {role: tensor[rows[len(tensor)]] for role, tensor in stored.items()}
 
 
 def _moments(stored: dict[str, Tensor], role: str, gain: Tensor, groups: int) -> tuple[Tensor, Tensor]:

@@ -64,9 +64,7 @@ def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, que
     real, imaginary = pairs(rotary)
     blocks = keys.view(heads, dim, heads, dim)
     moments = complex_moments(blocks, real, imaginary)
-    energy = queries.diagonal(dim1=1, dim2=2)
-    weight = (energy[:, real] + energy[:, imaginary]).T.clamp_min(0).sqrt()  # (F, m)
-    weight = weight.clamp_min(1e-3 * weight.amax(1, keepdim=True).clamp_min(1e-30))
+    weight = key_weights(queries, real, imaginary)
     vectors = torch.linalg.eigh(weight[:, :, None] * moments * weight[:, None, :])[1][:, :, -1]  # (F, m)
     combine = vectors.conj() * weight  # k* = sum_a combine_a k_a
     restore = vectors / weight  # k_a ~ restore_a k*
@@ -77,6 +75,13 @@ def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, que
     for head in range(heads):
         put_complex(key[:, head * dim : (head + 1) * dim], combine[:, head], real, imaginary)
         put_complex(query[head], restore[:, head].conj(), real, imaginary)
+
+
+def key_weights(queries: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
+    """(F, m) the root of each head's query energy at each frequency, floored so that no key is given up."""
+    energy = queries.diagonal(dim1=1, dim2=2)
+    weight = (energy[:, real] + energy[:, imaginary]).T.clamp_min(0).sqrt()
+    return weight.clamp_min(1e-3 * weight.amax(1, keepdim=True).clamp_min(1e-30))
 
 
 def complex_moments(blocks: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:

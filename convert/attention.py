@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.convert.checkpoint import TORCH_DTYPES, Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, listing
 from gqa.convert.families import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Rule
-from gqa.convert.layout import LayerHeads, Merge, Numbered
+from gqa.convert.layout import QUERY_ROLES, LayerHeads, Merge, Numbered
 from gqa.convert.methods import Merging
 from gqa.convert.model_config import ModelConfig, target_heads
 from gqa.convert.safetensors_header import TensorSpec
@@ -157,9 +157,11 @@ def module_changes(
             plain.append(Change(rule, (spec,), (spec.name,), heads, target, module.path))
     for template, members in numbered.items():
         members.sort(key=lambda member: int(re.findall(r"\d+", member[0])[-1]))
-        names = tuple(f"{module.path}.{template.replace('{head}', str(j))}" for j in range(target))
         rule = _rule_for(members[0][0], rules, config.text)
         assert rule is not None
+        assert isinstance(rule.layout, Numbered)
+        count = len(members) if rule.layout.role in QUERY_ROLES else target
+        names = tuple(f"{module.path}.{template.replace('{head}', str(j))}" for j in range(count))
         plain.append(Change(rule, tuple(spec for _, spec in members), names, heads, target, module.path))
     _check_keys_and_values(module, plain, config)
     for change in plain:  # shapes are checked also where nothing changes: a verified output is planned once more

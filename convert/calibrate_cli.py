@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.convert.console import CONTEXT_SETTINGS, progress_bar, run, version_option
-from gqa.convert.methods import ALIGNING
+from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
     from gqa.convert.find_maps import MapsOptions
@@ -22,6 +22,8 @@ _OPTIONS = [
                  help="In all; shared by SOURCE@WEIGHT."),
     click.option("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
                  help="Tokens of one block."),
+    click.option("--grouping", type=click.Choice(GROUPINGS), default="contiguous", show_default=True,
+                 help="Which heads share: neighbours, or those that lose least by it."),
     click.option("--ridge", type=click.FloatRange(min=0), default=1e-4, show_default=True,
                  help="Of the refit of the output projection."),
     click.option("--refine-steps", type=click.IntRange(min=1), default=200, show_default=True,
@@ -29,8 +31,10 @@ _OPTIONS = [
     click.option("--refine-batch", type=click.IntRange(min=1), default=16, show_default=True),
     click.option("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=3e-3,
                  show_default=True),
-    click.option("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
-                 help="To run layers in.  [default: float32 on a CPU, the model's own elsewhere]"),
+    click.option("--refine-precision", type=click.Choice(["no", "bf16"]), help="Of the products in refinement.  "
+                 "[default: bf16 where the device multiplies it natively]"),
+    click.option("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32",
+                 show_default=True, help="To run layers in; 16 bits blur what the converted layers lack."),
     click.option("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
 ]  # fmt: skip
 
@@ -53,10 +57,15 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
         CalibrationText(sources, options["calibration_tokens"], options["calibration_length"], options["seed"]),
         ridge=options["ridge"],
         refinement=Refinement(
-            options["refine_steps"], options["refine_batch"], options["refine_learning_rate"], seed=options["seed"]
+            options["refine_steps"],
+            options["refine_batch"],
+            options["refine_learning_rate"],
+            autocast=options["refine_precision"] and options["refine_precision"] == "bf16",
+            seed=options["seed"],
         ),
         device=find_device(options["device"]),
         dtype=options["calibration_dtype"],
+        grouping=options["grouping"],
     )
 
 

@@ -56,7 +56,9 @@ def calibrate_layer(
     drift = _drift(pair, streams, layer, own, attention)
     seen = _run_source(pair, streams, module, own, attention, symmetry)
     if symmetry:
-        maps, error = closed_form(pair, streams, module, own, attention, symmetry, seen.inputs, drift, how.ridge)
+        maps, error = closed_form(
+            pair, streams, module, own, attention, symmetry, seen.inputs, drift, how.ridge, how.search
+        )
     else:
         heads = pair.plan.config.heads(layer)
         maps, error = mean(heads.kv, heads.kv * pair.plan.groups // pair.plan.config.main.kv), float("nan")
@@ -169,11 +171,13 @@ class Calibration:
 
     ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
     refine: How layers are trained after their closed form; None where they are not.
+    search: Whether heads are grouped so that least is lost.
     batch: Blocks that go through a layer at a time.
     """
 
     ridge: float = 1e-4
     refine: Refinement | None = None
+    search: bool = False
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     batch: int = 8

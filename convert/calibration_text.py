@@ -87,7 +87,7 @@ class CalibrationText:
         from gqa.convert.self_samples import sampled_blocks
 
         stored = read_config(checkpoint.config, checkpoint.name).text.dtype
-        dtype = torch.float32 if device == "cpu" or stored is None else stored
+        dtype = torch.float32 if stored is None else stored
         name = str(dtype).removeprefix("torch.")
         found = sampled_blocks(
             lambda: load_model(str(checkpoint.directory), dtype=name, device=device), dtype, checkpoint, self.length,

@@ -46,7 +46,7 @@ def without_place(word: str) -> str:
 
 def _calibration(told: Mapping[str, Any]) -> list[str]:
     """The options that made maps, as far as the maps say."""
-    words: list[str] = []
+    words = ["--grouping", told["grouping"]] if told.get("grouping", "contiguous") != "contiguous" else []
     if text := told.get("text"):
         sources = ",".join(map(without_place, text["sources"]))
         words += ["--calibration", sources, "--calibration-tokens", str(text["tokens"])]
@@ -55,6 +55,7 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
     if how := told.get("refinement"):
         words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]
         words += ["--refine-learning-rate", f"{how['learning_rate']:g}"]
+        words += ["--refine-precision", "bf16" if how["autocast"] else "no"]
     return words
 
 

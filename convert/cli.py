@@ -112,13 +112,15 @@ def command(model: str, groups: int, **options: Any) -> None:
 
     from gqa.convert.hub import check_push, open_model
     from gqa.convert.maps_file import open_maps
-    from gqa.convert.plan import make_plan
+    from gqa.convert.plan import check_grouping, make_plan
 
     maps = open_maps(Path(options["maps"])) if options["maps"] else None
     method = maps.method if maps else options["method"]
 
     def plan_for(checkpoint: Checkpoint) -> Plan:
-        return make_plan(checkpoint, groups, method, options["seed"], options["dtype"], options["max_shard_size"], maps)
+        plan = make_plan(checkpoint, groups, method, options["seed"], options["dtype"], options["max_shard_size"], maps)
+        check_grouping(plan, "contiguous" if maps else options["grouping"])
+        return plan
 
     if options["push_to_hub"] and not options["dry_run"]:
         check_push(options["push_to_hub"], private=not options["public"])

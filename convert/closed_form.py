@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from gqa.convert.alignment import ridge, shared_key, shared_value
 from gqa.convert.attention import AttentionModule
+from gqa.convert.grouping import LayerMoments, find_order
 from gqa.convert.layerwise import Stop, watched
 from gqa.convert.layout import LayerHeads
-from gqa.convert.maps import HeadMaps
+from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
 from gqa.convert.symmetries import Rotary, Symmetry
 
@@ -41,7 +42,7 @@ class Moments:
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor) -> None:
         """(B, H, T, d) queries, (B, Hk, T, d) keys, (B, Hk, T, e) values, (B, H, T) what errors of scores do."""
-        groups = len(self.keys)
+        groups = len(self.keys)  # one for the whole layer
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
         rows = keys.flatten(1, 2).double()  # (G, n, m d)
         self.keys += (rows.mT @ rows).cpu()
@@ -51,6 +52,26 @@ class Moments:
         rows = (q * significance.sqrt().unsqueeze(-1)).transpose(0, 1).flatten(1, 2).double()  # (H, n, d)
         self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1).cpu()
         self.count += q.shape[0] * q.shape[2]
+
+    def of_layer(self, w_o: Tensor) -> LayerMoments:
+        """What grouping looks at, of moments of one group; w_o (H, e, D)."""
+        n, kv = self.count, len(self.queries)
+        gains = (w_o.double() @ w_o.double().mT).unflatten(0, (kv, -1)).sum(1)
+        return LayerMoments(self.keys[0] / n, self.key_means[0] / n, self.queries / n, self.values[0] / n, gains)
+
+    def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
+        """Of one group -> those of `groups` groups of heads in that order."""
+        heads = torch.tensor(order).view(groups, -1)
+
+        def rows(dim: int) -> Tensor:  # (G, m d)
+            return (heads[:, :, None] * dim + torch.arange(dim)).flatten(1)
+
+        def blocks(matrix: Tensor) -> Tensor:
+            index = rows(len(matrix) // len(order))
+            return matrix[index[:, :, None], index[:, None, :]]
+
+        means = self.key_means[0][rows(self.key_means.shape[1] // len(order))]
+        return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]), self.count)
 
 
 def significance_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, w_o: Tensor) -> Tensor:
@@ -94,6 +115,7 @@ def closed_form(
     targets: Tensor,
     drift: Tensor,
     strength: float,
+    search: bool = False,
 ) -> tuple[HeadMaps, float]:
     """Keys, then values as the merged attention sees them, then the refit of W_O; with the relative error that is left.
 
@@ -102,21 +124,30 @@ def closed_form(
         targets: (N, T, H * e) what the source's W_O is given on the source's own stream.
         drift: (N, T, D) what W_O should give beside that, see `gqa.convert.calibration`.
         strength: Of the ridge.
+        search: Whether heads are regrouped, all of them being moved together with what belongs to them.
     """
-    heads, layer = pair.plan.config.heads(module.layer), module.layer
-    groups = heads.kv * pair.plan.groups // pair.plan.config.main.kv
+    config, layer = pair.plan.config, module.layer
+    heads = config.heads(layer)
+    groups = heads.kv * pair.plan.groups // config.main.kv
     w_o = _output_weight(pair, module, symmetry).unflatten(0, (heads.query, heads.value_dim))
-    moments, values = _watch_source(pair, streams, layer, own, attention, Moments.zeros(heads, groups), w_o)
-    rotary = symmetry.rotary(pair.plan.config.text, layer, heads.key_dim)
-    maps = _key_maps(moments, heads, groups, rotary, symmetry.free_keys(pair.plan.config.text))
-    maps = _value_maps(pair, streams, module, maps, moments, values, symmetry)
-    return _refit(pair, streams, module, maps, symmetry, targets, drift, strength)
+    moments = Moments.zeros(heads, 1 if search else groups)
+    values = _watch_source(pair, streams, layer, own, attention, moments, w_o)
+    rotary, free_keys = symmetry.rotary(config.text, layer, heads.key_dim), symmetry.free_keys(config.text)
+    order = find_order(moments.of_layer(w_o), groups, rotary, free_keys) if search else None
+    if search:
+        moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
+    if order:
+        values, rows = [v[:, order] for v in values], query_order(order, heads.query)
+        w_o, targets = w_o[rows], targets.unflatten(-1, (heads.query, -1))[:, :, rows].flatten(2)
+    maps = replace(_key_maps(moments, heads, groups, rotary, free_keys), order=order)
+    maps = _value_maps(pair, streams, module, maps, moments, values, w_o.double())
+    return _refit(pair, streams, module, maps, symmetry, targets, drift, strength, w_o.double().flatten(0, 1))
 
 
 def _watch_source(
     pair: Pair, streams: Streams, layer: int, own: nn.Module, attention: nn.Module, moments: Moments, w_o: Tensor
-) -> tuple[Moments, list[Tensor]]:
-    """Moments of the source's heads on the converted stream, and all values (B, Hk, T, e)."""
+) -> list[Tensor]:
+    """Adds up moments of the source's heads on the converted stream; returns all values (B, Hk, T, e)."""
     values: list[Tensor] = []
 
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
@@ -129,7 +160,7 @@ def _watch_source(
     with watched(attention, attend), torch.no_grad():
         for _, hidden, given in pair.batches(streams.converted, layer):
             until_stop(own, hidden, given)
-    return moments, values
+    return values
 
 
 def _key_maps(moments: Moments, heads: LayerHeads, groups: int, rotary: Rotary, free_keys: bool) -> HeadMaps:
@@ -157,9 +188,9 @@ def _value_maps(
     maps: HeadMaps,
     moments: Moments,
     values: Sequence[Tensor],
-    symmetry: Symmetry,
+    w_o: Tensor,
 ) -> HeadMaps:
-    """Shared values from what every query head sees of the stacked values under the merged attention."""
+    """Shared values from what every query head sees of the stacked values under the merged attention; w_o (H, e, D)."""
     heads = pair.plan.config.heads(module.layer)
     groups, e = len(moments.values), heads.value_dim
     m, repeat = heads.kv // groups, heads.query // heads.kv
@@ -179,7 +210,6 @@ def _value_maps(
     with watched(attention, attend), torch.no_grad():
         for _, hidden, given in pair.batches(streams.converted, module.layer):
             until_stop(changed, hidden, given)
-    w_o = _output_weight(pair, module, symmetry).double().unflatten(0, (heads.query, e))  # (H, e, D)
     owner = torch.arange(m).repeat_interleave(repeat)
     value, output = [], []
     for j in range(groups):
@@ -187,7 +217,7 @@ def _value_maps(
         found = shared_value(seen[of] / moments.count, moments.values[j] / moments.count, w_o[of] @ w_o[of].mT, owner)
         value.append(found.value)
         output += list(found.output)
-    return HeadMaps(maps.key, torch.stack(value), maps.query, torch.block_diag(*output))
+    return replace(maps, value=torch.stack(value), output=torch.block_diag(*output))
 
 
 def _output_weight(pair: Pair, module: AttentionModule, symmetry: Symmetry) -> Tensor:
@@ -205,13 +235,15 @@ def _refit(
     targets: Tensor,
     drift: Tensor,
     strength: float,
+    w_o: Tensor,
 ) -> tuple[HeadMaps, float]:
-    """W_O once more, in least squares over all heads, from what the merged heads really give; with the error left."""
+    """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give; with the error
+    left.
+    """
     assert maps.output is not None
-    changed = pair.load_target(module, pair.weights(module, HeadMaps(maps.key, maps.value, maps.query)))
+    changed = pair.load_target(module, pair.weights(module, replace(maps, output=None)))
     output = pair.projection(pair.target, module, symmetry.output.tensor)
     width = len(maps.output)
-    w_o = _output_weight(pair, module, symmetry).double()
     inverse = torch.linalg.pinv(w_o).to(targets.dtype)  # what W_O turns into the drift is asked for on top
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     wanted = torch.zeros_like(gram)
@@ -235,4 +267,4 @@ def _refit(
         return float((w_o.T @ matrix @ w_o).trace())
 
     left = found @ gram @ found.T - found @ cross - cross.T @ found.T + wanted
-    return HeadMaps(maps.key, maps.value, maps.query, found), energy(left) / max(energy(wanted), 1e-300)
+    return replace(maps, output=found), energy(left) / max(energy(wanted), 1e-300)

@@ -23,7 +23,7 @@ from gqa.convert.errors import RefusedError
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
 from gqa.convert.pair import Streams
-from gqa.convert.plan import Plan
+from gqa.convert.plan import Plan, check_grouping
 from gqa.convert.refine import Refinement
 from gqa.convert.writer import OutputDirectory
 
@@ -48,14 +48,15 @@ class Silent:
 
 @dataclass(frozen=True)
 class MapsOptions:
-    """How maps are found; of the weights-only methods nothing of this matters."""
+    """How maps are found; of the weights-only methods only `grouping` matters."""
 
     text: CalibrationText = field(default_factory=CalibrationText)
     ridge: float = 1e-4
     refinement: Refinement = field(default_factory=Refinement)
     device: str = field(default_factory=lambda: default_device())
-    dtype: str | None = None
+    dtype: str = "float32"
     batch: int = 8
+    grouping: str = "contiguous"
 
     def describe(self, plan: Plan) -> dict[str, Any]:
         """What decides the maps, as JSON."""
@@ -63,26 +64,38 @@ class MapsOptions:
         told: dict[str, Any] = {
             "method": method,
             "groups": plan.groups,
+            "grouping": self.grouping,
             "name": plan.checkpoint.hub_id or plan.checkpoint.name,
             "model": fingerprint(plan.checkpoint, attention_modules(plan.checkpoint, plan.config)),
         }
         if method not in FROM_WEIGHTS:
             told |= {"text": asdict(self.text) | {"sources": list(self.text.sources)}, "ridge": self.ridge}
             told["content"] = self.text.identify()
-            told |= {"dtype": self.compute_dtype(plan), "device": self.device, "batch": self.batch}
+            told |= {"dtype": self.dtype, "device": self.device, "batch": self.batch}
         if method == "refined":
-            told["refinement"] = asdict(self.refinement)
+            told["refinement"] = asdict(self.training)
         return told
 
-    def compute_dtype(self, plan: Plan) -> str:
-        """float32 on a processor, whose bfloat16 is slower; elsewhere what the model is stored in."""
-        return self.dtype or ("float32" if self.device == "cpu" else str(plan.config.text.dtype or "float32"))
+    @property
+    def training(self) -> Refinement:
+        """The refinement, in bfloat16 where nothing is said and the device multiplies it faster."""
+        if self.refinement.autocast is not None:
+            return self.refinement
+        return replace(self.refinement, autocast=native_bfloat16(self.device))
 
 
 def default_device() -> str:
     """A GPU where there is one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return found.type if found else "cpu"
+
+
+def native_bfloat16(device: str) -> bool:
+    """Whether the device multiplies bfloat16 by itself, not by way of float32."""
+    if device == "cpu":
+        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
+    return device.startswith("cuda") and torch.cuda.is_bf16_supported()
 
 
 def find_device(name: str | None) -> str:
@@ -101,10 +114,12 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
     """
     if path.exists() and not overwrite:
         raise RefusedError(f"{path} exists; give another name or --overwrite")
+    check_grouping(plan, options.grouping)
+    search = options.grouping == "search"
     told = options.describe(plan)
     if plan.merging.method in FROM_WEIGHTS:
         maps = {}
-        for module, found in weight_maps(plan):
+        for module, found in weight_maps(plan, search):
             maps[module] = found
             progress.layer(len(maps), plan.config.layers, float("nan"))
         save_maps(path, maps, {}, told)
@@ -113,8 +128,8 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
     first = _resumed(parts, told, overwrite)
     blocks = options.text.blocks(plan.checkpoint, options.device, progress.update)
     how = Calibration(
-        options.ridge, options.refinement if plan.merging.method == "refined" else None, options.device,
-        getattr(torch, options.compute_dtype(plan).removeprefix("torch.")), options.batch,
+        options.ridge, options.training if plan.merging.method == "refined" else None, search, options.device,
+        getattr(torch, options.dtype), options.batch,
     )  # fmt: skip
     calibrator = Calibrator(plan, blocks, how, _saved_streams(parts, first))
     parts.mkdir(exist_ok=True)

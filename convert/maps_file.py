@@ -147,6 +147,9 @@ def check_shapes(maps: MapsFile, changes: Iterable[Change], shapes: Mapping[str,
             if (found := maps.shape(name)) not in allowed:
                 what = f"has {name} {list(found)}" if found else f"has no {name}"
                 raise CorruptError(f"--maps {maps.path} {what}; make it again with gqa-calibrate")
+        order = f"{change.module}/order"
+        if order in maps.names and sorted(maps.tensor(order).tolist()) != list(range(heads.kv)):
+            raise CorruptError(f"--maps {maps.path} has {order} that is no order; make it again with gqa-calibrate")
 
 
 def fingerprint(checkpoint: Checkpoint, modules: list[AttentionModule]) -> str:

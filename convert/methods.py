@@ -39,6 +39,7 @@ def first(kv: int, groups: int) -> HeadMaps:
 
 POOLING: dict[str, Callable[[int, int], HeadMaps]] = {"mean": mean, "first": first}
 ALIGNING = ("procrustes", "aligned", "calibrated", "refined")
+GROUPINGS = ("contiguous", "search")
 METHODS = (*POOLING, "random", *ALIGNING)
 
 

@@ -170,6 +170,23 @@ def rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...
     return tuple(Rule(tensor, Untouched()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
 
+def check_grouping(plan: Plan, grouping: str) -> None:
+    """Raises RefusedError where heads cannot change places to be grouped."""
+    if grouping == "contiguous" or plan.groups >= plan.config.main.kv:
+        return
+    if plan.merging.method not in ALIGNING:
+        raise RefusedError(
+            f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
+            f"use --method {alternatives(ALIGNING)}"
+        )
+    symmetry = find_symmetry(plan.config.text)
+    if symmetry is None or not symmetry.regroups(plan.config.text):
+        raise RefusedError(
+            f"--grouping search cannot move the heads of {plan.checkpoint.name}: the attention of "
+            f"{plan.config.text.model_type} ties something to their places; use --grouping contiguous"
+        )
+
+
 def check_groups(config: ModelConfig, groups: int, name: str) -> None:
     """Refuse a number of groups that the model cannot have, listing those it can."""
     allowed = valid_groups(config)

@@ -28,7 +28,7 @@ class Refinement:
     batch: int = 16
     learning_rate: float = 3e-3
     heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
-    autocast: bool = False  # bfloat16 products
+    autocast: bool | None = None  # bfloat16 products; None: where the device is faster at them (`find_maps`)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ def refine(
     scale = targets.float().square().mean().clamp_min(1e-30).to(device)
 
     def loss(rows: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=how.autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
             output = calls.call(module, weights, hidden[rows].to(device))
         return (output.float() - targets[rows].to(device).float()).square().mean() / scale
 

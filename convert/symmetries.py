@@ -10,11 +10,11 @@ transformers class by the tests: scrambled within the symmetry the logits stay, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gqa.convert.families import Rule
-from gqa.convert.layout import Separate
+from gqa.convert.layout import Numbered, Separate
 
 Pairing = Literal["half", "interleaved"]
 _QUERY = Rule("q_proj", Separate("query"))
@@ -59,6 +59,7 @@ class Symmetry:
     free_keys: Whether the keys of a config can be aligned; a norm between the projections and the scores forbids it.
     holds: Whether any of this is true of a config; what clips values or gates each of their dimensions forbids it.
     per_query: Further tensors that belong to query heads, and so move with them when heads are regrouped.
+    regroups: Whether heads can change places; what depends on their number (ALiBi) forbids it.
     """
 
     model_types: tuple[str, ...]
@@ -71,6 +72,7 @@ class Symmetry:
     free_keys: Callable[[Any], bool] = _always
     holds: Callable[[Any], bool] = _always
     per_query: tuple[Rule, ...] = ()
+    regroups: Callable[[Any], bool] = _always
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -126,7 +128,13 @@ def find_symmetry(config: Any) -> Symmetry | None:
     return next((symmetry for symmetry in SYMMETRIES if symmetry.matches(config)), None)
 
 
-_SINKS = (Rule("sinks", Separate("query", width="one"), projection=False),)
+def _per_head(tensor: str) -> tuple[Rule, ...]:
+    """One row for each query head."""
+    return (Rule(tensor, Separate("query", width="one"), projection=False),)
+
+
+_Q_NORM = (Rule("q_norm", Separate("query"), projection=False),)  # over all heads
+_NUMBERED_Q_NORMS = (Rule("q_layernorm.norms.{head}", Numbered("query"), projection=False),)
 _DENSE = Rule("dense", Separate("output", axis=1))
 
 _LIKE_LLAMA = (
@@ -144,7 +152,7 @@ SYMMETRIES: tuple[Symmetry, ...] = (
         _rotated,
     ),
     Symmetry(("glm4_moe",), _rotated, free_keys=_without("use_qk_norm")),
-    Symmetry(("stablelm",), _rotated, free_keys=_without("qk_layernorm")),
+    Symmetry(("stablelm",), _rotated, free_keys=_without("qk_layernorm"), per_query=_NUMBERED_Q_NORMS),
     Symmetry(("olmo",), _rotated, holds=_without("clip_qkv")),
     Symmetry(("granitemoehybrid",), _if_rope),
     Symmetry(("gemma", "gemma2", "vaultgemma", "nemotron"), _rotated, one_plus=True),
@@ -152,8 +160,8 @@ SYMMETRIES: tuple[Symmetry, ...] = (
     Symmetry(("smollm3",), _listed),
     Symmetry(("jamba",), _never),
     Symmetry(("nemotron_h",), _never, norms=("norm",)),
-    Symmetry(("gpt_oss", "granite_swa", "granitemoe_swa"), _rotated, per_query=_SINKS),
-    Symmetry(("openai_privacy_filter",), _rotated, pairing="interleaved", per_query=_SINKS),
+    Symmetry(("gpt_oss", "granite_swa", "granitemoe_swa"), _rotated, per_query=_per_head("sinks")),
+    Symmetry(("openai_privacy_filter",), _rotated, pairing="interleaved", per_query=_per_head("sinks")),
     Symmetry(
         (
             "ernie4_5",
@@ -168,12 +176,25 @@ SYMMETRIES: tuple[Symmetry, ...] = (
         _rotated,
         pairing="interleaved",
     ),
-    Symmetry(("cohere",), _rotated, pairing="interleaved", free_keys=_without("use_qk_norm")),
+    Symmetry(
+        ("cohere",),
+        _rotated,
+        pairing="interleaved",
+        free_keys=_without("use_qk_norm"),
+        per_query=_per_head("q_norm"),
+    ),
     Symmetry(("cohere2", "cohere2_moe"), _sliding, pairing="interleaved"),
     Symmetry(("llama4_text",), _listed, pairing="interleaved", free_keys=_without("use_qk_norm")),
     Symmetry(("phi",), _rotated, output=_DENSE, free_keys=_without("qk_layernorm")),
     Symmetry(("phi3", "phi4_multimodal"), _rotated, query=None),
-    Symmetry(("falcon",), _unless_alibi, query=None, output=_DENSE, norms=("ln_attn", "input_layernorm")),
+    Symmetry(
+        ("falcon",),
+        _unless_alibi,
+        query=None,
+        output=_DENSE,
+        norms=("ln_attn", "input_layernorm"),
+        regroups=_without("alibi"),
+    ),
     Symmetry(
         ("moshi",),
         _rotated,
@@ -183,17 +204,14 @@ SYMMETRIES: tuple[Symmetry, ...] = (
     Symmetry(("gpt_bigcode",), _never, query=None, output=Rule("c_proj", Separate("output", axis=1)), norms=("ln_1",)),
     Symmetry(
         (
-            "chameleon",
             "dots1",
             "exaone_moe",
-            "flint",
             "hunyuan_v1_dense",
             "hunyuan_v1_moe",
             "hunyuan_vl_text",
             "hy_v3",
             "kolibri1",
             "mellum",
-            "minimax_m2",
             "nanochat",
             "qwen3",
             "qwen3_moe",
@@ -204,11 +222,17 @@ SYMMETRIES: tuple[Symmetry, ...] = (
         _rotated,
         free_keys=_fixed,
     ),
-    Symmetry(("exaone4", "flex_olmo", "olmo2", "olmo3", "olmo_hybrid"), _rotated, norms=(), free_keys=_fixed),
+    Symmetry(("chameleon",), _rotated, free_keys=_fixed, per_query=_per_head("q_norm")),
+    Symmetry(("flint",), _rotated, free_keys=_fixed, per_query=_per_head("softmax_offset")),
+    Symmetry(("minimax_m2",), _rotated, free_keys=_fixed, per_query=_Q_NORM),
+    Symmetry(("exaone4",), _rotated, norms=(), free_keys=_fixed),
+    Symmetry(("flex_olmo", "olmo2", "olmo3", "olmo_hybrid"), _rotated, norms=(), free_keys=_fixed, per_query=_Q_NORM),
     Symmetry(("apertus",), _rotated, norms=("attention_layernorm",), free_keys=_fixed),
-    Symmetry(("laguna",), _rotated, free_keys=_fixed, holds=_gated_by_head),
-    Symmetry(("step3p5",), _rotated, one_plus=True, free_keys=_fixed, holds=_gated_by_head),
-    Symmetry(("olmoe",), _rotated, free_keys=_fixed, holds=_without("clip_qkv")),
+    Symmetry(("laguna",), _rotated, free_keys=_fixed, holds=_gated_by_head, per_query=_per_head("g_proj")),
+    Symmetry(
+        ("step3p5",), _rotated, one_plus=True, free_keys=_fixed, holds=_gated_by_head, per_query=_per_head("g_proj")
+    ),
+    Symmetry(("olmoe",), _rotated, free_keys=_fixed, holds=_without("clip_qkv"), per_query=_Q_NORM),
     Symmetry(("gemma3_text", "minimax_m3_vl_text"), _rotated, one_plus=True, free_keys=_fixed),
     Symmetry(
         ("lfm2", "lfm2_moe"),
@@ -217,7 +241,7 @@ SYMMETRIES: tuple[Symmetry, ...] = (
         norms=("operator_norm",),
         free_keys=_fixed,
     ),
-    Symmetry(("lfm3",), _rotated, norms=("operator_norm",), free_keys=_fixed),
+    Symmetry(("lfm3",), _rotated, norms=("operator_norm",), free_keys=_fixed, per_query=_per_head("gate_proj")),
     Symmetry(
         ("molmo2_text",),
         _rotated,
@@ -225,5 +249,6 @@ SYMMETRIES: tuple[Symmetry, ...] = (
         output=Rule("attn_out", Separate("output", axis=1)),
         norms=("attn_norm",),
         free_keys=_fixed,
+        per_query=(replace(_Q_NORM[0], when=("qk_norm_type", "olmo")),),
     ),
 )

@@ -34,6 +34,10 @@ NAMES = {
     "per_head": ("query_key_value", "c_attn"),
 }
 
+# One row of numbers, or several, for each query or key head; of the head dimension where all heads share them.
+QUERY_ROWS = ("sinks", "softmax_offset", "q_norm.weight", "q_norm.bias", "g_proj.weight", "gate_proj.weight")
+KEY_ROWS = ("k_norm.weight", "k_norm.bias")
+
 
 @dataclass(frozen=True)
 class Ids(CalibrationText):
@@ -77,6 +81,40 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
         ]  # fmt: skip
         values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
         _move(stored, module.path, heads, keys, values)
+    for path, tensors in files.items():
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def rearrange(directory: Path, order: Sequence[int]) -> None:
+    """Key/value heads change places, with all that belongs to them and to their query heads."""
+    checkpoint = open_model(str(directory))
+    config = read_config(checkpoint.config, "rearranged")
+    files = {path: load_file(path) for path in directory.glob("*.safetensors")}
+    stored = {name: tensors for tensors in files.values() for name in tensors}
+    for module in attention_modules(checkpoint, config):
+        heads = config.heads(module.layer)
+        repeat = heads.query // heads.kv
+        kv = list(order)
+        queries = [head * repeat + i for head in kv for i in range(repeat)]
+        stacked = [*queries, *(heads.query + head for head in kv), *(heads.query + heads.kv + head for head in kv)]
+        per_head = [head * (repeat + 2) + i for head in kv for i in range(repeat + 2)]
+        rows = {"query": queries, "key": kv, "value": kv, "stacked": stacked, "per_head": per_head}
+        for role, places in rows.items():
+            for name in (f"{module.path}.{name}.{kind}" for name in NAMES[role] for kind in ("weight", "bias")):
+                _replace(stored, name, lambda t, at=places: t.unflatten(0, (len(at), -1))[at].flatten(0, 1))
+        for name in NAMES["output"]:
+            _replace(stored, f"{module.path}.{name}.weight",
+                     lambda t, at=queries: t.unflatten(1, (len(at), -1))[:, at].flatten(1))  # fmt: skip
+        for places, names in ((queries, QUERY_ROWS), (kv, KEY_ROWS)):
+            for name in (f"{module.path}.{name}" for name in names):
+                if name in stored and stored[name][name].shape != (heads.key_dim,):
+                    _replace(stored, name, lambda t, at=places: t.unflatten(0, (len(at), -1))[at].flatten(0, 1))
+        for places, norms in ((queries, "q_layernorm.norms"), (kv, "k_layernorm.norms")):
+            names = [f"{module.path}.{norms}.{head}.weight" for head in range(len(places))]
+            if names[0] in stored:
+                before = [stored[name][name] for name in names]
+                for name, head in zip(names, places, strict=True):
+                    stored[name][name] = before[head]
     for path, tensors in files.items():
         save_file(tensors, path, metadata={"format": "pt"})
 
@@ -141,4 +179,4 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / (expected.max() - expected.min()))
 
 
-__all__: Sequence[str] = ("Ids", "on_ids", "relative", "scramble")
+__all__: Sequence[str] = ("Ids", "on_ids", "rearrange", "relative", "scramble")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from scrambled import Ids, on_ids, relative, scramble
+from scrambled import Ids, on_ids, rearrange, relative, scramble
 from test_families import all_tensors, attention_of, load, write_checkpoint
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ UNSERVED = {
     "voxtral_realtime_text": "it is no model of its own",
 }
 TYPES = sorted(model_type for symmetry in SYMMETRIES for model_type in symmetry.model_types)
+SEVERAL = ("llama+bias", "gpt_oss", "cohere", "phi3", "qwen3", "mixtral", "olmo2")
 
 
 def _other(name: str, suffix: str, **options: object) -> Tiny:
@@ -131,18 +132,44 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     aligned = dict(weight_maps(plans["aligned"]))
     assert relative(merged_logits(tiny, plans["aligned"], aligned), expected) < RECOVERED
     ids = Ids(high=tiny.tokens).ids()
-    if tiny.model_type in UNSERVED:
+    if tiny.model_type not in UNSERVED:
+        check_calibrated(tiny, model, plans["calibrated"], expected, ids)
+    else:
         with pytest.raises(RefusedError, match=r"cannot be run layer by layer$"):
             Calibrator(plans["calibrated"], ids, Calibration())
-        return
-    calibrator = Calibrator(plans["calibrated"], ids, Calibration(batch=64))
+    if kv == 2:
+        check_places(tiny, directory, expected)
+
+
+def check_calibrated(tiny: Tiny, model: PreTrainedModel, plan: Plan, expected: Tensor, ids: Tensor) -> None:
+    """What went through the layers one at a time is the model's own, and the heads are recovered."""
+    calibrator = Calibrator(plan, ids, Calibration(batch=64))
     results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
     assert all(result.error < 1e-8 for result in results)
     hidden = after_layers(tiny, model, calibrator.path, ids)
     assert relative(calibrator.streams.source, hidden) < SAME
     assert relative(calibrator.streams.converted, hidden) < RECOVERED
     calibrated = {result.module.path: result.maps for result in results}
-    assert relative(merged_logits(tiny, plans["calibrated"], calibrated), expected) < RECOVERED
+    assert relative(merged_logits(tiny, plan, calibrated), expected) < RECOVERED
+
+
+def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
+    """Heads that changed places are found again: which belong together is searched for, neighbours no longer do."""
+    rearrange(directory, (2, 0, 3, 1))
+    moved = load(tiny, directory, attention(tiny))
+    assert relative(logits(tiny, moved, inputs(tiny)), expected) < SAME, "something that belongs to a head stayed"
+    plan = plan_conversion(directory, 2, method="aligned")
+    assert relative(merged_logits(tiny, plan, dict(weight_maps(plan))), expected) > CONTROL
+    found = dict(weight_maps(plan, search=True))
+    assert relative(merged_logits(tiny, plan, found), expected) < RECOVERED
+    assert {maps.order for maps in found.values()} <= {(0, 2, 1, 3), None}
+    if tiny.name not in SEVERAL:
+        return
+    plan, ids = plan_conversion(directory, 2, method="calibrated"), Ids(high=tiny.tokens).ids()
+    calibrator = Calibrator(plan, ids, Calibration(batch=64, search=True))
+    results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
+    calibrated = {result.module.path: result.maps for result in results}
+    assert relative(merged_logits(tiny, plan, calibrated), expected) < RECOVERED
 
 
 @pytest.mark.parametrize(
@@ -203,8 +230,6 @@ def test_entries_are_of_known_types() -> None:
 
 
 # --------------------------------------------------------------------------- nothing to do, nothing to lose
-
-SEVERAL = ("llama+bias", "gpt_oss", "cohere", "phi3", "qwen3", "mixtral", "olmo2")
 
 
 @pytest.mark.parametrize("name", SEVERAL)

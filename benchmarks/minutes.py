@@ -1,0 +1,175 @@
+"""Quality against minutes, for a checkpoint and nothing else: closed form, layer-wise, whole-model, and both.
+
+    python benchmarks/minutes.py --plot docs/minutes.svg            # examples/stdlib-mha, 8 -> 1 KV heads
+    python benchmarks/minutes.py --model SmolLM2-135M-Instruct --text wiki.txt --text stories.txt --windows 24 \
+        --calibration-tokens 131072 --refine-steps 200 --train-steps 60 --train-steps 120 --precision bf16
+
+All text is the source's own. `layer-wise` is --method refined with so many steps a layer, `whole-model` is gqa-uptrain
+with the source as teacher on Q, K, V and O (8 blocks a step, linear decay) from the closed form, `both` from the
+longest layer-wise run. Every figure has a run of its own; its minutes are those of everything before it, sampling
+included.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from quality import EMBEDDED, nats, windows_of
+
+BATCH = 8  # blocks of a whole-model step
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way of converting: seconds in all, and nats per token on each text."""
+
+    stage: str
+    steps: int
+    precision: str
+    seconds: float
+    nats: dict[str, float]
+
+
+def sample(options: dict[str, Any], tokens: int) -> float:
+    """Seconds of writing the text; what is kept from an earlier run counts as nothing."""
+    from gqa.convert.calibration_text import CalibrationText
+    from gqa.convert.hub import open_model
+
+    started = time.perf_counter()
+    text = CalibrationText(("self",), tokens, options["length"])
+    text.blocks(open_model(options["model"]), "cpu", lambda count: None)
+    return time.perf_counter() - started
+
+
+def convert(options: dict[str, Any], out: Path, steps: int, precision: str) -> float:
+    """Seconds of converting, layer-wise where there are steps."""
+    from gqa.convert import convert_checkpoint
+    from gqa.convert.calibration_text import CalibrationText
+    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.refine import Refinement
+
+    how = MapsOptions(
+        CalibrationText(("self",), options["calibration_tokens"], options["length"]),
+        refinement=Refinement(max(steps, 1), autocast=precision == "bf16"),
+    )
+    method, started = "refined" if steps else "calibrated", time.perf_counter()
+    convert_checkpoint(
+        options["model"], options["groups"], out, method=method, dtype="float32", calibration=how, overwrite=True
+    )
+    return time.perf_counter() - started
+
+
+def train(options: dict[str, Any], start: Path, out: Path, steps: int, precision: str) -> float:
+    """Seconds of training the whole model."""
+    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.run import prepare, run
+
+    started = time.perf_counter()
+    run(prepare(TrainOptions(
+        model=str(start), output=out, data=(f"self:{options['train_tokens']}",), steps=steps, teacher=options["model"],
+        train="attention", block_size=options["length"], batch_size=BATCH, learning_rate=options["learning_rate"],
+        schedule="linear", warmup=5, precision=precision, heldout_tokens=options["length"], overwrite=True,
+    )))  # fmt: skip
+    return time.perf_counter() - started
+
+
+def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options["model"])
+    texts = {text: windows_of(text, tokenizer, options["windows"], options["length"]) for text in options["texts"]}
+
+    def measured(stage: str, steps: int, precision: str, seconds: float, directory: str | Path) -> Point:
+        return Point(stage, steps, precision, seconds, {text: nats(directory, ids) for text, ids in texts.items()})
+
+    yield measured("source", 0, "", 0.0, options["model"])
+    sampling = sample(options, options["calibration_tokens"])
+    closed = sampling + convert(options, scratch / "closed", 0, "no")
+    yield measured("closed form", 0, "", closed, scratch / "closed")
+    starts = {}
+    for precision in options["precisions"]:
+        for steps in options["refine_steps"]:
+            out = scratch / f"layerwise-{precision}"
+            starts[precision] = sampling + convert(options, out, steps, precision)
+            yield measured("layer-wise", steps, precision, starts[precision], out)
+    options["train_tokens"] = max(options["train_steps"], default=0) * BATCH * options["length"]
+    fresh = sample(options, max(options["train_tokens"], options["calibration_tokens"]))  # beyond those before
+    for precision in options["precisions"]:
+        starting = {"whole-model": (scratch / "closed", closed)}
+        if precision in starts:
+            starting["both"] = (scratch / f"layerwise-{precision}", starts[precision])
+        for stage, (start, before) in starting.items():
+            for steps in options["train_steps"]:
+                share = max(0.0, steps * BATCH * options["length"] - options["calibration_tokens"])
+                drawn = fresh * share / max(1.0, options["train_tokens"] - options["calibration_tokens"])
+                seconds = before + drawn + train(options, start, scratch / "trained", steps, precision)
+                yield measured(stage, steps, precision, seconds, scratch / "trained")
+
+
+def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
+    """Nats above the source against minutes, one panel a text."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {"closed form": "#000000", "layer-wise": "#0072B2", "whole-model": "#D55E00", "both": "#009E73"}
+    figure, panels = pyplot.subplots(
+        1, len(texts), figsize=(6.5 * len(texts), 4.2), layout="constrained", squeeze=False
+    )
+    for text, axes in zip(texts, panels[0], strict=True):
+        for stage, colour in colours.items():
+            for precision in dict.fromkeys(point.precision for point in found if point.stage == stage):
+                chosen = [point for point in found if (point.stage, point.precision) == (stage, precision)]
+                above = [point.nats[text] - found[0].nats[text] for point in chosen]
+                axes.plot(
+                    [point.seconds / 60 for point in chosen], above,
+                    "o-" if precision != "no" else "s--", color=colour, markersize=5,
+                    label=stage + {"bf16": ", bfloat16", "no": ", float32"}.get(precision, ""),
+                )  # fmt: skip
+        axes.set_xlabel("minutes")
+        axes.set_ylabel("nats a token above the source")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        axes.set_title(Path(text).name, fontsize=10)
+    panels[0][0].legend(fontsize=8)
+    figure.savefig(path)
+
+
+@click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
+@click.option("--model", type=click.Path(exists=True), default=str(EMBEDDED), show_default=False, help="The source.")
+@click.option("--groups", type=int, default=1)
+@click.option("--text", "texts", multiple=True, default=("stdlib:heldout",), help="To measure on; several times.")
+@click.option("--windows", type=int, default=48)
+@click.option("--length", type=int, default=256, help="Tokens of a window and of a block.")
+@click.option("--calibration-tokens", type=int, default=65_536)
+@click.option("--refine-steps", type=int, multiple=True, default=(25, 50, 100, 200), help="A layer.")
+@click.option("--train-steps", type=int, multiple=True, default=(30, 60, 120), help="Of the whole model.")
+@click.option("--learning-rate", type=float, default=1e-3, help="Of the whole model.")
+@click.option("--precision", "precisions", multiple=True, default=("bf16", "no"), help="bf16, no, or both.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw them (.svg, .png, .pdf).")
+def main(json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
+    texts, found = options["texts"], []
+    print(f"{'':12}{'steps':>6}{'':>6}{'minutes':>9}" + "".join(f"{Path(text).name[:22]:>24}" for text in texts))
+    with tempfile.TemporaryDirectory() as scratch:
+        for point in points(options, Path(scratch)):
+            found.append(point)
+            cells = "".join(f"{f'{nats:.4f} ({math.exp(nats):,.2f})':>24}" for nats in point.nats.values())
+            print(f"{point.stage:12}{point.steps:6}{point.precision:>6}{point.seconds / 60:9.1f}{cells}", flush=True)
+            if json_file:
+                json_file.write_text(json.dumps([asdict(point) for point in found], indent=2) + "\n")
+    if plot_file:
+        plot(found, texts, plot_file)
+
+
+if __name__ == "__main__":
+    main()

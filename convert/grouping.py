@@ -1,0 +1,157 @@
+"""Which heads share: the partition into groups of equal size that loses least, from second moments of a whole layer.
+
+Heads may stand in any order as long as their query heads go with them, so any partition is as loadable as neighbours
+are; `HeadMaps.order` puts the heads of a group side by side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from gqa.convert.alignment import complex_moments, key_weights, pairs
+from gqa.convert.symmetries import Rotary
+
+MOST_PARTITIONS = 20_000  # that are all looked at
+Group = tuple[int, ...]
+Cost = Callable[[Group], float]
+
+
+@dataclass(frozen=True)
+class LayerMoments:
+    """What the heads of one layer compute, float64.
+
+    keys: (Hk d, Hk d) second moments of all keys stacked; key_means: (Hk d,).
+    queries: (Hk, d, d) for each head, of its query heads.
+    values: (Hk e, Hk e) of all values stacked; gains: (Hk, e, e) W_O^T W_O summed over a head's query heads.
+    """
+
+    keys: Tensor
+    key_means: Tensor
+    queries: Tensor
+    values: Tensor
+    gains: Tensor
+
+
+def find_order(moments: LayerMoments, groups: int, rotary: Rotary, free_keys: bool) -> Group | None:
+    """The order of heads that puts those which share best side by side; None where neighbours do.
+
+    What a group loses of scores and of outputs is counted in units of what neighbours lose on average.
+    """
+    heads = len(moments.queries)
+    contiguous = tuple(tuple(range(j * heads // groups, (j + 1) * heads // groups)) for j in range(groups))
+    lost_keys = cache(lambda group: _lost_keys(moments, group, rotary, free_keys))
+    lost_values = cache(lambda group: _lost_values(moments, group))
+    units = [sum(map(lost, contiguous)) / groups for lost in (lost_keys, lost_values)]
+
+    @cache
+    def cost(group: Group) -> float:
+        parts = zip((lost_keys(group), lost_values(group)), units, strict=True)
+        return sum(lost / unit for lost, unit in parts if unit > 0)
+
+    best = best_partition(heads, groups, cost)
+    if sum(map(cost, best)) > (1 - 1e-6) * sum(map(cost, contiguous)):
+        return None
+    return tuple(head for group in best for head in group)
+
+
+def best_partition(heads: int, groups: int, cost: Cost) -> tuple[Group, ...]:
+    """The partition of `heads` into `groups` of equal size with the least summed cost: of all where they are few,
+    else the better of neighbours and a greedy choice after swaps of two heads that lower the cost.
+    """
+    size = heads // groups
+    if math.factorial(heads) // (math.factorial(size) ** groups * math.factorial(groups)) <= MOST_PARTITIONS:
+        return min(_partitions(tuple(range(heads)), size), key=lambda partition: sum(map(cost, partition)))
+    neighbours = [tuple(range(j * size, (j + 1) * size)) for j in range(groups)]
+    starts = (neighbours, _greedy(heads, size, cost))
+    found = min((_swapped(start, cost) for start in starts), key=lambda partition: sum(map(cost, partition)))
+    return tuple(sorted(found))
+
+
+def _partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
+    """Each once: a group is that of the smallest head that is left."""
+    if not heads:
+        yield ()
+        return
+    for others in combinations(heads[1:], size - 1):
+        group = (heads[0], *others)
+        for rest in _partitions(tuple(head for head in heads if head not in group), size):
+            yield (group, *rest)
+
+
+def _greedy(heads: int, size: int, cost: Cost) -> list[Group]:
+    """Group by group, the head that adds least to the first one left."""
+    left, found = list(range(heads)), []
+    while left:
+        group: Group = (left.pop(0),)
+        while len(group) < size:
+            chosen = min(left, key=lambda head: cost(tuple(sorted((*group, head)))))
+            left.remove(chosen)
+            group = tuple(sorted((*group, chosen)))
+        found.append(group)
+    return found
+
+
+def _swapped(start: list[Group], cost: Cost) -> list[Group]:
+    """No swap of two heads lowers the cost of what is returned."""
+    partition, improved = list(start), True
+    while improved:
+        improved = False
+        for one, other in combinations(range(len(partition)), 2):
+            for first, second in _swaps(partition[one], partition[other]):
+                before = cost(partition[one]) + cost(partition[other])
+                if cost(first) + cost(second) < (1 - 1e-9) * before:
+                    partition[one], partition[other], improved = first, second, True
+                    break
+    return partition
+
+
+def _swaps(one: Group, other: Group) -> Iterator[tuple[Group, Group]]:
+    for a in one:
+        for b in other:
+            yield tuple(sorted({*one, b} - {a})), tuple(sorted({*other, a} - {b}))
+
+
+def _lost_keys(moments: LayerMoments, group: Group, rotary: Rotary, free_keys: bool) -> float:
+    """Energy of scores that one shared key cannot carry (`gqa.convert.alignment.shared_key` says which it does)."""
+    rows, dim = _rows(group, moments.queries.shape[1]), moments.queries.shape[1]
+    keys, queries = moments.keys[rows][:, rows], moments.queries[list(group)]
+    if not free_keys:  # they are averaged
+        blocks = keys.view(len(group), dim, len(group), dim)
+        return float(keys.trace() - torch.einsum("aibi->", blocks) / len(group))
+    lost = 0.0
+    if rotary.dims:
+        real, imaginary = pairs(rotary)
+        weight = key_weights(queries, real, imaginary)
+        spread = weight[:, :, None] * complex_moments(keys.view(len(group), dim, -1, dim), real, imaginary)
+        lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[:, :-1].clamp_min(0).sum())
+    if rotary.dims < dim:
+        means = moments.key_means[rows]
+        plain = (torch.arange(len(group))[:, None] * dim + torch.arange(rotary.dims, dim)).flatten()
+        energy = queries[:, rotary.dims :, rotary.dims :]
+        lost += _beyond((keys - means[:, None] * means)[plain][:, plain], energy)
+    return lost
+
+
+def _lost_values(moments: LayerMoments, group: Group) -> float:
+    """Energy of outputs outside of the directions that one shared value keeps."""
+    rows = _rows(group, moments.gains.shape[1])
+    return _beyond(moments.values[rows][:, rows], moments.gains[list(group)])
+
+
+def _beyond(covariance: Tensor, energy: Tensor) -> float:
+    """Sum of the eigenvalues of E^1/2 S E^1/2 but the n largest, (m n, m n) S and blocks (m, n, n) of E."""
+    values, vectors = torch.linalg.eigh(energy)
+    root = torch.block_diag(*(vectors * values.clamp_min(0).sqrt()[:, None] @ vectors.mT))
+    found = torch.linalg.eigvalsh(root @ covariance @ root)
+    return float(found[: -energy.shape[1]].clamp_min(0).sum())
+
+
+def _rows(group: Group, dim: int) -> Tensor:
+    return (torch.tensor(group)[:, None] * dim + torch.arange(dim)).flatten()

@@ -1,0 +1,133 @@
+"""Which heads share: the best partition by trying all, a good one otherwise; and what cannot be regrouped."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import permutations
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from scrambled import on_ids, rearrange, relative
+from test_families import load, write_checkpoint
+from tiny_models import TINY, build, inputs, logits
+
+import gqa.convert.grouping as module
+from gqa.convert import CorruptError, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.find_maps import Silent, find_maps
+from gqa.convert.grouping import Group, best_partition
+
+
+def costs(heads: int, size: int, seed: int) -> dict[Group, float]:
+    """A random cost of every group of up to `size` heads."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = {tuple(sorted(p[:n])) for p in permutations(range(heads), size) for n in range(1, size + 1)}
+    return {group: float(torch.rand((), generator=generator)) for group in sorted(groups)}
+
+
+def total(partition: tuple[Group, ...], cost: dict[Group, float]) -> float:
+    return sum(cost[group] for group in partition)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (6, 2), (6, 3), (8, 4), (6, 1), (6, 6)])
+def test_the_best_of_all_partitions(heads: int, groups: int) -> None:
+    """Against a search that knows nothing: every order of heads, cut into groups."""
+    size = heads // groups
+    cost = costs(heads, size, seed=heads + groups)
+    found = best_partition(heads, groups, cost.__getitem__)
+    assert sorted(head for group in found for head in group) == list(range(heads))
+    cuts = (
+        [tuple(sorted(order[j * size : (j + 1) * size])) for j in range(groups)] for order in permutations(range(heads))
+    )
+    assert total(found, cost) == pytest.approx(min(total(tuple(cut), cost) for cut in cuts))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_there_are_too_many_partitions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never worse than neighbours, and no swap of two heads is better."""
+    cost = costs(8, 4, seed)
+    best = total(best_partition(8, 2, cost.__getitem__), cost)
+    monkeypatch.setattr(module, "MOST_PARTITIONS", 0)
+    found = best_partition(8, 2, cost.__getitem__)
+    assert best <= total(found, cost) <= total(((0, 1, 2, 3), (4, 5, 6, 7)), cost)
+    one, other = found
+    swaps = [(({*one} - {a}) | {b}, ({*other} - {b}) | {a}) for a in one for b in other]
+    assert all(cost[tuple(sorted(x))] + cost[tuple(sorted(y))] >= total(found, cost) - 1e-9 for x, y in swaps)
+
+
+def test_a_number_of_heads_that_is_never_tried_out() -> None:
+    """32 heads in 8 groups have 10^23 partitions; planted groups are found all the same."""
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()
+    owner = {head: place // 4 for place, head in enumerate(order)}
+
+    def cost(group: Group) -> float:
+        return float(sum(owner[a] != owner[b] for a in group for b in group))
+
+    assert math.factorial(32) // (math.factorial(4) ** 8 * math.factorial(8)) > module.MOST_PARTITIONS
+    assert sum(map(cost, best_partition(32, 8, cost))) == 0
+
+
+@pytest.fixture(scope="module")
+def rearranged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads 0 and 2 are equal, 1 and 3 are."""
+    place = tmp_path_factory.mktemp("rearranged")
+    model = build(TINY["llama+bias"], 2)
+    directory = convert_checkpoint(write_checkpoint(model, place / "source"), 4, place / "equal").out
+    rearrange(directory, (0, 2, 1, 3))
+    return directory
+
+
+@pytest.mark.parametrize("method", ["procrustes", "aligned", "calibrated"])
+def test_by_the_command(rearranged: Path, tmp_path: Path, method: str) -> None:
+    """From the option to the written checkpoint, and by way of a file of maps; neighbours lose a lot."""
+    tiny = TINY["llama+bias"]
+    expected = logits(tiny, load(tiny, rearranged), inputs(tiny))
+    lost = {}
+    for grouping in ("contiguous", "search"):
+        options = on_ids(grouping=grouping)
+        out = convert_checkpoint(rearranged, 2, tmp_path / grouping, method=method, calibration=options).out
+        lost[grouping] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
+    assert lost["search"] < 1e-4
+    assert lost["contiguous"] > 1e-2
+    plan = plan_conversion(rearranged, 2, method=method, headers_only=False)
+    maps = find_maps(plan, tmp_path / "maps.safetensors", on_ids(grouping="search"), Silent()).path
+    out = convert_checkpoint(rearranged, 2, tmp_path / "applied", maps=maps).out
+    assert relative(logits(tiny, load(tiny, out), inputs(tiny)), expected) < 1e-4
+    assert "--grouping search" in (out / "gqa_conversion.json").read_text()
+    tensors = load_file(maps)
+    orders = [name for name in tensors if name.endswith("/order")]
+    assert orders
+    broken = tmp_path / "broken.safetensors"
+    tensors[orders[0]] = torch.tensor([0, 0, 1, 3])
+    from safetensors import safe_open
+
+    with safe_open(maps, framework="pt") as stream:
+        save_file(tensors, broken, metadata=stream.metadata())
+    with pytest.raises(CorruptError, match=r"has .*/order that is no order; make it again with gqa-calibrate"):
+        convert_checkpoint(rearranged, 2, tmp_path / "never", maps=broken)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "reason"),
+    [
+        ("llama", "mean", "--grouping search does not go with --method mean, which merges neighbours; use --method"),
+        ("falcon+rw", "aligned", "the attention of falcon ties something to their places; use --grouping contiguous"),
+        ("diffllama", "refined", "the attention of diffllama ties something to their places"),
+    ],
+)
+def test_refusals(name: str, method: str, reason: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
+    groups = 1 if name == "falcon+rw" else 2
+    done = checkpoints.run(directory, "-g", groups, "--method", method, "--grouping", "search", "--dry-run")
+    assert done.code == 2
+    assert re.search(reason, done.err)
+    with pytest.raises(RefusedError, match=reason) if method != "mean" else pytest.raises(RefusedError):
+        find_maps(
+            plan_conversion(directory, groups, method=method, headers_only=False), tmp_path / "maps.safetensors",
+            on_ids(grouping="search"), Silent(),
+        )  # fmt: skip
+    assert not (tmp_path / "maps.safetensors").exists()
