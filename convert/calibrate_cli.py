@@ -15,9 +15,11 @@ from gqa.convert.methods import ALIGNING
 if TYPE_CHECKING:
     from gqa.convert.find_maps import MapsOptions
 
-_OPTIONS = [
+_TEXT = [
     click.option("--calibration", default="self", show_default=True, metavar="SOURCE[,...]", help="Text for calibrated "
                  "and refined: self (sampled from the model), self:TOKENS, a file, a hub data set, stdlib:train."),
+]  # fmt: skip
+_SEARCH = [
     click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
                  help="In all; shared by SOURCE@WEIGHT."),
     click.option("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
@@ -31,13 +33,24 @@ _OPTIONS = [
                  show_default=True),
     click.option("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
                  help="To run layers in.  [default: float32 on a CPU, the model's own elsewhere]"),
+]  # fmt: skip
+_DEVICE = [
     click.option("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
 ]  # fmt: skip
 
 
 def maps_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of finding maps."""
-    for option in reversed(_OPTIONS):
+    return _with(_TEXT + _SEARCH + _DEVICE, command)
+
+
+def search_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Those of them that say neither on which text nor where."""
+    return _with(_SEARCH, command)
+
+
+def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
         command = option(command)
     return command
 

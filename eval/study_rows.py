@@ -1,0 +1,147 @@
+"""The rows of a study on disk: one a cell, there as soon as the cell is measured, whatever happens afterwards.
+
+rows.jsonl is what counts: a line is appended and made durable. rows.csv and rows.parquet are written anew from it, each
+beside the old one and then renamed.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gqa.convert.errors import OutputError, RefusedError
+from gqa.convert.writer import fsync_directory, write_bytes
+from gqa.eval.study import Cell
+
+Row = dict[str, Any]
+
+LINES, TABLE, PARQUET = "rows.jsonl", "rows.csv", "rows.parquet"
+
+
+class Rows:
+    """The rows in `directory`, the latest of each cell, in the order of the grid."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises RefusedError where rows.jsonl is none of a study's."""
+        self._directory = directory
+        self._found: dict[Cell, Row] = {}
+        for row in read_lines(directory / LINES):
+            self._found[Cell.of(row)] = row
+
+    def __iter__(self) -> Any:
+        return iter(sorted(self._found.values(), key=lambda row: Cell.of(row).order))
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def done(self) -> set[Cell]:
+        """Cells that need not be measured again; those that failed are tried again."""
+        return {cell for cell, row in self._found.items() if not row["error"]}
+
+    def add(self, row: Row) -> None:
+        """Durable when this returns. Raises OutputError; the rows before are kept as they were."""
+        row = plain(row)
+        path = self._directory / LINES
+        before = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("ab", buffering=0) as stream:
+                write_bytes(stream, f"{json.dumps(row)}\n".encode())
+                os.fsync(stream.fileno())
+            self._found[Cell.of(row)] = row
+            self._write_tables()
+        except OSError as error:
+            if path.exists() and Cell.of(row) not in self._found:
+                os.truncate(path, before)  # a line that was cut off
+            raise no_place(self._directory, error) from None
+
+    def finish(self) -> None:
+        """rows.jsonl in the order of the grid, one row a cell. Raises OutputError."""
+        try:
+            text = "".join(f"{json.dumps(row)}\n" for row in self)
+            replace_file(self._directory / LINES, text.encode())
+            self._write_tables()
+        except OSError as error:
+            raise no_place(self._directory, error) from None
+
+    def _write_tables(self) -> None:
+        rows = list(self)
+        replace_file(self._directory / TABLE, as_csv(rows).encode())
+        replace_file(self._directory / PARQUET, as_parquet(rows))
+
+
+def no_place(directory: Path, error: OSError) -> OutputError:
+    """The one line for what keeps a study from being written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    told = f"no space left for {directory}" if full else f"{directory} cannot be written: {error.strerror or error}"
+    return OutputError(f"{told}; the rows that are there are kept, the same command continues")
+
+
+def read_lines(path: Path) -> list[Row]:
+    """Whole lines; half a line of a killed run is cut off. Raises RefusedError where there is something else."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    try:
+        rows: list[Row] = [json.loads(line) for line in data[:whole].decode().splitlines()]
+        for row in rows:
+            _ = Cell.of(row).order, row["error"]
+    except (ValueError, KeyError, TypeError):
+        raise RefusedError(f"{path} holds something else than rows of a study; give another directory") from None
+    return rows
+
+
+def plain(row: Row) -> Row:
+    """With null for what is not finite: neither JSON nor every reader of tables has a word for it."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def columns(rows: Iterable[Row]) -> list[str]:
+    """All that any row has; failed rows have fewer."""
+    found: dict[str, None] = {}
+    for row in sorted(rows, key=len, reverse=True):
+        found |= dict.fromkeys(row)
+    return list(found)
+
+
+def as_csv(rows: list[Row]) -> str:
+    """One line a row; lists as JSON."""
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, columns(rows), restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in row.items()})
+    return stream.getvalue()
+
+
+def as_parquet(rows: list[Row]) -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    names = columns(rows)
+    table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+    stream = io.BytesIO()
+    parquet.write_table(table, stream)
+    return stream.getvalue()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """The old file until the new one is durable."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with temporary.open("wb", buffering=0) as stream:
+            write_bytes(stream, data)
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
