@@ -113,8 +113,8 @@ _RUN = [
     click.option("--jobs", type=_POSITIVE, default=1, show_default=True, help="Conversions side by side."),
     click.option("--devices", type=Words(), help="cpu, or cuda:0,cuda:1 ...: jobs take them in turn.  [default: a GPU "
                  "if there is one]"),
-    click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the state "
-                 "of a training so often.  [default: only when it is stopped]"),
+    click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
+                 "state of a training so often.  [default: only when it is stopped]"),
     click.option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase."),
     click.option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, show_default=True, help="Nats per "
                  "token above the source's."),
@@ -169,7 +169,11 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
         failed = sum(bool(row["error"]) for row in rows)
     _report(output, options, quiet)
     if failed:
-        fail("gqa-ablate", f"{failed} cells failed, as {output}/report.md says; the same command tries them again", 1)
+        fail(
+            "gqa-ablate",
+            f"{failed} of {len(rows)} cells failed, as {output}/report.md says; the same command tries them again",
+            1,
+        )
 
 
 def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, StudyOptions]:
@@ -224,8 +228,8 @@ def _bar(study: Study, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]
 
 
 def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
-    from gqa.eval.recommend import recommend
     from gqa.eval.study_report import open_results, short_table, write_study_report
+    from gqa.eval.tradeoff import recommend
 
     results = open_results(output)
     written = write_study_report(results)
@@ -233,7 +237,8 @@ def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
         click.echo(short_table(results).text())
         click.echo(f"\nwritten to {output}: {', '.join(written)}")
     if options["recommend"]:
-        click.echo(recommend(results, options["max_loss_increase"]).text())
+        found = recommend(results.points, results.source["kv_bytes_per_token"], options["max_loss_increase"])
+        click.echo(found.text())
 
 
 def main() -> None:
