@@ -157,7 +157,7 @@ def _check_directory(study: Study) -> None:
     directory = study.directory
     record = read_record(directory)
     if record is None:
-        if directory.exists() and (not directory.is_dir() or any(p.name != WORK for p in directory.iterdir())):
+        if directory.exists() and _foreign(directory):
             raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")
         return
     if changed := differences(study.identity, record["identity"]):
@@ -184,10 +184,16 @@ def read_record(directory: Path) -> Row | None:
 
 def forget(directory: Path) -> None:
     """Remove a study. Raises RefusedError where the directory holds something else."""
-    if directory.exists() and any(directory.iterdir()):
-        if read_record(directory) is None:
-            raise RefusedError(f"{directory} holds no study: --overwrite will not remove it; give another with -o")
-        shutil.rmtree(directory)
+    if not directory.exists():
+        return
+    if read_record(directory) is None and _foreign(directory):
+        raise RefusedError(f"{directory} holds no study: --overwrite will not remove it; give another with -o")
+    shutil.rmtree(directory)
+
+
+def _foreign(directory: Path) -> bool:
+    """Whether there is something that no study has left before its record was written."""
+    return not directory.is_dir() or any(path.name != WORK for path in directory.iterdir())
 
 
 def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambda row: None) -> Rows:

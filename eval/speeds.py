@@ -36,9 +36,9 @@ def measure_speeds(
             convert_checkpoint(options.model, count, place, overwrite=True)
             models[str(count)] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
             shutil.rmtree(place)
-        for count, points in measure_decode(models, [options.decode_batch], [context], STEPS, REPEATS).items():
+        for name, points in measure_decode(models, [options.decode_batch], [context], STEPS, REPEATS).items():
             point = points[0]
-            found[count] |= {
+            found[name] |= {
                 "decode_seconds_per_token": point.seconds_per_token,
                 "decode_fastest": point.fastest,
                 "decode_slowest": point.slowest,

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from gqa.convert.card import without_place
 from gqa.convert.errors import RefusedError
 from gqa.convert.find_maps import MapsOptions
 from gqa.convert.methods import METHODS
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import Precision, TrainOptions
+from gqa.uptrain.scope import Scope
 
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")
@@ -120,9 +121,9 @@ class StudyOptions:
     batch_size: int = 8
     micro_batch: int | None = None
     block_size: int | None = None
-    optimizer: str = "adamw"
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
     weight_decay: float = 0.1
-    precision: str = "no"
+    precision: Precision = "no"
     eval_tokens: int | None = None
     context: int | None = None
     eval_batch: int = 8
@@ -159,11 +160,11 @@ class StudyOptions:
             model=str(directory), output=directory.with_name(f"{directory.name}-{cell.run}-{alpha:g}"),
             data=self.data, field=self.field, heldout=self.heldout, heldout_fraction=self.heldout_fraction, alpha=alpha,
             pretraining_tokens=self.pretraining_tokens, block_size=self.block_size, batch_size=self.batch_size,
-            micro_batch=self.micro_batch, train=cell.train, optimizer=self.optimizer, schedule="constant",
+            micro_batch=self.micro_batch, train=cast(Scope, cell.train), optimizer=self.optimizer, schedule="constant",
             learning_rate=self.learning_rate, warmup=self.warmup, weight_decay=self.weight_decay,
             precision=self.precision, teacher=None if cell.teacher == "none" else self.model, seed=cell.seed,
             save_minutes=self.save_minutes, keep_state=True,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
 
     def maps_for(self, conversion: Conversion, device: str) -> MapsOptions:
         """How the heads of one conversion are calibrated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
@@ -16,9 +17,10 @@ h1, h2 { line-height: 1.2; }
 pre { background: #f4f4f4; padding: .75rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-td.words { text-align: left; white-space: normal; min-width: 14rem; }
+th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd; }
+td.numbers { white-space: nowrap; }
+.words { text-align: left; }
+td.words { min-width: 8.5rem; }
 th { background: #f4f4f4; vertical-align: bottom; }
 th button { all: unset; cursor: pointer; font-weight: 600; white-space: normal; }
 th button:focus-visible { outline: 2px solid #0072B2; }
@@ -73,8 +75,12 @@ def _paragraphs(text: str) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in table.header)
-    rows = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
+    kinds = ["words" if _is_words(column) else "numbers" for column in zip(*table.rows, strict=True)]
+    head = "".join(
+        f'<th scope="col" class="{kind}"><button type="button">{escape(name)}</button></th>'
+        for kind, name in zip(kinds, table.header, strict=True)
+    )
+    rows = "\n".join(_line(row, kinds) for row in table.rows)
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     return (
         f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n'
@@ -82,5 +88,11 @@ def _table(table: Table) -> str:
     )
 
 
-def _cell(text: str) -> str:
-    return f'<td class="words">{escape(text)}</td>' if len(text) > 40 else f"<td>{escape(text)}</td>"
+def _line(cells: Sequence[str], kinds: Sequence[str]) -> str:
+    shown = (f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, cells, strict=True))
+    return f"<tr>{''.join(shown)}</tr>"
+
+
+def _is_words(column: Sequence[str]) -> bool:
+    """Of numbers a few may be words, as `failed` is."""
+    return 2 * sum(bool(re.search("[a-z]{3}", cell)) for cell in column) > len(column)

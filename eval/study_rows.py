@@ -124,7 +124,7 @@ def as_csv(rows: list[Row]) -> str:
 
 
 def as_parquet(rows: list[Row]) -> bytes:
-    import pyarrow
+    import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     names = columns(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def points(rows: Iterable[Row]) -> list[Point]:
 
 def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
     """Which (cost, loss) pairs no other is as good as in both and better than in one; by rising cost, falling loss."""
-    best, front = float("inf"), []
+    best, front = math.inf, list[int]()
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]):
         if pairs[index][1] < best:
             best, front = pairs[index][1], [*front, index]
