@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -32,6 +33,7 @@ from gqa.eval.perplexity import Text
 from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study import UNMERGED, Cell, Conversion, StudyOptions
+from gqa.eval.study_rows import UnwrittenError
 from gqa.uptrain.loop import DivergedError, StoppedError, Weights
 from gqa.uptrain.run import held, prepare, train_prepared
 
@@ -120,45 +122,58 @@ class Bench:
         }  # fmt: skip
 
 
+class _Unreported:
+    """The cells of one conversion that have no row yet."""
+
+    def __init__(self, shared: Shared, cells: Sequence[Cell], report: Report) -> None:
+        self._shared, self._report = shared, report
+        self.left, self.failed = set(cells), False
+
+    def done(self, row: Row) -> None:
+        self._report(row)
+        self.left.discard(Cell.of(row))
+
+    @contextmanager
+    def failing(self, cells: Sequence[Cell]) -> Iterator[None]:
+        """What goes wrong is the row of those of the cells that have none."""
+        try:
+            yield
+        except (StoppedError, UnwrittenError):
+            raise
+        except Exception as error:
+            self.failed = True
+            for cell in self.left.intersection(cells):
+                self.done(self._shared.row(cell, _told(error)))
+
+
 def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Report) -> None:
     """Report a row for each of the cells of one conversion, as soon as it is there; what goes wrong is a row too.
 
-    Raises StoppedError, where a signal asked for the end of a training.
+    Raises StoppedError, where a signal asked for the end of a training, and what `report` raises where rows cannot be
+    kept, UnwrittenError.
     """
-    shared, left = bench.shared, set(cells)
-
-    def done(row: Row) -> None:
-        left.discard(Cell.of(row))
-        report(row)
-
-    def failed(which: Sequence[Cell], error: Exception) -> None:
-        for cell in which:
-            if cell in left:
-                done(shared.row(cell, _told(error)))
-
-    conversion = cells[0].conversion
-    try:
+    shared, conversion = bench.shared, cells[0].conversion
+    unreported = _Unreported(shared, cells, report)
+    with unreported.failing(cells):
         directory, seconds = convert(bench, conversion)
         model = bench.load(directory, bench.options.dtype)
-        plain = [cell for cell in cells if not cell.alpha]
-        if plain:
+        if plain := [cell for cell in cells if not cell.alpha]:
             found = bench.quality(model) | bench.merge_errors(model)
             for cell in plain:
-                done(shared.row(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0))
-    except Exception as error:
-        failed(cells, error)
-        return
-    for _, some in groupby(sorted(left, key=lambda cell: cell.order), key=lambda cell: cell.run):
+                row = shared.row(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
+                unreported.done(row)
+    for _, some in groupby(sorted(unreported.left, key=lambda cell: cell.order), key=lambda cell: cell.run):
         run = list(some)
-        try:
-            train_run(bench, directory, seconds, run, model, done)
-        except StoppedError:
-            raise
-        except Exception as error:
-            failed(run, error)
-    for path in shared.work.glob(f"{conversion}[.-]*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.rmtree(directory)
+        with unreported.failing(run):
+            train_run(bench, directory, seconds, run, model, unreported.done)
+    if not unreported.failed:  # else what is there serves the next attempt
+        _remove(shared.work, conversion)
+
+
+def _remove(work: Path, conversion: Conversion) -> None:
+    for path in work.glob(f"{conversion}*"):
+        if path.name.removeprefix(str(conversion))[:1] in ("", ".", "-"):  # s1 is no s10
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _told(error: Exception) -> str:

@@ -25,6 +25,10 @@ Row = dict[str, Any]
 LINES, TABLE, PARQUET = "rows.jsonl", "rows.csv", "rows.parquet"
 
 
+class UnwrittenError(OutputError):
+    """A study cannot be written to: nothing that is measured could be kept."""
+
+
 class Rows:
     """The rows in `directory`, the latest of each cell, in the order of the grid."""
 
@@ -46,7 +50,7 @@ class Rows:
         return {cell for cell, row in self._found.items() if not row["error"]}
 
     def add(self, row: Row) -> None:
-        """Durable when this returns. Raises OutputError; the rows before are kept as they were."""
+        """Durable when this returns. Raises UnwrittenError; the rows before are kept as they were."""
         row = plain(row)
         path = self._directory / LINES
         before = path.stat().st_size if path.exists() else 0
@@ -62,7 +66,7 @@ class Rows:
             raise no_place(self._directory, error) from None
 
     def finish(self) -> None:
-        """rows.jsonl in the order of the grid, one row a cell. Raises OutputError."""
+        """rows.jsonl in the order of the grid, one row a cell. Raises UnwrittenError."""
         try:
             text = "".join(f"{json.dumps(row)}\n" for row in self)
             replace_file(self._directory / LINES, text.encode())
@@ -76,11 +80,11 @@ class Rows:
         replace_file(self._directory / PARQUET, as_parquet(rows))
 
 
-def no_place(directory: Path, error: OSError) -> OutputError:
+def no_place(directory: Path, error: OSError) -> UnwrittenError:
     """The one line for what keeps a study from being written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     told = f"no space left for {directory}" if full else f"{directory} cannot be written: {error.strerror or error}"
-    return OutputError(f"{told}; the rows that are there are kept, the same command continues")
+    return UnwrittenError(f"{told}; the rows that are there are kept, the same command continues")
 
 
 def read_lines(path: Path) -> list[Row]:
