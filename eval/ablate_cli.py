@@ -213,7 +213,10 @@ def _dry_run(study: Study) -> None:
 @contextmanager
 def _bar(study: Study, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Progress over cells: a bar where a person looks at it, a line for each elsewhere."""
+    from gqa.eval.study_rows import Rows
+
     bar = progress_bar(len(study.cells), "cell", study.subject.name, quiet)
+    bar.update(len(Rows(study.directory).done().intersection(study.cells)))
 
     def told(row: dict[str, Any]) -> None:
         bar.update()

@@ -311,7 +311,7 @@ def git() -> Row:
 def _measure(study: Study, shared: Shared, left: list[Cell], keep: Callable[[Row], None]) -> None:
     units = [list(cells) for _, cells in groupby(left, key=lambda cell: cell.conversion)]
     options = study.options
-    if options.jobs > 1 or len(options.devices) > 1:
+    if options.jobs > 1 or options.devices != (_usable(None),):  # processes of their own see one device each
         measure_side_by_side(shared, units, max(options.jobs, len(options.devices)), options.devices, keep)
         return
     bench = Bench(shared, options.devices[0])

@@ -99,6 +99,19 @@ def _end(connection: Connection, worker: _Worker) -> str:
     return worker.device
 
 
+def alone(device: str, seen: str | None) -> tuple[str, str | None]:
+    """What a process calls `device`, and the CUDA_VISIBLE_DEVICES with which it sees no other (None: as they are).
+
+    accelerate takes the first device that it sees. `seen` is what the variable is now, by whose numbers devices go.
+    """
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return kind, ""
+    if kind != "cuda" or not number:
+        return kind, None
+    return kind, seen.split(",")[int(number)] if seen else number
+
+
 def _work(connection: Connection, shared: Shared, device: str, threads: int) -> None:
     """A process: cells in, rows out, None after the last of them."""
     import transformers
@@ -106,9 +119,9 @@ def _work(connection: Connection, shared: Shared, device: str, threads: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process decides
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(threads)
-    kind, _, number = device.partition(":")
-    if kind == "cuda" and number:  # accelerate takes the first that it sees
-        os.environ["CUDA_VISIBLE_DEVICES"] = number
+    kind, seen = alone(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if seen is not None:  # torch reads it when it first looks for a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = seen
     bench = Bench(shared, kind)
     with suppress(EOFError, OSError, StoppedError):  # the first process is gone, or ends this one
         while cells := connection.recv():

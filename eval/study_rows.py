@@ -12,7 +12,8 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,10 @@ class Rows:
     def __init__(self, directory: Path) -> None:
         """Raises RefusedError where rows.jsonl is none of a study's."""
         self._directory = directory
-        self._found: dict[Cell, Row] = {}
-        for row in read_lines(directory / LINES):
-            self._found[Cell.of(row)] = row
+        found, self._bytes = read_lines(directory / LINES)
+        self._found: dict[Cell, Row] = {Cell.of(row): row for row in found}
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Row]:
         return iter(sorted(self._found.values(), key=lambda row: Cell.of(row).order))
 
     def __len__(self) -> int:
@@ -52,24 +52,29 @@ class Rows:
     def add(self, row: Row) -> None:
         """Durable when this returns. Raises UnwrittenError; the rows before are kept as they were."""
         row = plain(row)
-        path = self._directory / LINES
-        before = path.stat().st_size if path.exists() else 0
+        path, line = self._directory / LINES, f"{json.dumps(row)}\n".encode()
         try:
             with path.open("ab", buffering=0) as stream:
-                write_bytes(stream, f"{json.dumps(row)}\n".encode())
+                stream.truncate(self._bytes)  # what a killed run left of a line
+                write_bytes(stream, line)
                 os.fsync(stream.fileno())
-            self._found[Cell.of(row)] = row
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(path, self._bytes)
+            raise no_place(self._directory, error) from None
+        self._found[Cell.of(row)] = row
+        self._bytes += len(line)
+        try:
             self._write_tables()
         except OSError as error:
-            if path.exists() and Cell.of(row) not in self._found:
-                os.truncate(path, before)  # a line that was cut off
             raise no_place(self._directory, error) from None
 
     def finish(self) -> None:
         """rows.jsonl in the order of the grid, one row a cell. Raises UnwrittenError."""
         try:
-            text = "".join(f"{json.dumps(row)}\n" for row in self)
-            replace_file(self._directory / LINES, text.encode())
+            lines = "".join(f"{json.dumps(row)}\n" for row in self).encode()
+            replace_file(self._directory / LINES, lines)
+            self._bytes = len(lines)
             self._write_tables()
         except OSError as error:
             raise no_place(self._directory, error) from None
@@ -87,21 +92,22 @@ def no_place(directory: Path, error: OSError) -> UnwrittenError:
     return UnwrittenError(f"{told}; the rows that are there are kept, the same command continues")
 
 
-def read_lines(path: Path) -> list[Row]:
-    """Whole lines; half a line of a killed run is cut off. Raises RefusedError where there is something else."""
+def read_lines(path: Path) -> tuple[list[Row], int]:
+    """The rows of whole lines, and their bytes; a killed run may have left half a line after them.
+
+    Raises RefusedError where there is something else.
+    """
     if not path.exists():
-        return []
+        return [], 0
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
     try:
         rows: list[Row] = [json.loads(line) for line in data[:whole].decode().splitlines()]
         for row in rows:
             _ = Cell.of(row).order, row["error"]
     except (ValueError, KeyError, TypeError):
         raise RefusedError(f"{path} holds something else than rows of a study; give another directory") from None
-    return rows
+    return rows, whole
 
 
 def plain(row: Row) -> Row:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
 from gqa.convert.summary import size
 from gqa.eval.study import UNMERGED, Cell
+from gqa.uptrain.options import TrainOptions
 
 Row = dict[str, Any]
 
@@ -164,8 +165,9 @@ def commands(point: Point) -> list[str]:
             words += ["--data", source]
         names = ("alpha", "field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup",
                  "batch_size", "block_size", "optimizer", "weight_decay", "precision", "train", "seed")  # fmt: skip
+        defaults = {field.name: field.default for field in fields(TrainOptions)}
         for name in names:
-            if row.get(name) not in (None, 0.0) or name == "seed":
+            if row.get(name) not in (None, defaults[name]):
                 words += [f"--{name.replace('_', '-')}", row[name]]
         words += ["--teacher", row["model"]] if row["teacher"] == "source" else []
         found.append(shlex.join(map(str, [*words, "-o", f"{out}-trained"])))

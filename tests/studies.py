@@ -81,6 +81,7 @@ def row(method: str, groups: int, alpha: float, loss: float, seed: int = 0, **mo
     options = {
         "model": "org/name", "data": "text", "calibration": "text", "calibration_tokens": 1024,
         "calibration_length": 64, "ridge": 1e-4, "refine_steps": 9, "refine_batch": 4, "refine_learning_rate": 0.003,
+        "learning_rate": 0.001,
     }  # fmt: skip
     return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **options, **more}
 

@@ -217,6 +217,14 @@ def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_a_process_sees_its_device_alone() -> None:
+    assert study_jobs.alone("cpu", "0,1") == ("cpu", "")
+    assert study_jobs.alone("cuda", None) == ("cuda", None)
+    assert study_jobs.alone("cuda:1", None) == ("cuda", "1")
+    assert study_jobs.alone("cuda:1", "4,6") == ("cuda", "6")
+    assert study_jobs.alone("mps", None) == ("mps", None)
+
+
 def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     result = ablate(tmp_path / "study", dry_run=True)
     assert result.code == 0

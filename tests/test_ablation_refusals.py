@@ -128,6 +128,16 @@ def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert measured(tmp_path / "study", alphas="0")[:1] == kept
 
 
+def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
+    """Another process may be in the middle of a line."""
+    shutil.copytree(study(), tmp_path / "study")
+    with (tmp_path / "study" / "rows.jsonl").open("a") as stream:
+        stream.write('{"method": "fir')
+    before = snapshot(tmp_path / "study")["rows.jsonl"]
+    assert run("-o", tmp_path / "study", program="gqa-ablate").code == 0
+    assert snapshot(tmp_path / "study")["rows.jsonl"] == before
+
+
 def test_an_interrupted_write_keeps_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """rows.csv and rows.parquet are the old ones or the new ones at every moment."""
     shutil.copytree(study(), tmp_path / "study")

@@ -72,6 +72,8 @@ def test_why() -> None:
     assert "at best refined, 1 KV head, alpha 0.1 with +0.2000 nats per token" in text
     assert "refined, 2 KV heads, alpha 0.1 is better with +0.0400" in text
     assert "gqa-convert org/name --groups 2 --method refined" in text
+    trained = recommend(points(TABLE), 400, 0.25).text()
+    assert "gqa-uptrain name-gqa1 --data text --alpha 0.1 --learning-rate 0.001 -o name-gqa1-trained" in trained
 
 
 def test_failed_cells_do_not_count() -> None:
