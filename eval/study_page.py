@@ -18,9 +18,9 @@ pre { background: #f4f4f4; padding: .75rem 1rem; white-space: pre-wrap; overflow
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #ddd; }
-td.numbers { white-space: nowrap; }
+td { white-space: nowrap; }
 .words { text-align: left; }
-td.words { min-width: 8.5rem; }
+td.long { white-space: normal; min-width: 12rem; }
 th { background: #f4f4f4; vertical-align: bottom; }
 th button { all: unset; cursor: pointer; font-weight: 600; white-space: normal; }
 th button:focus-visible { outline: 2px solid #0072B2; }
@@ -75,7 +75,7 @@ def _paragraphs(text: str) -> str:
 
 
 def _table(table: Table) -> str:
-    kinds = ["words" if _is_words(column) else "numbers" for column in zip(*table.rows, strict=True)]
+    kinds = [_kind(column) for column in zip(*table.rows, strict=True)]
     head = "".join(
         f'<th scope="col" class="{kind}"><button type="button">{escape(name)}</button></th>'
         for kind, name in zip(kinds, table.header, strict=True)
@@ -93,6 +93,8 @@ def _line(cells: Sequence[str], kinds: Sequence[str]) -> str:
     return f"<tr>{''.join(shown)}</tr>"
 
 
-def _is_words(column: Sequence[str]) -> bool:
-    """Of numbers a few may be words, as `failed` is."""
-    return 2 * sum(bool(re.search("[a-z]{3}", cell)) for cell in column) > len(column)
+def _kind(column: Sequence[str]) -> str:
+    """numbers, of which a few may be words as `failed` is; words on one line; or words that are too long for that."""
+    if 2 * sum(bool(re.search("[a-z]{3}", cell)) for cell in column) <= len(column):
+        return "numbers"
+    return "words" if max(map(len, column)) <= 30 else "long words"

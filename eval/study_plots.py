@@ -74,7 +74,7 @@ def _methods(merged: Sequence[Point], directory: Path) -> Drawn:
                     [x + (number - (len(groups) - 1) / 2) * width for x, _ in bars],
                     [p.increase for _, p in bars], width,
                     yerr=_spread([p for _, p in bars]), capsize=3, edgecolor="#222222", linewidth=0.8,
-                    color=shades(0.3 + 0.6 * number / max(1, len(groups) - 1)), label=_heads(count),
+                    color=shades((number + 1) / (len(groups) + 0.5)), label=_heads(count),
                 )  # fmt: skip
             axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
             axis.set_title(_share(alpha))
@@ -176,7 +176,7 @@ def _tradeoff(merged: Sequence[Point], looks: dict[str, Row], source: Row, direc
         handles = [Line2D([], [], label=series, **style | {"linestyle": ""}) for series, style in looks.items()]
         handles.append(Line2D([], [], marker="*", color="#000000", linestyle="", markersize=14, label="source"))
         handles.append(Line2D([], [], color="#777777", label="Pareto front"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=_columns(handles))
+        figure.legend(handles=handles, loc="outside lower center", ncols=_columns(handles, figure))
     return "tradeoff", f"Quality against memory and time (figure 3); filled: alpha {longest:g}, faint: trained less"
 
 
@@ -205,7 +205,7 @@ def _layers(merged: Sequence[Point], looks: dict[str, Row], directory: Path) -> 
                         means = [sum(layer) / len(layer) for layer in zip(*errors, strict=True)]
                         axis.plot(range(len(means)), means, label=point.series, **looks[point.series])
                 axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-                axis.set_ylim(bottom=0)
+        axes[0, 0].set_ylim(bottom=0)  # of all: they share it
         for axis, count in zip(axes[0], groups, strict=True):
             axis.set_title(_heads(count))
             axes[1, groups.index(count)].set_xlabel("layer")
@@ -224,11 +224,13 @@ def _spread(some: Sequence[Point]) -> list[list[float]] | None:
 
 def _legend(figure: Figure, axis: Axes) -> None:
     handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=_columns(handles))
+    figure.legend(handles, labels, loc="outside lower center", ncols=_columns(handles, figure))
 
 
-def _columns(handles: Sequence[Any]) -> int:
-    return math.ceil(len(handles) / math.ceil(len(handles) / 5))
+def _columns(handles: Sequence[Any], figure: Figure) -> int:
+    """Of a legend: as few lines as the width allows, all of a length."""
+    most = max(2, int(figure.get_figwidth() / 2.2))
+    return math.ceil(len(handles) / math.ceil(len(handles) / most))
 
 
 def _heads(count: int) -> str:

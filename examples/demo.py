@@ -38,8 +38,7 @@ def study_options(output: Path) -> StudyOptions:
     """Calibrated on 16,384 tokens, refined for 50 steps a layer: a fraction of the defaults, as is the training."""
     maps = MapsOptions(CalibrationText(TEXT, tokens=16_384), refinement=Refinement(steps=50))
     return StudyOptions(
-        str(SOURCE), output, maps, TEXT, learning_rate=1e-3, warmup=5, batch_size=4, precision="bf16",
-        eval_tokens=16_384,
+        str(SOURCE), output, maps, TEXT, batch_size=4, precision="bf16", eval_tokens=16_384,
     )  # fmt: skip
 
 
