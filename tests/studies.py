@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from checkpoints import Result, run
 from training import BLOCK, tiny_checkpoint, write_corpus
 
@@ -24,6 +25,7 @@ ALPHAS = "0,0.1,0.3"
 @cache
 def place() -> Path:
     """Made once and left as it is: model (4 heads), train.jsonl and heldout.jsonl."""
+    torch.set_num_threads(1)  # as in processes side by side: sums in the same order
     directory = Path(tempfile.mkdtemp(prefix="gqa-ablate-tests-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     tiny_checkpoint(directory / "model", kv_heads=4)

@@ -60,6 +60,35 @@ def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
     assert abs(longer["loss"] - further["quality"]["nats_per_token"]) > 1e-3
 
 
+def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated on the study's own data, once; what is untrained is the same for all, what is trained is not."""
+    convert, made = study_cells.convert_checkpoint, []
+
+    def noting(*given: Any, **options: Any) -> Any:
+        made.append(options["method"])
+        return convert(*given, **options)
+
+    monkeypatch.setattr(study_cells, "convert_checkpoint", noting)
+    measured(
+        tmp_path / "study", methods="calibrated", alphas="0,0.1", train="all,kv", teachers="none,source",
+        calibration_tokens=640, calibration_length=64,
+    )  # fmt: skip
+    assert made == ["calibrated"]
+    found = by_cell(tmp_path / "study")
+    plain = [row["loss"] for cell, row in found.items() if not cell.alpha]
+    trained = [row["loss"] for cell, row in found.items() if cell.alpha]
+    assert len(plain) == len(trained) == 4
+    assert len(set(plain)) == 1
+    assert len({*plain, *trained}) == 5
+    command(
+        "gqa-convert", "-q", "--groups", 1, "--method", "calibrated", "--calibration", place() / "train.jsonl",
+        "--calibration-tokens", 640, "--calibration-length", 64, "-o", tmp_path / "converted", place() / "model",
+    )  # fmt: skip
+    options = ("--data", place() / "heldout.jsonl", "--json", "-q")
+    (expected,) = json.loads(command("gqa-eval", tmp_path / "converted", *options))["models"]
+    assert plain[0] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
+
+
 def test_as_many_heads_as_the_source_has_are_one_conversion() -> None:
     found = by_cell(study())
     assert [cell.method for cell in found] == [*["mean"] * 3, *["first"] * 3, *["none"] * 3]
