@@ -14,10 +14,13 @@ from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
     from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.refine import Refinement
 
-_OPTIONS = [
+_TEXT = [
     click.option("--calibration", default="self", show_default=True, metavar="SOURCE[,...]", help="Text for calibrated "
                  "and refined: self (sampled from the model), self:TOKENS, a file, a hub data set, stdlib:train."),
+]  # fmt: skip
+_SEARCH = [
     click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
                  help="In all; shared by SOURCE@WEIGHT."),
     click.option("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
@@ -35,13 +38,24 @@ _OPTIONS = [
                  "[default: bf16 where the device multiplies it natively]"),
     click.option("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32",
                  show_default=True, help="To run layers in; 16 bits blur what the converted layers lack."),
+]  # fmt: skip
+_DEVICE = [
     click.option("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
 ]  # fmt: skip
 
 
 def maps_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of finding maps."""
-    for option in reversed(_OPTIONS):
+    return _with(_TEXT + _SEARCH + _DEVICE, command)
+
+
+def search_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Those of them that say neither on which text nor where."""
+    return _with(_SEARCH, command)
+
+
+def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(options):
         command = option(command)
     return command
 
@@ -50,23 +64,27 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
     """What the options say."""
     from gqa.convert.calibration_text import CalibrationText
     from gqa.convert.find_maps import MapsOptions, find_device
-    from gqa.convert.refine import Refinement
 
     sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
     return MapsOptions(
         CalibrationText(sources, options["calibration_tokens"], options["calibration_length"], options["seed"]),
         ridge=options["ridge"],
-        refinement=Refinement(
-            options["refine_steps"],
-            options["refine_batch"],
-            options["refine_learning_rate"],
-            autocast=options["refine_precision"] and options["refine_precision"] == "bf16",
-            seed=options["seed"],
-        ),
+        refinement=read_refinement(options, options["seed"]),
         device=find_device(options["device"]),
         dtype=options["calibration_dtype"],
         grouping=options["grouping"],
     )
+
+
+def read_refinement(options: dict[str, Any], seed: int = 0) -> Refinement:
+    """What they say of training layers."""
+    from gqa.convert.refine import Refinement
+
+    precision = options["refine_precision"]
+    return Refinement(
+        options["refine_steps"], options["refine_batch"], options["refine_learning_rate"],
+        autocast=None if precision is None else precision == "bf16", seed=seed,
+    )  # fmt: skip
 
 
 class Bar:

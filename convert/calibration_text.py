@@ -15,18 +15,21 @@ from gqa.convert.errors import RefusedError, explain
 from gqa.convert.model_config import read_config
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
-from gqa.corpus.sources import is_self, parse_sources, self_tokens
+from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens
 from gqa.corpus.tokens import Blocks, tokenise
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """`sources` as `parse_sources` reads them, or `self[:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of `length`."""
+    """`sources` as `parse_sources` reads them, or `self[:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of `length`.
+    `field` is the column of text of files and data sets.
+    """
 
     sources: tuple[str, ...] = ("self",)
     tokens: int = 65_536
     length: int = 256
     seed: int = 0
+    field: str = "text"
 
     def blocks(self, checkpoint: Checkpoint, device: str, progress: Callable[[int], None]) -> Tensor:
         """(N, length) token ids. Raises RefusedError and CorpusError."""
@@ -42,7 +45,7 @@ class CalibrationText:
 
     def identify(self) -> list[str]:
         """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
-        return [s if is_self(s) else parse_sources((s,))[0].identify() for s in self.sources]
+        return [s if is_self(s) else self._parse(s).identify() for s in self.sources]
 
     def _shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
@@ -52,7 +55,7 @@ class CalibrationText:
             if is_self(source) and (count := self_tokens(source)):
                 fixed[index] = count
             else:
-                weights[index] = _weight(source)
+                weights[index] = self._weight(source)
         total = sum(weights.values())
         counts = fixed | {index: int(self.tokens * weight / total) for index, weight in weights.items()}
         if short := [self.sources[index] for index, count in counts.items() if count < self.length]:
@@ -61,9 +64,17 @@ class CalibrationText:
             )
         return [(source, counts[index]) for index, source in enumerate(self.sources)]
 
+    def _parse(self, source: str) -> Source:
+        return parse_sources((source,), field=self.field)[0]
+
+    def _weight(self, source: str) -> float:
+        if is_self(source):
+            return float(source.partition("@")[2] or 1.0)
+        return self._parse(source).weight or 1.0
+
     def _read(self, checkpoint: Checkpoint, source: str, tokens: int) -> Tensor:
         tokenizer = load_tokenizer(checkpoint)
-        found = parse_sources((source,))[0]
+        found = self._parse(source)
         text = tokenise(found, tokenizer)
         if int(text.lengths.sum()) < self.length:
             raise RefusedError(
@@ -94,12 +105,6 @@ class CalibrationText:
             -(-tokens // self.length), self.seed, progress,
         )  # fmt: skip
         return torch.stack([torch.from_numpy(found[index]["input_ids"]) for index in range(len(found))])
-
-
-def _weight(source: str) -> float:
-    if is_self(source):
-        return float(source.partition("@")[2] or 1.0)
-    return parse_sources((source,))[0].weight or 1.0
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:

@@ -131,7 +131,8 @@ def measure_quality(
         row.scores = _score(row, head, text, options, bars, baseline=baseline)
         if live:
             first.scores = first.scores or _baseline_scores(first, live, row.scores, text, options)
-            row.record["attention_error"] = [asdict(e) for e in attention_errors(live.model, head.model, _some(text))]
+            errors = attention_errors(live.model, head.model, some_windows(text))
+            row.record["attention_error"] = [asdict(e) for e in errors]
         del head  # before the next one is loaded
     for row in rows:
         _summarise(row, first, text)
@@ -163,8 +164,7 @@ def _stored_baseline(row: Row, text: Text, options: Options, bars: Bars) -> Stor
     """The recording in the cache; where there is none of this model and text, the baseline is run once to make it."""
     directory, subject = options.baseline_cache, row.subject
     assert directory is not None
-    dtype = (str(subject.config.dtype) if options.dtype == "auto" else options.dtype).removeprefix("torch.")
-    key = fingerprint(subject.path, text.windows, f"{dtype} {options.attention}")
+    dtype, key = baseline_key(subject, text, options)
     row.record |= {"dtype": dtype, "attention": options.attention}
     if found := StoredBaseline.open(directory, key):
         return found
@@ -184,7 +184,13 @@ def _stored_baseline(row: Row, text: Text, options: Options, bars: Bars) -> Stor
     return made
 
 
-def _some(text: Text) -> list[Any]:
+def baseline_key(subject: Subject, text: Text, options: Options) -> tuple[str, str]:
+    """The dtype that the baseline is run in, and what `StoredBaseline.open` knows its recording by."""
+    dtype = (str(subject.config.dtype) if options.dtype == "auto" else options.dtype).removeprefix("torch.")
+    return dtype, fingerprint(subject.path, text.windows, f"{dtype} {options.attention}")
+
+
+def some_windows(text: Text) -> list[Any]:
     """Windows spread evenly over the text."""
     picks = np.linspace(0, len(text.windows) - 1, min(LAYER_WINDOWS, len(text.windows))).astype(int)
     return [text.windows[i] for i in picks]
@@ -192,18 +198,22 @@ def _some(text: Text) -> list[Any]:
 
 def _summarise(row: Row, baseline: Row, text: Text) -> None:
     assert row.scores is not None
-    assert baseline.scores is not None
-    row.record["quality"] = perplexity(row.scores, text).record()
-    row.record["by_context"] = by_context(row.scores.nats, row.scores.context)
-    if row is baseline:
-        return
-    compared: dict[str, Any] = paired_ratio(
-        row.scores.nats, baseline.scores.nats, np.array(clusters(row.scores, text.windows))
-    )
-    if row.scores.kl is not None:
-        assert row.scores.same_top is not None
-        compared |= kl_statistics(row.scores.kl, row.scores.same_top, row.scores.nats, baseline.scores.nats)
-    row.record["against_baseline"] = compared
+    row.record |= summary(row.scores, text, None if row is baseline else baseline.scores)
+
+
+def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[str, Any]:
+    """What scores say, alone and against a baseline's, JSON-ready."""
+    found: dict[str, Any] = {
+        "quality": perplexity(scores, text).record(),
+        "by_context": by_context(scores.nats, scores.context),
+    }
+    if baseline is None:
+        return found
+    compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, np.array(clusters(scores, text.windows)))
+    if scores.kl is not None:
+        assert scores.same_top is not None
+        compared |= kl_statistics(scores.kl, scores.same_top, scores.nats, baseline.nats)
+    return found | {"against_baseline": compared}
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:

@@ -32,10 +32,18 @@ def look(index: int) -> dict[str, Any]:
 @contextmanager
 def picture(directory: Path, name: str, width: float = 8, height: float = 5) -> Iterator[Axes]:
     """One pair of axes, saved as NAME.svg and NAME.png at the end."""
+    with panels(directory, name, width=width, height=height) as (_, axes):
+        yield axes[0, 0]
+
+
+@contextmanager
+def panels(
+    directory: Path, name: str, rows: int = 1, columns: int = 1, *, width: float = 8, height: float = 5, **more: Any
+) -> Iterator[tuple[Figure, Any]]:
+    """(rows, columns) pairs of axes, saved likewise; `more` is for matplotlib's `subplots`."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.add_subplot()
-        yield axes
+        yield figure, figure.subplots(rows, columns, squeeze=False, **more)
         figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
         figure.savefig(directory / f"{name}.png")
 

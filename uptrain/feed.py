@@ -125,7 +125,7 @@ def open_heldout(options: TrainOptions, tokenizer: Any, block_size: int) -> list
 
     Raises RefusedError and CorpusError.
     """
-    sources = _heldout_sources(options)
+    sources = heldout_sources(options)
     wanted = max(1, options.heldout_tokens // block_size)
     if not sources:
         return []
@@ -144,7 +144,8 @@ def open_heldout(options: TrainOptions, tokenizer: Any, block_size: int) -> list
     return found
 
 
-def _heldout_sources(options: TrainOptions) -> list[Source]:
+def heldout_sources(options: TrainOptions) -> list[Source]:
+    """What no step trains on; nothing where nothing says what is held out. Raises RefusedError and CorpusError."""
     if options.heldout:
         return [parse_source(options.heldout, field=options.field, separator=options.separator)]
     if options.data == ("stdlib:train",) and not options.heldout_fraction:

@@ -60,6 +60,11 @@ class Setup:
     states: States
 
     @property
+    def metrics(self) -> Path:
+        """The log of every step."""
+        return self.states.directory / "metrics.jsonl"
+
+    @property
     def trained(self) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
@@ -99,8 +104,11 @@ def _beside(out: Path, purpose: str) -> Path:
     return out.with_name(f"{out.name}-{purpose}")
 
 
-def prepare(options: TrainOptions, resume: bool = False) -> Setup:
-    """Open and check everything. Raises RefusedError or CorpusError, before anything is written."""
+def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedModel | None = None) -> Setup:
+    """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
+
+    `teacher` is the model that `options.teacher` names, where it is in memory already.
+    """
     processes = ranks().num_processes
     micro = options.check(processes)
     checkpoint = open_model(options.model, options.revision)
@@ -116,8 +124,8 @@ def prepare(options: TrainOptions, resume: bool = False) -> Setup:
         states.latest(whole=False)
     tokenizer = _tokenizer(checkpoint, options)
     model = _model(checkpoint, options, accelerator)
-    block_size = _block_size(model, tokenizer, checkpoint, options)
-    teacher = _teacher(model, tokenizer, options, accelerator)
+    block_size = find_block_size(model.config, tokenizer, checkpoint, options)
+    teacher = _teacher(model, tokenizer, options, accelerator, teacher)
     with accelerator.main_process_first():  # one process tokenises, the others find it done
         if is_self(options.data[0]):
             assert teacher is not None
@@ -175,8 +183,9 @@ def _check_compiler() -> None:
         raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
 
 
-def _block_size(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
-    config = model.config.get_text_config(decoder=True)
+def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
+    """What is asked for, or the positions of the model but `MAX_BLOCK` at most. Raises RefusedError."""
+    config = config.get_text_config(decoder=True)
     if len(tokenizer) > config.vocab_size:
         raise RefusedError(
             f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
@@ -191,14 +200,18 @@ def _block_size(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, 
 
 
 def _teacher(
-    model: PreTrainedModel, tokenizer: Any, options: TrainOptions, accelerator: Accelerator
+    model: PreTrainedModel,
+    tokenizer: Any,
+    options: TrainOptions,
+    accelerator: Accelerator,
+    loaded: PreTrainedModel | None,
 ) -> PreTrainedModel | None:
     """In its own dtype, without gradients, whole on every device."""
     if options.teacher is None:
         return None
     checkpoint = open_model(options.teacher)
     with _loaded_on_every_rank():
-        teacher = _load(checkpoint, options, str(accelerator.device), dtype="auto")
+        teacher = loaded or _load(checkpoint, options, str(accelerator.device), dtype="auto")
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
     if ours != theirs:
         raise RefusedError(
@@ -248,34 +261,47 @@ def run(
     after_step: AfterStep | None = None,
 ) -> tuple[Progress, dict[str, Any]]:
     """See `uptrain`. Raises what `train` and `export` raise."""
-    options, accelerator, states = setup.options, setup.accelerator, setup.states
+    with held(setup):
+        progress, found = train_prepared(setup, resume=resume, quiet=quiet, after_step=after_step)
+        record = plain(provenance(setup.checkpoint, words, facts(setup, progress)))
+        if setup.accelerator.is_main_process:
+            _write(setup, found, record)
+        setup.accelerator.wait_for_everyone()
+    return progress, record
+
+
+@contextmanager
+def held(setup: Setup) -> Iterator[None]:
+    """The states' directory is there, and no other run uses it. Raises RefusedError where one does."""
+    with setup.states.held() if setup.accelerator.is_main_process else nullcontext():
+        yield
+
+
+def train_prepared(
+    setup: Setup, *, resume: bool = False, quiet: bool = True, after_step: AfterStep | None = None
+) -> tuple[Progress, Weights]:
+    """Train while the setup is `held`; no checkpoint is written. Raises what `train` raises."""
+    options, accelerator = setup.options, setup.accelerator
     set_seed(options.seed, device_specific=True)  # dropout differs between ranks
     training = TrainingModel(
         setup.model, setup.teacher, distill=options.distill, temperature=options.temperature, match=options.match,
         match_weight=options.match_weight, compile_backbone=options.compile,
     )  # fmt: skip
-    metrics = states.directory / "metrics.jsonl"
-    with states.held() if accelerator.is_main_process else nullcontext():
+    if options.report_to:
+        accelerator.init_trackers("gqa-uptrain", config={k: str(v) for k, v in options.binding().items()})
+    try:
+        return train(
+            accelerator, training, setup.feed, setup.heldout, options, micro=setup.micro, states=setup.states,
+            resume=resume, after_step=after_step,
+            log=lambda first: Log(accelerator, setup.metrics, setup.feed.steps, first, setup.parameters, quiet),
+        )  # fmt: skip
+    finally:
         if options.report_to:
-            accelerator.init_trackers("gqa-uptrain", config={k: str(v) for k, v in options.binding().items()})
-        try:
-            progress, found = train(
-                accelerator, training, setup.feed, setup.heldout, options, micro=setup.micro, states=states,
-                resume=resume, after_step=after_step,
-                log=lambda first: Log(accelerator, metrics, setup.feed.steps, first, setup.parameters, quiet),
-            )  # fmt: skip
-        finally:
-            if options.report_to:
-                accelerator.end_training()
-        record = plain(provenance(setup.checkpoint, words, facts(setup, progress)))
-        if accelerator.is_main_process:
-            _write(setup, found, record, metrics)
-        accelerator.wait_for_everyone()
-    return progress, record
+            accelerator.end_training()
 
 
-def _write(setup: Setup, found: Weights, record: dict[str, Any], metrics: Path) -> None:
-    options, extra = setup.options, {METRICS: metrics}
+def _write(setup: Setup, found: Weights, record: dict[str, Any]) -> None:
+    options, extra = setup.options, {METRICS: setup.metrics}
     if options.keep_adapter:
         names = {name for name, p in setup.model.named_parameters() if p.requires_grad}
         directory = setup.states.directory / ADAPTER

@@ -1,0 +1,103 @@
+"""`gqa-ablate` on a tiny random model and a little text, run in this process, and rows made by hand."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import Result, run
+from training import BLOCK, tiny_checkpoint, write_corpus
+
+from gqa.eval.study import Cell
+
+# What depends on the machine or on when it was measured.
+TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating")
+ALPHAS = "0,0.1,0.3"
+
+
+@cache
+def place() -> Path:
+    """Made once and left as it is: model (4 heads), train.jsonl and heldout.jsonl."""
+    torch.set_num_threads(1)  # as in processes side by side: sums in the same order
+    directory = Path(tempfile.mkdtemp(prefix="gqa-ablate-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    tiny_checkpoint(directory / "model", kv_heads=4)
+    write_corpus(directory / "train.jsonl", 10)
+    write_corpus(directory / "heldout.jsonl", 3, first=10)
+    return directory
+
+
+def words(out: Path, **options: Any) -> list[str]:
+    """The command of a small study; an option that is None is left out, one that is True is a flag."""
+    given: dict[str, Any] = {
+        "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "methods": "mean,first", "groups": "1",
+        "alphas": ALPHAS, "batch_size": 4, "block_size": BLOCK, "learning_rate": 3e-3, "no_decode": True,
+        "output": out, "quiet": True,
+    }  # fmt: skip
+    found = [str(options.pop("model", place() / "model"))]
+    for name, value in (given | options).items():
+        option = f"--{name.replace('_', '-')}"
+        found += [option] if value is True else [] if value is None else [option, str(value)]
+    return found
+
+
+def ablate(out: Path, **options: Any) -> Result:
+    return run(*words(out, **options), program="gqa-ablate")
+
+
+def measured(out: Path, **options: Any) -> list[dict[str, Any]]:
+    """The rows of a study that must succeed."""
+    result = ablate(out, **options)
+    assert (result.code, result.err) == (0, ""), result
+    return rows(out)
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+def quality(out: Path) -> list[dict[str, Any]]:
+    """Rows without what depends on the machine, in the order of the file."""
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows(out)]
+
+
+@cache
+def study() -> Path:
+    """A finished study, left as it is: 2 methods, 1 seed of each, 1 and 4 heads, 3 alphas."""
+    out = place() / "study"
+    measured(out, groups="1,4", no_decode=None, decode_batch=1)
+    return out
+
+
+def row(method: str, groups: int, alpha: float, loss: float, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """A measured row, above a source of 2 nats and 4 heads of 100 bytes."""
+    cell = Cell(method, groups, seed, "all", "none", alpha)
+    found = {"loss": loss, "loss_increase": loss - 2.0, "kv_bytes_per_token": 100 * groups, "error": None}
+    options = {
+        "model": "org/name", "data": "text", "calibration": "text", "calibration_tokens": 1024,
+        "calibration_length": 64, "grouping": "contiguous", "ridge": 1e-4, "refine_precision": "no",
+        "refine_steps": 9, "refine_batch": 4, "refine_learning_rate": 0.003,
+        "learning_rate": 0.001,
+    }  # fmt: skip
+    return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **options, **more}
+
+
+def dies(connection: Any, shared: Any, device: str, threads: int) -> None:
+    """A worker whose process ends after its first row."""
+    cells = connection.recv()
+    connection.send(shared.row(cells[0]))
+    os._exit(7)
+
+
+class Noted:
+    """`Shared` where nothing is measured."""
+
+    def row(self, cell: Cell, error: str | None = None) -> dict[str, Any]:
+        return {**cell._asdict(), "error": error}

@@ -1,0 +1,273 @@
+"""`gqa-ablate`: cells are what the commands give one by one, and survive whatever stops a study."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import run, snapshot
+from pyarrow import parquet
+from studies import ALPHAS, Noted, ablate, dies, measured, place, quality, rows, study, words
+from training import words_for
+
+from gqa.eval import ablation, study_cells, study_jobs
+from gqa.eval.study import Cell
+
+
+def command(program: str, *given: object) -> str:
+    result = run(*given, program=program)
+    assert (result.code, result.err) == (0, ""), result
+    return result.out
+
+
+def by_cell(out: Path) -> dict[Cell, dict[str, Any]]:
+    return {Cell.of(row): row for row in rows(out)}
+
+
+# -------------------------------------------------------------------------------------------------------- oracle
+
+
+def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
+    """Also in the middle of a training that goes on; another alpha, as a control, gives something else."""
+    model, converted, trained = place() / "model", tmp_path / "converted", tmp_path / "trained"
+    command("gqa-convert", "-q", "--groups", 1, "--method", "first", "-o", converted, model)
+    data, heldout = place() / "train.jsonl", place() / "heldout.jsonl"
+    given = words_for(converted, data, trained, alpha=0.1, batch_size=4, block_size=64, learning_rate=3e-3)
+    command("gqa-uptrain", *given, "--heldout", heldout)
+    options = ("--data", heldout, "--kl", "--json", "-q")
+    _, plain, further = json.loads(command("gqa-eval", model, converted, trained, *options))["models"]
+    found = by_cell(study())
+    for alpha, expected in ((0.0, plain), (0.1, further)):
+        row = found[Cell("first", 1, 0, "all", "none", alpha)]
+        against = expected["against_baseline"]
+        assert row["loss"] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
+        assert row["bits_per_byte"] == pytest.approx(expected["quality"]["bits_per_byte"], abs=1e-6)
+        assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
+        assert row["kl"] == pytest.approx(against["kl"]["mean"], abs=2e-3)  # the source's predictions are rounded
+        assert row["top1_agreement"] == pytest.approx(against["same_top"], abs=0.01)
+    assert found[Cell("first", 1, 0, "all", "none", 0.0)]["merge_errors"] == pytest.approx(
+        [error["own"] for error in plain["attention_error"]], abs=1e-6
+    )
+    longer = found[Cell("first", 1, 0, "all", "none", 0.3)]
+    assert abs(longer["loss"] - further["quality"]["nats_per_token"]) > 1e-3
+
+
+def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated on the study's own data, once; what is untrained is the same for all, what is trained is not."""
+    convert, made = study_cells.convert_checkpoint, []
+
+    def noting(*given: Any, **options: Any) -> Any:
+        made.append(options["method"])
+        return convert(*given, **options)
+
+    monkeypatch.setattr(study_cells, "convert_checkpoint", noting)
+    measured(
+        tmp_path / "study", methods="calibrated", alphas="0,0.1", train="all,kv", teachers="none,source",
+        calibration_tokens=640, calibration_length=64,
+    )  # fmt: skip
+    assert made == ["calibrated"]
+    found = by_cell(tmp_path / "study")
+    plain = [row["loss"] for cell, row in found.items() if not cell.alpha]
+    trained = [row["loss"] for cell, row in found.items() if cell.alpha]
+    assert len(plain) == len(trained) == 4
+    assert len(set(plain)) == 1
+    assert len({*plain, *trained}) == 5
+    command(
+        "gqa-convert", "-q", "--groups", 1, "--method", "calibrated", "--calibration", place() / "train.jsonl",
+        "--calibration-tokens", 640, "--calibration-length", 64, "-o", tmp_path / "converted", place() / "model",
+    )  # fmt: skip
+    options = ("--data", place() / "heldout.jsonl", "--json", "-q")
+    (expected,) = json.loads(command("gqa-eval", tmp_path / "converted", *options))["models"]
+    assert plain[0] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
+
+
+def test_as_many_heads_as_the_source_has_are_one_conversion() -> None:
+    found = by_cell(study())
+    assert [cell.method for cell in found] == [*["mean"] * 3, *["first"] * 3, *["none"] * 3]
+    unmerged = found[Cell("none", 4, 0, "all", "none", 0.0)]
+    assert unmerged["loss_increase"] == 0
+    assert unmerged["merge_error"] == 0
+    assert unmerged["kv_bytes_per_token"] == 4 * found[Cell("mean", 1, 0, "all", "none", 0.0)]["kv_bytes_per_token"]
+    assert unmerged["decode_tokens_per_second"] > 0
+
+
+def test_the_three_tables_agree() -> None:
+    lines = rows(study())
+    with (study() / "rows.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    columns = parquet.read_table(study() / "rows.parquet").to_pylist()
+    assert len(lines) == len(table) == len(columns) == 9
+    for line, cells, values in zip(lines, table, columns, strict=True):
+        assert {k: v for k, v in values.items() if v is not None} == {k: v for k, v in line.items() if v is not None}
+        assert set(cells) == set(values)
+        for name, value in line.items():
+            shown = json.dumps(value) if isinstance(value, list) else "" if value is None else str(value)
+            assert cells[name] == shown
+    assert not {"loss", "kl", "error", "train_tokens"} & set(
+        json.loads((study() / "study.json").read_text())["identity"]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ stop, continue
+
+_KILLED = """
+import os, signal, sys
+from gqa.eval import ablate_cli, study_rows
+add, count = study_rows.Rows.add, [0]
+def killing(self, row):
+    add(self, row)
+    count[0] += 1
+    if count[0] == 5:
+        with (self._directory / "rows.jsonl").open("a") as stream:
+            stream.write('{"method": "first", "gro')
+        os.kill(os.getpid(), signal.SIGKILL)
+study_rows.Rows.add = killing
+ablate_cli.main()
+"""
+
+
+def test_a_killed_study_continues_to_identical_rows(tmp_path: Path) -> None:
+    """Killed in the middle of a training, with half a line of the next row written."""
+    given = words(tmp_path / "study", groups="1,4", no_decode=None, decode_batch=1)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([sys.executable, "-c", _KILLED, *given], env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = [json.loads(line) for line in (tmp_path / "study" / "rows.jsonl").read_text().splitlines()[:-1]]
+    assert len(before) == 5
+    measured(tmp_path / "study", groups="1,4", no_decode=None, decode_batch=1)
+    assert before == rows(tmp_path / "study")[:5]  # not measured again: the seconds are the same too
+    assert without_speed(tmp_path / "study") == without_speed(study())
+    assert not (tmp_path / "study" / ".work").exists()
+
+
+def without_speed(out: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "decode" not in k} for row in quality(out)]
+
+
+def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, began = ablation.Rows.add, []
+
+    def stopping(self: Any, row: Any) -> None:
+        add(self, row)
+        if row["alpha"] == 0.1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ablation.Rows, "add", stopping)
+        result = ablate(tmp_path / "study", methods="mean")
+    assert (result.code, result.err) == (143, "gqa-ablate: stopped; the same command continues\n")
+    assert len(rows(tmp_path / "study")) == 2
+    trained = study_cells.train_prepared
+
+    def noting(setup: Any, **options: Any) -> Any:
+        began.append(options["resume"])
+        return trained(setup, **options)
+
+    monkeypatch.setattr(study_cells, "train_prepared", noting)
+    measured(tmp_path / "study", methods="mean")
+    assert began == [True]
+    assert without_speed(tmp_path / "study") == without_speed(study())[:3]
+
+
+def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(study(), tmp_path / "study")
+    before = snapshot(tmp_path / "study")
+    monkeypatch.setattr(ablation, "_measure", lambda *given: pytest.fail("measured again"))
+    measured(tmp_path / "study", groups="1,4", no_decode=None, decode_batch=1)
+    after = snapshot(tmp_path / "study")
+    assert all(after[name] == before[name] for name in ("rows.jsonl", "rows.csv", "rows.parquet", "study.json"))
+
+
+def test_a_study_grows(tmp_path: Path) -> None:
+    """Of more methods and alphas only the new cells are measured."""
+    shutil.copytree(study(), tmp_path / "study")
+    grown = measured(tmp_path / "study", methods="random:2", alphas="0", no_decode=None, decode_batch=1)
+    new = [row for row in grown if row["method"] == "random"]
+    assert [row for row in grown if row not in new] == rows(study())
+    assert [row["seed"] for row in new] == [0, 1]
+    assert new[0]["loss"] != new[1]["loss"]
+
+
+# ---------------------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert, train = study_cells.convert_checkpoint, study_cells.train_run
+
+    def failing(*given: Any, **options: Any) -> Any:
+        if options["method"] == "mean":
+            raise RuntimeError("the disk\nis on fire")
+        return convert(*given, **options)
+
+    def diverging(bench: Any, directory: Path, seconds: float, cells: Any, model: Any, report: Any) -> None:
+        def until(row: Any) -> None:
+            report(row)
+            raise study_cells.DivergedError("loss was not finite")
+
+        train(bench, directory, seconds, cells, model, until)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(study_cells, "convert_checkpoint", failing)
+        patched.setattr(study_cells, "train_run", diverging)
+        result = ablate(tmp_path / "study")
+    assert result.code == 1
+    assert "4 of 6 cells failed" in result.err
+    assert result.err.count("\n") == 1
+    told = [row["error"] for row in rows(tmp_path / "study")]
+    assert told == [*["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
+    assert "the disk is on fire" in (tmp_path / "study" / "report.html").read_text()
+    kept = rows(tmp_path / "study")[3:5]
+    assert measured(tmp_path / "study")[3:5] == kept
+    assert without_speed(tmp_path / "study") == without_speed(study())[:6]
+
+
+def test_side_by_side(tmp_path: Path) -> None:
+    """The same rows, in the same order, from two processes."""
+    measured(tmp_path / "study", jobs=2)
+    assert without_speed(tmp_path / "study") == without_speed(study())[:6]
+
+
+def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_jobs, "_work", dies)
+    cells = [[Cell(method, 1, 0, "all", "none", alpha) for alpha in (0, 0.1)] for method in ("mean", "first")]
+    found: list[Any] = []
+    study_jobs.measure_side_by_side(Noted(), cells, 1, ["cpu"], found.append)  # type: ignore[arg-type]
+    told = "its process ended with exit code 7"
+    assert [(Cell.of(row), row["error"]) for row in found] == [
+        (cell, error) for one in cells for cell, error in zip(one, (None, told), strict=True)
+    ]
+
+
+def test_a_process_sees_its_device_alone() -> None:
+    assert study_jobs.alone("cpu", "0,1") == ("cpu", "")
+    assert study_jobs.alone("cuda", None) == ("cuda", None)
+    assert study_jobs.alone("cuda:1", None) == ("cuda", "1")
+    assert study_jobs.alone("cuda:1", "4,6") == ("cuda", "6")
+    assert study_jobs.alone("mps", None) == ("mps", None)
+
+
+def test_dry_run_writes_nothing(tmp_path: Path) -> None:
+    result = ablate(tmp_path / "study", dry_run=True)
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert [line.split()[0] for line in lines[2:8]] == [*["mean"] * 3, *["first"] * 3]
+    assert "6 of 6 cells to measure" in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+    shutil.copytree(study(), tmp_path / "study")
+    result = ablate(tmp_path / "study", dry_run=True, methods="mean,random", no_decode=None, decode_batch=1)
+    assert [line.split()[-1] for line in result.out.splitlines()[2:5]] == ["done"] * 3
+    assert "3 of 6 cells to measure" in result.out
+
+
+def test_alphas_are_those_of_the_data() -> None:
+    assert ALPHAS == "0,0.1,0.3"
+    tokens = [row["train_tokens"] for row in rows(study())[:3]]
+    assert tokens[0] == 0 < tokens[1] < tokens[2]

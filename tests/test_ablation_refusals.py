@@ -1,0 +1,177 @@
+"""What `gqa-ablate` refuses, in one line and before anything is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import edit_json, run, snapshot
+from studies import ablate, measured, place, rows, study, words
+from training import tiny_checkpoint
+
+from gqa.convert.errors import OutputError
+from gqa.eval import study_rows
+from gqa.eval.study_rows import Rows
+
+
+def refused(out: Path, *says: str, code: int = 2, **options: Any) -> None:
+    there = snapshot(out.parent)
+    result = ablate(out, **options)
+    assert (result.code, result.out) == (code, ""), result
+    assert result.err.startswith("gqa-ablate: ")
+    assert result.err.count("\n") == 1, result.err
+    assert "please report" not in result.err
+    for part in says:
+        assert part in result.err, result.err
+    assert snapshot(out.parent) == there
+
+
+REFUSED = {
+    "unknown method": ({"methods": "mean,median"}, ["--methods median is unknown", "calibrated"]),
+    "no method": ({"methods": ","}, ["--methods is empty"]),
+    "no seeds": ({"methods": "random:0"}, ["'0' is no number of seeds", "random:3"]),
+    "groups that do not divide": ({"groups": "1,3"}, ["--groups 3 is not possible", "choose 1, 2 or 4"]),
+    "no groups": ({"groups": "two"}, ["'two' is no list of numbers"]),
+    "alpha above 1": ({"alphas": "0,1.5"}, ["--alphas 1.5", "between 0"]),
+    "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
+    "no data": ({"data": None}, ["no data is named", "--data"]),
+    "data that is not there": ({"data": "nowhere.jsonl"}, ["nowhere.jsonl"]),
+    "no text but samples": ({"data": "self:1M"}, ["--data self is no text"]),
+    "nothing held out": ({"heldout": None}, ["nothing is held out", "--heldout-fraction"]),
+    "unknown weights": ({"train": "some"}, ["--train some is unknown", "lora"]),
+    "unknown teacher": ({"teachers": "parent"}, ["--teachers parent is unknown"]),
+    "no model": ({"model": "nowhere"}, ["nowhere"]),
+    "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
+    "less text than a window": ({"heldout_fraction": 0.0, "block_size": 4096}, ["--block-size 4096"]),
+    "a device that is not there": ({"devices": "cuda:99"}, ["cuda:99"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    options, says = REFUSED[name]
+    refused(tmp_path / "study", *says, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_options_are_named(tmp_path: Path) -> None:
+    shutil.copytree(study(), tmp_path / "study")
+    same = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
+    refused(tmp_path / "study", "holds another study: learning_rate: 0.003 -> 0.001", learning_rate=1e-3, **same)
+    refused(
+        tmp_path / "study", "content of the held-out text: ", "--overwrite", heldout=place() / "train.jsonl", **same
+    )
+    measured(tmp_path / "study", **same)  # the control: these are the options
+
+
+def test_another_model_is_named(tmp_path: Path) -> None:
+    shutil.copytree(study(), tmp_path / "study")
+    other = tiny_checkpoint(tmp_path / "other", kv_heads=4, initializer_range=0.5)
+    same = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
+    refused(tmp_path / "study", "model: model -> other", model=other, **same)
+
+
+def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.md").write_text("one")
+    refused(tmp_path / "thesis", "holds no study")
+    refused(tmp_path / "thesis", "--overwrite will not remove it", overwrite=True)
+    shutil.copytree(study(), tmp_path / "study")
+    edit_json(tmp_path / "study" / "study.json", lambda record: record | {"schema": 99})
+    refused(tmp_path / "study", "no record of a study that this version can continue")
+    (tmp_path / "rows").mkdir()
+    shutil.copyfile(study() / "study.json", tmp_path / "rows" / "study.json")
+    (tmp_path / "rows" / "rows.jsonl").write_text('{"name": "not a cell"}\n')
+    result = run("-o", tmp_path / "rows", program="gqa-ablate")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert "something else than rows of a study" in result.err
+
+
+def test_overwrite_starts_over(tmp_path: Path) -> None:
+    shutil.copytree(study(), tmp_path / "study")
+    found = measured(tmp_path / "study", overwrite=True, alphas="0", methods="mean", learning_rate=1e-4)
+    assert [row["learning_rate"] for row in found] == [1e-4]
+
+
+def test_without_a_model_only_what_is_there_is_told(tmp_path: Path) -> None:
+    result = run("-o", tmp_path / "none", program="gqa-ablate")
+    assert result.code == 2
+    assert "holds no study" in result.err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that does not fit is taken back, those before stay, and the study continues when there is space."""
+    write, count = study_rows.write_bytes, [0]
+
+    def failing(stream: Any, data: bytes) -> None:
+        if Path(stream.name).name == "rows.jsonl":
+            count[0] += 1
+            if count[0] == 2:
+                write(stream, data[: len(data) // 2])
+                raise OSError(number, os.strerror(number))
+        write(stream, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(study_rows, "write_bytes", failing)
+        result = ablate(tmp_path / "study", alphas="0")
+    assert result.code == 1
+    assert result.err.count("\n") == 1
+    assert ("no space left" in result.err) == (number == errno.ENOSPC)
+    assert "the rows that are there are kept, the same command continues" in result.err
+    kept = rows(tmp_path / "study")
+    assert [row["method"] for row in kept] == ["mean"]
+    assert measured(tmp_path / "study", alphas="0")[:1] == kept
+
+
+def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
+    """Another process may be in the middle of a line."""
+    shutil.copytree(study(), tmp_path / "study")
+    with (tmp_path / "study" / "rows.jsonl").open("a") as stream:
+        stream.write('{"method": "fir')
+    before = snapshot(tmp_path / "study")["rows.jsonl"]
+    assert run("-o", tmp_path / "study", program="gqa-ablate").code == 0
+    assert snapshot(tmp_path / "study")["rows.jsonl"] == before
+
+
+def test_an_interrupted_write_keeps_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rows.csv and rows.parquet are the old ones or the new ones at every moment."""
+    shutil.copytree(study(), tmp_path / "study")
+    before = snapshot(tmp_path / "study")
+    found = Rows(tmp_path / "study")
+    row = {**rows(study())[0], "seed": 5}
+    for interrupted in ("rows.csv", "rows.parquet"):
+
+        def failing(self: Path, target: Path, last: str = interrupted) -> None:
+            if Path(target).name == last:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            os.replace(self, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", failing)
+            with pytest.raises(OutputError, match="rows that are there are kept"):
+                found.add(row)
+        after = snapshot(tmp_path / "study")
+        assert after[interrupted] == before[interrupted]
+        assert not [name for name in after if name.endswith(".partial")]
+    found.add(row)
+    assert [r["seed"] for r in Rows(tmp_path / "study")].count(5) == 1
+
+
+def test_two_runs_of_one_study(tmp_path: Path) -> None:
+    from gqa.eval.ablation import _held
+
+    with _held(tmp_path / "study"):
+        result = ablate(tmp_path / "study", alphas="0")
+    assert result.code == 2
+    assert "another run is working on" in result.err
+
+
+def test_words_of_a_small_study_are_understood(tmp_path: Path) -> None:
+    """The control of all refusals above."""
+    result = run(*words(tmp_path / "study", alphas="0", methods="mean"), program="gqa-ablate")
+    assert (result.code, result.err) == (0, "")
