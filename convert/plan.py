@@ -177,7 +177,7 @@ def check_grouping(plan: Plan, grouping: str) -> None:
     if plan.merging.method not in ALIGNING:
         raise RefusedError(
             f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
-            f"use --method {alternatives(ALIGNING)}"
+            f"use --method {', '.join(ALIGNING)}"
         )
     symmetry = find_symmetry(plan.config.text)
     if symmetry is None or not symmetry.regroups(plan.config.text):
