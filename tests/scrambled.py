@@ -35,7 +35,15 @@ NAMES = {
 }
 
 # One row of numbers, or several, for each query or key head; of the head dimension where all heads share them.
-QUERY_ROWS = ("sinks", "softmax_offset", "q_norm.weight", "q_norm.bias", "g_proj.weight", "gate_proj.weight")
+QUERY_ROWS = (
+    "sinks",
+    "softmax_offset",
+    "attention_sink_bias",
+    "q_norm.weight",
+    "q_norm.bias",
+    "g_proj.weight",
+    "gate_proj.weight",
+)
 KEY_ROWS = ("k_norm.weight", "k_norm.bias")
 
 
@@ -85,8 +93,8 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def rearrange(directory: Path, order: Sequence[int]) -> None:
-    """Key/value heads change places, with all that belongs to them and to their query heads."""
+def rearrange(directory: Path) -> None:
+    """Key/value heads 1, 3, ... come before 0, 2, ..., with all that belongs to them and to their query heads."""
     checkpoint = open_model(str(directory))
     config = read_config(checkpoint.config, "rearranged")
     files = {path: load_file(path) for path in directory.glob("*.safetensors")}
@@ -94,7 +102,7 @@ def rearrange(directory: Path, order: Sequence[int]) -> None:
     for module in attention_modules(checkpoint, config):
         heads = config.heads(module.layer)
         repeat = heads.query // heads.kv
-        kv = list(order)
+        kv = [*range(1, heads.kv, 2), *range(0, heads.kv, 2)]
         queries = [head * repeat + i for head in kv for i in range(repeat)]
         stacked = [*queries, *(heads.query + head for head in kv), *(heads.query + heads.kv + head for head in kv)]
         per_head = [head * (repeat + 2) + i for head in kv for i in range(repeat + 2)]
@@ -107,7 +115,8 @@ def rearrange(directory: Path, order: Sequence[int]) -> None:
                      lambda t, at=queries: t.unflatten(1, (len(at), -1))[:, at].flatten(1))  # fmt: skip
         for places, names in ((queries, QUERY_ROWS), (kv, KEY_ROWS)):
             for name in (f"{module.path}.{name}" for name in names):
-                if name in stored and stored[name][name].shape != (heads.key_dim,):
+                shared = "norm" in name and stored.get(name, {}).get(name, torch.empty(0)).shape == (heads.key_dim,)
+                if not shared:
                     _replace(stored, name, lambda t, at=places: t.unflatten(0, (len(at), -1))[at].flatten(0, 1))
         for places, norms in ((queries, "q_layernorm.norms"), (kv, "k_layernorm.norms")):
             names = [f"{module.path}.{norms}.{head}.weight" for head in range(len(places))]
