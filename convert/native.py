@@ -202,7 +202,7 @@ def _neox_modules(output: str, up: str, down: str, *, biases: bool, head_bias: b
 
 def _phi_of(source: str, qkv: tuple[Linear, ...], refusal: Callable[[Any], str | None], note: str) -> Recasting:
     """Of GPT-J and CodeGen, whose attention differs in how it stores projections."""
-    parts = (
+    parts: _Parts = (
         Renamed("model.embed_tokens", "wte"),
         Renamed(f"{_LAYER}.input_layernorm", "h.{}.ln_1"),
         *qkv,
