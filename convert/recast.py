@@ -20,6 +20,7 @@ from gqa.convert.recasting import Recasting
 from gqa.convert.view import Recipe, make_view
 
 RECASTINGS: tuple[Recasting, ...] = NATIVE
+_TOKENIZERS = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 
 
 def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
@@ -33,8 +34,9 @@ def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
     config = read_top(checkpoint.config, checkpoint.name)
     reasons: list[str] = []
     allowed: set[int] = set()
-    for recasting in (r for r in found if r.when(config)):
-        if reason := _refusal(recasting, config):
+    applicable = _applicable(found, config, checkpoint.name)
+    for recasting, reason in applicable:
+        if reason:
             reasons.append(reason)
             continue
         raw = _target_config(checkpoint, recasting, config)
@@ -44,11 +46,26 @@ def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
         allowed.update(possible)
     if not allowed:
         raise RefusedError(f"{checkpoint.name} ({found[0].source}) cannot be converted: {'; '.join(reasons)}")
-    why = "; ".join([f"as {' or '.join(r.target for r in found)}", *reasons])
+    why = "; ".join([f"as {' or '.join(r.target for r, _ in applicable)}", *reasons])
     raise RefusedError(
         f"--groups {groups} is not possible for the {config.num_attention_heads} heads of {checkpoint.name} ({why}); "
         f"choose {alternatives(allowed)}"
     )
+
+
+def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
+    """The same for as many KV heads as the model has: what tells them of any model. Raises RefusedError."""
+    if not any(r.source == checkpoint.config.get("model_type") for r in RECASTINGS):
+        return checkpoint
+    return recast(checkpoint, read_top(checkpoint.config, checkpoint.name).num_attention_heads)
+
+
+def _applicable(found: list[Recasting], config: Any, name: str) -> list[tuple[Recasting, str | None]]:
+    """The entries for this config, and why they are refused, if they are. Raises CorruptError."""
+    try:
+        return [(r, _refusal(r, config)) for r in found if r.when(config)]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptError(f"{name}: config.json makes no sense ({explain(error)}); correct it") from None
 
 
 def _refusal(recasting: Recasting, config: Any) -> str | None:
@@ -96,15 +113,12 @@ def _tokenizer_class(checkpoint: Checkpoint, recasting: Recasting) -> dict[str, 
     """Where only the model type says which tokenizer it is, config.json has to say it from now on."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-    stated = checkpoint.config.get("tokenizer_class")
-    if checkpoint.directory is None or "tokenizer_config.json" not in checkpoint.side_files:
-        told = {}
-    else:
-        told = read_json(checkpoint.directory, "tokenizer_config.json")
-    if told.get("tokenizer_class") or not isinstance(stated, str | None):
+    directory, files = checkpoint.directory, set(checkpoint.side_files)
+    if directory is None or not files & _TOKENIZERS:
         return {}
-    name = stated or TOKENIZER_MAPPING_NAMES.get(recasting.source)
-    return {"tokenizer_class": name} if name else {}
+    name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(recasting.source)
+    told = read_json(directory, "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    return {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}
 
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:

@@ -16,6 +16,7 @@ from gqa.convert.errors import RefusedError, explain, one_line
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import KVCache, checkpoint_cache
 from gqa.convert.model_config import read_config
+from gqa.convert.recast import as_it_is
 from gqa.uptrain.card import UPTRAINING
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
@@ -102,7 +103,7 @@ class Subject:
             "training": self._told(UPTRAINING),
         }
         if self.cache:
-            heads = read_config(self.checkpoint.config, self.name).main
+            heads = read_config(as_it_is(self.checkpoint).config, self.name).main
             context = self.cache.context
             found["heads"] = {"query": heads.query, "kv": heads.kv}
             found["kv_cache"] = {
