@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gqa.convert.checkpoint import Checkpoint, read_json
+from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.convert.layout import LayerHeads
 from gqa.convert.model_config import read_config, read_top, transformers_config, valid_groups
 from gqa.convert.native import NATIVE
 from gqa.convert.parts import Stored, all_recipes
 from gqa.convert.recasting import Recasting
+from gqa.convert.tokenizer_files import tokenizer_edits
 from gqa.convert.view import Recipe, make_view
 
 RECASTINGS: tuple[Recasting, ...] = NATIVE
-_TOKENIZERS = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 
 
 def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
@@ -87,7 +87,6 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
             made[key] = getattr(config, key, None)
         made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
         made |= {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
-        made |= _tokenizer_class(checkpoint, recasting)
         json.dumps(made)
         target = transformers_config(made)
     except CorruptError:
@@ -109,18 +108,6 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"partial_rotary_factor": 1.0} | {k: v for k, v in parameters.items() if v is not None}
 
 
-def _tokenizer_class(checkpoint: Checkpoint, recasting: Recasting) -> dict[str, str]:
-    """Where only the model type says which tokenizer it is, config.json has to say it from now on."""
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    directory, files = checkpoint.directory, set(checkpoint.side_files)
-    if directory is None or not files & _TOKENIZERS:
-        return {}
-    name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(recasting.source)
-    told = read_json(directory, "tokenizer_config.json") if "tokenizer_config.json" in files else {}
-    return {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}
-
-
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
     if recasting.parts is None:
         recipes = {name: Recipe((spec,)) for name, spec in checkpoint.tensors.items()}
@@ -131,4 +118,6 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
         heads = LayerHeads(query, query, dim, dim)
         recipes = dict(all_recipes(recasting.parts, stored, config, heads, config.num_hidden_layers))
         stored.check_all_used(recasting.source, recasting.dropped)
-    return make_view(checkpoint, raw, recipes, recasting.way, recasting.files())
+    tokenizer = tokenizer_edits(checkpoint, recasting.source, recasting.target)
+    files = {**recasting.files(), **tokenizer.files}
+    return make_view(checkpoint, {**raw, **tokenizer.config}, recipes, recasting.way, files)
