@@ -102,8 +102,8 @@ def test_generation(converted: Callable[..., Path], text: Tensor) -> None:
 
 
 def test_what_merging_costs(source: Path, converted: Callable[..., Path], text: Tensor) -> None:
-    """Mean pooling to one head loses what was measured elsewhere (2.75 -> 5.77 nats); calibration wins much back."""
+    """Nats, as measured: 2.82 of the source, 6.30 of mean pooling to one head, 3.35 of `calibrated`."""
     before, mean, calibrated = (nats(path, text) for path in (source, converted(1), converted(1, "calibrated")))
-    assert before == pytest.approx(2.75, abs=0.2)
-    assert mean == pytest.approx(5.77, abs=0.4)
-    assert calibrated < before + 0.5 * (mean - before)
+    assert before == pytest.approx(2.82, abs=0.2)
+    assert mean == pytest.approx(6.30, abs=0.4)
+    assert calibrated < before + 0.3 * (mean - before)
