@@ -149,6 +149,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @example("codegen", {"n_head": -4}, 1)
 @example("gpt_neox", {"rope_parameters": {"rope_type": "linear"}}, 1)
 @example("gpt2", {"n_layer": -1}, 4)
+@example("gptj", {"rope_parameters": 0}, 1)
 def test_any_config_gives_a_plan_or_a_refusal(
     sound: dict[str, Path], name: str, odd: dict[str, Any], groups: int
 ) -> None:
