@@ -22,7 +22,7 @@ from tiny_models import TINY, build, config, inputs
 from tiny_native import CASES, tie_heads
 from torch import Tensor
 
-from gqa.convert import RefusedError, convert_checkpoint
+from gqa.convert import OutputError, RefusedError, convert_checkpoint, rewrite
 from gqa.convert.families import FAMILIES
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import checkpoint_cache
@@ -31,6 +31,7 @@ from gqa.convert.plan import make_plan
 from gqa.convert.recast import RECASTINGS
 from gqa.convert.refused import REFUSED
 from gqa.convert.symmetries import Rotary
+from gqa.convert.writer import write_tensor
 from gqa.eval.memory import measured_cache_bytes
 
 # ------------------------------------------------------------------------------------------------------- refused
@@ -177,6 +178,19 @@ def test_what_overflows_is_refused(tmp_path: Path) -> None:
     assert "fc1.weight has numbers too large for F16; give another --dtype" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert run("--groups", 4, "--dtype", "float32", directory).code == 0
+
+
+def test_what_is_written_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed is computed once more from the source and compared, as copies are."""
+    directory = write_checkpoint(build(CASES["gpt_neox"].tiny, 4), tmp_path / "source")
+
+    def write_wrong(target: Any, tensor: Tensor, *rest: Any) -> None:
+        write_tensor(target, tensor + 1e-3 if tensor.numel() == 64 * 32 else tensor, *rest)  # of fc1
+
+    monkeypatch.setattr(rewrite, "write_tensor", write_wrong)
+    with pytest.raises(OutputError, match=r"mlp\.fc1\.weight is not as it was in the source"):
+        convert_checkpoint(directory, 2, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:
