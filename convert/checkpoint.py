@@ -54,6 +54,17 @@ _PACKED = (
 
 
 @dataclass(frozen=True)
+class ModelClass:
+    """A model type and, where config.json says it, the name of its class."""
+
+    model_type: str
+    architecture: str | None
+
+    def __str__(self) -> str:
+        return f"{self.model_type} ({self.architecture})" if self.architecture else self.model_type
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint as it lies on disk (or, for a dry run from the hub, as its headers describe it)."""
 
@@ -94,9 +105,38 @@ class Checkpoint:
             return torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
         return torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
 
-    def is_pickled(self, spec: TensorSpec) -> bool:
-        """Whether the tensor comes from a `.bin`, where no byte range of the file is known to be it."""
-        return spec.file in self._pickled
+    def has_range(self, spec: TensorSpec) -> bool:
+        """Whether the bytes `[begin, end)` of its file are the tensor: not so in a `.bin`, nor of what is computed."""
+        return spec.file not in self._pickled
+
+    @property
+    def parameters(self) -> int:
+        """Numbers stored."""
+        return sum(spec.numel for spec in self.tensors.values())
+
+    @property
+    def classes(self) -> tuple[ModelClass, ...]:
+        """Its class; of a checkpoint seen as one of another class both, its own first."""
+        named = self.config.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+        return (ModelClass(str(self.config.get("model_type")), architecture),)
+
+    @property
+    def way(self) -> str | None:
+        """How it is seen as one of another class: `native` or `remote code`; None where it is not."""
+        return None
+
+    @property
+    def added(self) -> Mapping[str, str]:
+        """Text files that the result has besides those of the source."""
+        return {}
+
+
+def stored_as(tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor in a storage dtype; one of integers as it is."""
+    import torch
+
+    return tensor.to(getattr(torch, TORCH_DTYPES[dtype])) if dtype in TORCH_DTYPES else tensor
 
 
 def holds_weights(name: str) -> bool:

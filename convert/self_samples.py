@@ -21,6 +21,7 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.kv_cache import checkpoint_cache
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.model_config import read_config
+from gqa.convert.recast import as_it_is
 from gqa.convert.sampling import samples
 from gqa.corpus.tokens import Block
 
@@ -64,9 +65,10 @@ def sampled_blocks(
     """
     from datasets.config import HF_DATASETS_CACHE
 
-    modules = attention_modules(checkpoint, read_config(checkpoint.config, checkpoint.name))
-    batch = _batch(checkpoint, size, dtype)
-    told = f"{fingerprint(checkpoint, modules)} {seed} {size} {batch} {dtype}"
+    known = as_it_is(checkpoint)
+    modules = attention_modules(known, read_config(known.config, known.name))
+    batch = _batch(known, size, dtype)
+    told = f"{fingerprint(known, modules)} {seed} {size} {batch} {dtype}"
     name = hashlib.sha256(told.encode()).hexdigest()[:32]
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"
     place.mkdir(parents=True, exist_ok=True)
