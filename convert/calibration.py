@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gqa.convert.attention import AttentionModule
-from gqa.convert.closed_form import closed_form
+from gqa.convert.closed_form import closed_form, position_weights
 from gqa.convert.layerwise import Stop, run_layer
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import mean
@@ -67,7 +67,7 @@ def calibrate_layer(
     trained: dict[str, Tensor] = {}
     changed = pair.load_target(module, weights)
     if how.refine:
-        trained, error = _refine(pair, streams, module, changed, seen.outputs + drift, how.refine, progress)
+        trained, error = _refine(pair, streams.converted, module, changed, seen.outputs + drift, how.refine, progress)
         changed = pair.load_target(module, weights | trained)
     for piece, hidden, given in pair.batches(streams.converted, layer):
         streams.converted[piece] = run_layer(changed, hidden, given).cpu()
@@ -140,7 +140,7 @@ def _first(output: Any) -> Tensor:
 
 def _refine(
     pair: Pair,
-    streams: Streams,
+    stream: Tensor,
     module: AttentionModule,
     changed: nn.Module,
     targets: Tensor,
@@ -155,13 +155,13 @@ def _refine(
 
     hook = attention.register_forward_hook(stop)
     with calls.of(attention), torch.no_grad():
-        for _, hidden, given in pair.batches(streams.converted, module.layer):
+        for _, hidden, given in pair.batches(stream, module.layer):
             until_stop(changed, hidden, given)
     hook.remove()
     names = pair.trainable(module, attention)
     start = {name: attention.get_parameter(name).detach() for name in names}
     with torch.enable_grad():
-        best, _, error = refine(attention, start, calls, targets, how, progress)
+        best, _, error = refine(attention, start, calls, targets, position_weights(stream), how, progress)
     return stored_tensors(pair.target.model, {names[name]: tensor for name, tensor in best.items()}), error
 
 

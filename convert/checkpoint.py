@@ -127,6 +127,11 @@ class Checkpoint:
         return None
 
     @property
+    def origin(self) -> Checkpoint:
+        """What is stored, however it is seen."""
+        return self
+
+    @property
     def added(self) -> Mapping[str, str]:
         """Text files that the result has besides those of the source."""
         return {}

@@ -99,6 +99,14 @@ def significance_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scalin
     return found
 
 
+def position_weights(stream: Tensor) -> Tensor:
+    """(N, T, D) -> (N, T) what an error at a position counts, one on average: the norm that reads the stream next
+    divides by its size, and a few positions (the first, for one) are hundreds of times as large as the others.
+    """
+    found = 1 / stream.float().square().mean(-1).clamp_min(1e-30)
+    return found / found.mean()
+
+
 def stack_groups(heads: Tensor, groups: int) -> Tensor:
     """(B, Hk, T, d) -> (G, B, T, m * d)."""
     stacked: Tensor = heads.unflatten(1, (groups, -1)).permute(1, 0, 3, 2, 4)
@@ -153,10 +161,11 @@ def _watch_source(
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         check_finite(layer, q, k, v)
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
-        moments.add(q, k, v, significance_of(q, k, v, mask, scaling, w_o))
+        moments.add(q, k, v, significance_of(q, k, v, mask, scaling, w_o) * next(weights)[:, None].to(q.device))
         values.append(v.cpu())
         raise Stop
 
+    weights = iter(position_weights(streams.converted).split(pair.batch))
     with watched(attention, attend), torch.no_grad():
         for _, hidden, given in pair.batches(streams.converted, layer):
             until_stop(own, hidden, given)
@@ -197,11 +206,12 @@ def _value_maps(
     seen = torch.zeros(heads.query, m * e, m * e, dtype=torch.float64)
     changed = pair.load_target(module, pair.weights(module, maps))
     attention = attention_of(changed, module)
-    waiting = iter(values)
+    waiting, weights = iter(values), iter(position_weights(streams.converted).split(pair.batch))
 
     def attend(own: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         stacked = stack_groups(next(waiting).to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
         rows = pair.target.attend(own, q, k, stacked, mask, **options)  # (B, T, H, m e)
+        rows = rows * next(weights).sqrt()[..., None, None].to(rows)
         for head in range(heads.query):
             one = rows[:, :, head].flatten(0, 1).double()
             seen[head] += (one.T @ one).cpu()
@@ -248,10 +258,13 @@ def _refit(
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     wanted = torch.zeros_like(gram)
     waiting, missing = iter(targets.split(pair.batch)), iter(drift.split(pair.batch))
+    weights = iter(position_weights(streams.converted).split(pair.batch))
 
     def note(given: Tensor) -> None:
         rows, target = given.flatten(0, 1).double(), next(waiting).to(given.device).flatten(0, 1).double()
         target = target + (next(missing).flatten(0, 1) @ inverse).to(target)
+        weight = next(weights).flatten()[:, None].to(rows)
+        rows, target = rows * weight.sqrt(), target * weight.sqrt()
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target).cpu())
         wanted.add_((target.T @ target).cpu())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.convert.attention import AttentionModule, Change
+    from gqa.convert.safetensors_header import TensorSpec
 
 FORMAT = "gqa-maps-1"
 _METADATA = "gqa_maps"
@@ -154,14 +155,18 @@ def check_shapes(maps: MapsFile, changes: Iterable[Change], shapes: Mapping[str,
 
 def fingerprint(checkpoint: Checkpoint, modules: list[AttentionModule]) -> str:
     """SHA-256 of the attention tensors' names, shapes, dtypes and first bytes."""
+    return digest_of(checkpoint, {f"{m.path}.{tail}": spec for m in modules for tail, spec in m.tensors.items()})
+
+
+def digest_of(checkpoint: Checkpoint, tensors: Mapping[str, TensorSpec]) -> str:
+    """SHA-256 of names, shapes, dtypes and first bytes."""
     digest = hashlib.sha256()
-    for module in sorted(modules, key=lambda m: m.path):
-        for tail, spec in sorted(module.tensors.items()):
-            digest.update(f"{module.path}.{tail} {spec.dtype} {list(spec.shape)}\n".encode())
-            if not checkpoint.has_range(spec):
-                digest.update(checkpoint.read(spec).reshape(-1)[:_SAMPLE].float().numpy().tobytes())
-                continue
-            with checkpoint.path(spec.file).open("rb") as stream:
-                stream.seek(spec.begin)
-                digest.update(stream.read(min(_SAMPLE, spec.nbytes)))
+    for name, spec in sorted(tensors.items()):
+        digest.update(f"{name} {spec.dtype} {list(spec.shape)}\n".encode())
+        if not checkpoint.has_range(spec):
+            digest.update(checkpoint.read(spec).reshape(-1)[:_SAMPLE].float().numpy().tobytes())
+            continue
+        with checkpoint.path(spec.file).open("rb") as stream:
+            stream.seek(spec.begin)
+            digest.update(stream.read(min(_SAMPLE, spec.nbytes)))
     return digest.hexdigest()

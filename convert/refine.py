@@ -90,10 +90,12 @@ def refine(
     start: Mapping[str, Tensor],
     calls: Calls,
     targets: Tensor,
+    counts: Tensor,
     how: Refinement,
     progress: Progress = lambda tokens: None,
 ) -> tuple[dict[str, Tensor], float, float]:
-    """Train the parameters `start` (names below `module`) towards `targets` (N, T, D).
+    """Train the parameters `start` (names below `module`) towards `targets` (N, T, D); an error at a position counts
+    `counts` (N, T).
 
     Returns the best parameters seen (the start among them), and the held-out squared error relative to the targets'
     energy at the start and at the best.
@@ -107,12 +109,13 @@ def refine(
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizer = torch.optim.Adam(weights.values(), lr=how.learning_rate, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / max(how.steps, 1))
-    scale = targets.float().square().mean().clamp_min(1e-30).to(device)
+    scale = (targets.float().square().mean(-1) * counts).mean().clamp_min(1e-30).to(device)
 
     def loss(rows: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
             output = calls.call(module, weights, hidden[rows].to(device))
-        return (output.float() - targets[rows].to(device).float()).square().mean() / scale
+        missed = (output.float() - targets[rows].to(device).float()).square().mean(-1)
+        return (missed * counts[rows].to(device)).mean() / scale
 
     def error() -> float:
         with torch.no_grad():

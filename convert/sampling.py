@@ -11,17 +11,17 @@ from torch import Tensor
 from gqa.convert.errors import RefusedError, explain
 
 
-def first_token(model: Any) -> int:
-    """What a sequence starts from: BOS, or EOS where there is none. Raises RefusedError where there is neither."""
-    config = model.config.get_text_config(decoder=True)
+def first_token(config: Any, name: str) -> int:
+    """What a sequence starts from: BOS, or EOS where there is none. Raises RefusedError where there is neither.
+
+    `config` is that of the text part.
+    """
     for given in (config.bos_token_id, config.eos_token_id):
         if isinstance(given, list):
             given = given[0] if given else None
         if isinstance(given, int) and 0 <= given < config.vocab_size:
             return given
-    raise RefusedError(
-        f"{model.name_or_path} has neither BOS nor EOS to start a sample from; give text instead of self"
-    )
+    raise RefusedError(f"{name} has neither BOS nor EOS to start a sample from; give text instead of self")
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def samples(model: Any, length: int, *, seed: int, batch: int) -> Iterator[Tenso
     """
     from transformers import GenerationConfig
 
-    start = first_token(model)
+    start = first_token(model.config.get_text_config(decoder=True), model.name_or_path)
     how = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=length - 1,
                            max_new_tokens=length - 1, pad_token_id=start)  # fmt: skip
     how.eos_token_id = None

@@ -16,13 +16,12 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from gqa.convert.attention import attention_modules
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.kv_cache import checkpoint_cache
-from gqa.convert.maps_file import fingerprint
+from gqa.convert.maps_file import digest_of
 from gqa.convert.model_config import read_config
 from gqa.convert.recast import as_it_is
-from gqa.convert.sampling import samples
+from gqa.convert.sampling import first_token, samples
 from gqa.corpus.tokens import Block
 
 _BATCH = 64  # sequences sampled together at most
@@ -66,9 +65,9 @@ def sampled_blocks(
     from datasets.config import HF_DATASETS_CACHE
 
     known = as_it_is(checkpoint)
-    modules = attention_modules(known, read_config(known.config, known.name))
-    batch = _batch(known, size, dtype)
-    told = f"{fingerprint(known, modules)} {seed} {size} {batch} {dtype}"
+    start = first_token(read_config(known.config, known.name).text, known.name)
+    batch, whole = _batch(known, size, dtype), digest_of(checkpoint.origin, checkpoint.origin.tensors)
+    told = f"{whole} {start} {seed} {size} {batch} {dtype}"
     name = hashlib.sha256(told.encode()).hexdigest()[:32]
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"
     place.mkdir(parents=True, exist_ok=True)

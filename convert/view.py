@@ -98,6 +98,10 @@ class View(Checkpoint):
         return self.way_of_its_own
 
     @property
+    def origin(self) -> Checkpoint:
+        return self.source
+
+    @property
     def added(self) -> Mapping[str, str]:
         return self.files_of_its_own
 

@@ -166,10 +166,14 @@ def test_refinement_is_never_worse_than_its_start() -> None:
     calls = Calls([hidden], {32: ((), {})})
     start = {name: parameter.detach() for name, parameter in module.named_parameters()}
     targets = module(hidden).detach() + 0.1 * torch.randn(32, 5, 4)
-    best, first, least = refine(module, start, calls, targets, Refinement(steps=16, batch=8, learning_rate=1e4))
+    best, first, least = refine(
+        module, start, calls, targets, torch.ones(targets.shape[:2]), Refinement(steps=16, batch=8, learning_rate=1e4)
+    )
     assert least == first
     assert all(torch.equal(best[name], start[name]) for name in start)
-    _, first, least = refine(module, start, calls, targets, Refinement(steps=100, batch=8, learning_rate=1e-2))
+    _, first, least = refine(
+        module, start, calls, targets, torch.ones(targets.shape[:2]), Refinement(steps=100, batch=8, learning_rate=1e-2)
+    )
     assert least < first
 
 
