@@ -17,7 +17,8 @@ from functools import cached_property
 from typing import Any
 
 from gqa.convert.errors import CorruptError, RefusedError, explain, listing
-from gqa.convert.families import FAMILIES, NESTED, Edits, Family, find_family
+from gqa.convert.families import FAMILIES, NESTED, find_family
+from gqa.convert.family import Edits, Family
 from gqa.convert.layout import LayerHeads
 from gqa.convert.refused import REFUSED
 
@@ -46,7 +47,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        return int(self.text.num_hidden_layers)
+        return self.family.layers(self.text)
 
     def heads(self, layer: int) -> LayerHeads:
         """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""

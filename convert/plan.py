@@ -11,7 +11,7 @@ from gqa.convert.attention import Change, attention_modules, module_changes
 from gqa.convert.checkpoint import SINGLE, TORCH_DTYPES, Checkpoint
 from gqa.convert.engines import engine_notes
 from gqa.convert.errors import RefusedError, alternatives
-from gqa.convert.families import Rule
+from gqa.convert.family import Rule
 from gqa.convert.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.layout import Untouched
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
@@ -128,7 +128,7 @@ def make_plan(
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
     if maps:
         check_maps(maps, checkpoint, modules, groups)
-        mapped = {module.path for module in modules if not module.cross and module.layer < config.layers}
+        mapped = {module.path for module in modules if module.kind == "decoder-self" and module.layer < config.layers}
         shapes = {t.name: t.shape for t in _outputs(checkpoint, changes, Merging(), None)}
         check_shapes(maps, (change for change in changes if change.module in mapped), shapes)
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)

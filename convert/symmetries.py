@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gqa.convert.families import Rule
+from gqa.convert.family import Rule
 from gqa.convert.layout import Separate
 
 Pairing = Literal["half", "interleaved"]
