@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
+from gqa.convert.remote_code import register
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import is_self, parse_sources, self_tokens
@@ -112,6 +113,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The checkpoint's tokenizer. Raises RefusedError where it has none."""
     from transformers import AutoTokenizer
 
+    register(checkpoint.config.get("model_type"))
     try:
         return AutoTokenizer.from_pretrained(str(checkpoint.directory))
     except Exception as error:  # whatever a library raises about files that it cannot read

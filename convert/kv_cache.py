@@ -57,7 +57,7 @@ def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
 
 
 def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
-    """Layers whose keys and values grow with the tokens written: no cross-attention, no encoder, no extra prediction layers."""
+    """Layers whose keys and values grow with the tokens written, and that are no extra prediction layers."""
     return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
 
 

@@ -21,6 +21,7 @@ from gqa.convert.families import FAMILIES, NESTED, find_family
 from gqa.convert.family import Edits, Family
 from gqa.convert.layout import LayerHeads
 from gqa.convert.refused import REFUSED
+from gqa.convert.remote_code import register
 
 MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")
@@ -276,6 +277,7 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     refuse_model_type(model_type, None, name)
+    register(model_type)
     if model_type not in CONFIG_MAPPING:
         remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
         raise RefusedError(

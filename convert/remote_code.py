@@ -59,7 +59,7 @@ def auto_classes(model_type: str) -> Iterator[tuple[str, Any]]:
             yield name, made
 
 
-def model_class(architecture: str, model_type: object) -> Any:
+def remote_class(architecture: str, model_type: object) -> Any:
     """The class of ours that a config names, or None."""
     return getattr(_module(str(model_type)), architecture, None) if model_type in MODEL_TYPES else None
 

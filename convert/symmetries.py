@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gqa.convert.family import Rule
-from gqa.convert.layout import Separate
+from gqa.convert.layout import Conv1D, Separate
 
 Pairing = Literal["half", "interleaved"]
 _QUERY = Rule("q_proj", Separate("query"))
@@ -121,6 +121,14 @@ def _never(config: Any, layer: int, dim: int) -> int:
     return 0
 
 
+def _norm_before(config: Any) -> bool:
+    return bool(config.do_layer_norm_before)
+
+
+def _unclipped(config: Any) -> bool:
+    return not config.attn_config.clip_qkv
+
+
 def find_symmetry(config: Any) -> Symmetry | None:
     """How the heads of a model with this config (of the text part) can be changed; None where it is not known."""
     return next((symmetry for symmetry in SYMMETRIES if symmetry.matches(config)), None)
@@ -128,6 +136,7 @@ def find_symmetry(config: Any) -> Symmetry | None:
 
 _SINKS = (Rule("sinks", Separate("query", width="one"), projection=False),)
 _DENSE = Rule("dense", Separate("output", axis=1))
+_OUT = Rule("out_proj", Separate("output", axis=1))
 
 _LIKE_LLAMA = (
     "arcee", "aria_text", "bamba", "cohere_compass_text", "cosmos3_edge_text", "csm", "cwm", "deepseek_ocr2_text",
@@ -182,6 +191,31 @@ SYMMETRIES: tuple[Symmetry, ...] = (
     ),
     Symmetry(("gpt_bigcode",), _never, query=None, output=Rule("c_proj", Separate("output", axis=1)), norms=("ln_1",)),
     Symmetry(
+        ("gqa_gpt2",),
+        _never,
+        query=None,
+        output=Rule("c_proj", Conv1D(Separate("output", axis=1))),
+        norms=("ln_1",),
+    ),
+    Symmetry(("gqa_opt",), _never, output=_OUT, norms=("self_attn_layer_norm",), holds=_norm_before),
+    Symmetry(("gqa_bart", "gqa_marian"), _never, output=_OUT, norms=()),
+    Symmetry(
+        ("gqa_m2m_100", "gqa_mbart", "gqa_pegasus", "gqa_whisper"),
+        _never,
+        output=_OUT,
+        norms=("self_attn_layer_norm",),
+    ),
+    Symmetry(
+        ("gqa_mt5", "gqa_t5", "gqa_umt5"),
+        _never,
+        query=Rule("q", Separate("query")),
+        output=Rule("o", Separate("output", axis=1)),
+        norms=("layer.0.layer_norm",),
+    ),
+    Symmetry(("gqa_gpt_neo",), _never, output=_OUT, norms=("ln_1",)),
+    Symmetry(("gqa_bloom",), _never, query=None, output=_DENSE),
+    Symmetry(("gqa_mpt",), _never, query=None, output=_OUT, norms=("norm_1",), holds=_unclipped),
+    Symmetry(
         (
             "chameleon",
             "dots1",
@@ -213,7 +247,7 @@ SYMMETRIES: tuple[Symmetry, ...] = (
     Symmetry(
         ("lfm2", "lfm2_moe"),
         _rotated,
-        output=Rule("out_proj", Separate("output", axis=1)),
+        output=_OUT,
         norms=("operator_norm",),
         free_keys=_fixed,
     ),

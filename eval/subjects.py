@@ -15,7 +15,9 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain, one_line
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import KVCache, checkpoint_cache
+from gqa.convert.loading import read_auto_config
 from gqa.convert.model_config import read_config
+from gqa.convert.remote_code import register
 from gqa.uptrain.card import UPTRAINING
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
@@ -33,10 +35,8 @@ class Subject:
     @cached_property
     def config(self) -> Any:
         """transformers' config."""
-        import transformers
-
         try:
-            return transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+            return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:  # whatever a library raises about a config it cannot read
             raise RefusedError(f"transformers cannot read the config of {self.name}: {explain(error)}") from None
 
@@ -44,6 +44,7 @@ class Subject:
     def tokenizer(self) -> Any:
         import transformers
 
+        register(self.checkpoint.config.get("model_type"))
         try:
             return transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:
