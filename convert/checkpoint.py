@@ -94,9 +94,31 @@ class Checkpoint:
             return torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
         return torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
 
-    def is_pickled(self, spec: TensorSpec) -> bool:
-        """Whether the tensor comes from a `.bin`, where no byte range of the file is known to be it."""
-        return spec.file in self._pickled
+    def has_range(self, spec: TensorSpec) -> bool:
+        """Whether the bytes `[begin, end)` of its file are the tensor: not so in a `.bin`, nor of what is computed."""
+        return spec.file not in self._pickled
+
+    @property
+    def parameters(self) -> int:
+        """Numbers stored."""
+        return sum(spec.numel for spec in self.tensors.values())
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """The model type; of a checkpoint seen as one of another class both, its own first."""
+        return (str(self.config.get("model_type")),)
+
+    @property
+    def added(self) -> Mapping[str, str]:
+        """Text files that the result has besides those of the source."""
+        return {}
+
+
+def stored_as(tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor in a storage dtype; one of integers as it is."""
+    import torch
+
+    return tensor.to(getattr(torch, TORCH_DTYPES[dtype])) if dtype in TORCH_DTYPES else tensor
 
 
 def holds_weights(name: str) -> bool:

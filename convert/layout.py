@@ -95,12 +95,13 @@ class Fused:
     target: Callable[[int], Literal["stacked", "grouped"]] | None = None
 
     def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
-        q, k, v = self._unpack(tensor, heads)
+        q, k, v = self.unpack(tensor, heads)
         q, k, v = merge("query", q), merge("key", k), merge("value", v)
         order = self.target(k.shape[0]) if self.target else self.order
-        return self._pack(q, k, v, order)
+        return self.pack(q, k, v, order)
 
-    def _unpack(self, tensor: Tensor, heads: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
+    def unpack(self, tensor: Tensor, heads: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (H, d, *rest), keys (Hk, d, *rest) and values (Hk, d, *rest)."""
         dim, rest = heads.key_dim, tensor.shape[1:]
         rows = (heads.query + 2 * heads.kv) * dim
         _require(tensor.shape[0], rows, f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}")
@@ -113,7 +114,8 @@ class Fused:
         return per_group[:, :repeat].flatten(0, 1), per_group[:, repeat], per_group[:, repeat + 1]
 
     @staticmethod
-    def _pack(q: Tensor, k: Tensor, v: Tensor, order: Literal["stacked", "grouped"]) -> Tensor:
+    def pack(q: Tensor, k: Tensor, v: Tensor, order: Literal["stacked", "grouped"]) -> Tensor:
+        """The inverse of `unpack` for that order."""
         import torch
 
         if order == "stacked":

@@ -155,7 +155,7 @@ def fingerprint(checkpoint: Checkpoint, modules: list[AttentionModule]) -> str:
     for module in sorted(modules, key=lambda m: m.path):
         for tail, spec in sorted(module.tensors.items()):
             digest.update(f"{module.path}.{tail} {spec.dtype} {list(spec.shape)}\n".encode())
-            if checkpoint.is_pickled(spec):
+            if not checkpoint.has_range(spec):
                 digest.update(checkpoint.read(spec).reshape(-1)[:_SAMPLE].float().numpy().tobytes())
                 continue
             with checkpoint.path(spec.file).open("rb") as stream:

@@ -77,18 +77,8 @@ class ModelConfig:
 
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     """Find the family and the owner of the head counts. Raises RefusedError with the reason."""
-    for part in _parts(raw):
-        if found := [key for key in _QUANTISED if part.get(key)]:
-            method = part[found[0]].get("quant_method", "unknown") if isinstance(part[found[0]], dict) else "unknown"
-            raise RefusedError(
-                f"{name} is quantised ({found[0]}: {method}): packed numbers cannot be averaged; "
-                "convert the original and quantise the result, or dequantise first"
-            )
-    top_type = raw.get("model_type")
-    if not isinstance(top_type, str):
-        raise CorruptError(f"{name}: config.json has no model_type; --families lists what is supported")
-    _check_sizes(raw, name)
-    top = _effective(top_type, raw, name)
+    top = read_top(raw, name)
+    top_type: str = raw["model_type"]
     path = NESTED.get(top_type, ())
     text: Any = top
     model_type: Any = top_type
@@ -109,6 +99,21 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     _check_heads(config, name)
     _check_numbers(text, name)
     return config
+
+
+def read_top(raw: dict[str, Any], name: str) -> Any:
+    """transformers' config object of the whole model, which is not quantised. Raises RefusedError."""
+    for part in _parts(raw):
+        if found := [key for key in _QUANTISED if part.get(key)]:
+            method = part[found[0]].get("quant_method", "unknown") if isinstance(part[found[0]], dict) else "unknown"
+            raise RefusedError(
+                f"{name} is quantised ({found[0]}: {method}): packed numbers cannot be averaged; "
+                "convert the original and quantise the result, or dequantise first"
+            )
+    if not isinstance(raw.get("model_type"), str):
+        raise CorruptError(f"{name}: config.json has no model_type; --families lists what is supported")
+    _check_sizes(raw, name)
+    return _effective(raw["model_type"], raw, name)
 
 
 def _check_sizes(raw: dict[str, Any], name: str) -> None:

@@ -17,6 +17,7 @@ from gqa.convert.layout import Untouched
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
 from gqa.convert.model_config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
+from gqa.convert.recast import recast
 from gqa.convert.safetensors_header import TensorSpec, byte_size
 from gqa.convert.symmetries import find_symmetry
 
@@ -88,7 +89,7 @@ class Plan:
 
     @property
     def parameters_before(self) -> int:
-        return sum(spec.numel for spec in self.checkpoint.tensors.values())
+        return self.checkpoint.parameters
 
     @property
     def parameters_after(self) -> int:
@@ -121,6 +122,7 @@ def make_plan(
     """
     if method not in METHODS:
         raise RefusedError(f"unknown method {method!r}; choose {', '.join(METHODS)}")
+    checkpoint = recast(checkpoint, groups)
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, groups, checkpoint.name)
     modules = attention_modules(checkpoint, config)

@@ -16,7 +16,7 @@ REFUSED: dict[str, str] = {
         _MLA,
     ),
     **dict.fromkeys(
-        ("gpt2", "gpt_neox", "gpt_neox_japanese", "gptj", "gpt_neo", "codegen", "opt", "bloom", "mpt", "t5", "mt5",
+        ("gpt_neox_japanese", "gpt_neo", "opt", "bloom", "mpt", "t5", "mt5",
          "umt5", "longt5", "switch_transformers", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot",
          "blenderbot-small", "plbart", "biogpt", "mvp", "led", "fsmt", "xglm", "persimmon", "openai-gpt", "ctrl",
          "imagegpt", "bert", "roberta", "modernbert", "modernbert-decoder", "hrm_text", "xlnet", "xlm"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.convert import card
 from gqa.convert.attention import Change
-from gqa.convert.checkpoint import INDEX, TORCH_DTYPES, Checkpoint
+from gqa.convert.checkpoint import INDEX, Checkpoint, stored_as
 from gqa.convert.errors import OutputError
 from gqa.convert.model_config import format_config
 from gqa.convert.plan import OutputTensor, Plan, Shard
@@ -150,7 +150,7 @@ def _write_shard(job: _Job, shard: Shard) -> None:
                 if id(tensor.change) not in computed:
                     computed = {id(tensor.change): _compute(job, tensor.change)}
                 write_tensor(
-                    target, _to(computed[id(tensor.change)][tensor.index], tensor.dtype), job.progress, job.stop
+                    target, stored_as(computed[id(tensor.change)][tensor.index], tensor.dtype), job.progress, job.stop
                 )
         os.fsync(target.fileno())
 
@@ -161,7 +161,7 @@ def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, 
     while index < len(shard.tensors):
         tensor = shard.tensors[index]
         index += 1
-        if tensor.source is None or not tensor.copied or checkpoint.is_pickled(tensor.source):
+        if tensor.source is None or not tensor.copied or not checkpoint.has_range(tensor.source):
             source = tensor.source or (tensor.change.sources[0] if tensor.change else None)
             assert source is not None
             yield tensor, source, 0
@@ -179,16 +179,16 @@ def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, 
 
 
 def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, source: TensorSpec) -> None:
-    """An untouched tensor in another dtype (or out of a `.bin`), a bounded piece at a time."""
+    """An untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
     checkpoint = job.plan.checkpoint
-    if checkpoint.is_pickled(source):
+    if not checkpoint.has_range(source):
         pieces = iter(checkpoint.read(source).reshape(-1).split(CAST_CHUNK))
     else:
         size = source.nbytes // max(source.numel, 1)
         pieces = (checkpoint.read(piece, job.buffer(piece.nbytes)) for piece in _slices(source, size))
     for piece in pieces:
-        cast = _to(piece, tensor.dtype)
-        if tensor.dtype != source.dtype and not bool(cast.isfinite().all()) and bool(piece.isfinite().all()):
+        cast = stored_as(piece, tensor.dtype)
+        if cast.dtype != piece.dtype and not bool(cast.isfinite().all()) and bool(piece.isfinite().all()):
             raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
         write_tensor(target, cast, job.progress, job.stop)
 
@@ -198,12 +198,6 @@ def _slices(spec: TensorSpec, size: int) -> Iterator[TensorSpec]:
         count = min(CAST_CHUNK, spec.numel - start)
         begin = spec.begin + start * size
         yield replace(spec, shape=(count,), begin=begin, end=begin + count * size)
-
-
-def _to(tensor: Tensor, dtype: str) -> Tensor:
-    import torch
-
-    return tensor.to(getattr(torch, TORCH_DTYPES[dtype])) if dtype in TORCH_DTYPES else tensor
 
 
 def _compute(job: _Job, change: Change) -> list[Tensor]:
@@ -233,6 +227,8 @@ def _write_side_files(plan: Plan, work: Path) -> None:
     for name in plan.checkpoint.side_files:
         if name not in ("README.md", card.PROVENANCE):
             copy_file(plan.checkpoint.path(name), work / name)
+    for name, text in plan.checkpoint.added.items():
+        write_text(work / name, text)
     if len(plan.shards) > 1:
         weight_map = {t.name: shard.file for shard in plan.shards for t in shard.tensors}
         metadata = {"total_parameters": plan.parameters_after, "total_size": plan.total_bytes}

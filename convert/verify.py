@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from gqa.convert.checkpoint import Checkpoint, read_checkpoint
+from gqa.convert.checkpoint import Checkpoint, read_checkpoint, stored_as
 from gqa.convert.errors import OutputError, RefusedError, listing
 from gqa.convert.plan import OutputTensor, Plan, Shard, make_plan
 from gqa.convert.safetensors_header import TensorSpec
@@ -83,8 +83,9 @@ def _original(source: Checkpoint, spec: TensorSpec) -> Iterator[Callable[[int, i
     """A function from (start, count) to those bytes of one tensor of the source."""
     import torch
 
-    if source.is_pickled(spec):
-        data = memoryview(source.read(spec).contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if not source.has_range(spec):
+        stored = stored_as(source.read(spec), spec.dtype).contiguous().reshape(-1)
+        data = memoryview(stored.view(torch.uint8).numpy())  # type: ignore[arg-type]
         yield lambda start, count: bytes(data[start : start + count])
         return
     with source.path(spec.file).open("rb", buffering=0) as stream:

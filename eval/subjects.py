@@ -80,7 +80,7 @@ class Subject:
 
     @cached_property
     def parameters(self) -> int:
-        return sum(spec.numel for spec in self.checkpoint.tensors.values())
+        return self.checkpoint.parameters
 
     @cached_property
     def cache(self) -> KVCache | None:

@@ -109,7 +109,7 @@ def _write_weights(stored: dict[str, Tensor], source: Checkpoint, work: Path) ->
 
 
 def _copy(source: Checkpoint, spec: TensorSpec, target: BinaryIO) -> None:
-    if source.is_pickled(spec):
+    if not source.has_range(spec):
         write_bytes(target, _bytes(source.read(spec)))
         return
     with source.path(spec.file).open("rb") as stream:

@@ -1,0 +1,302 @@
+"""Classes of transformers that compute what another class does and can have fewer key/value heads.
+
+Each entry is exact: with as many heads as before the target gives the source's logits (to rounding, where LayerNorms
+are folded). `tests/test_native.py` holds every entry against both classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gqa.convert.layout import Fused
+from gqa.convert.parts import Linear, NeutralNorm, Norm, Part, Place, Renamed, Rows
+from gqa.convert.recasting import Recasting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROLES = ("query", "key", "value")
+_Parts = tuple[Part, ...]
+
+
+def _per_head(role: str) -> Rows:
+    """One of the three of GPT-NeoX's per-head [q, k, v] (H, 3, d, *rest) -> (H * d, *rest)."""
+
+    def rows(tensor: Tensor, place: Place) -> Tensor:
+        return Fused("grouped").unpack(tensor, place.heads)[_ROLES.index(role)].flatten(0, 1)
+
+    return rows
+
+
+def _rotary(tensor: Tensor, place: Place) -> Tensor:
+    """GPT-J rotates pairs (2 f, 2 f + 1), the targets (f, f + n / 2): rows 0, 2, 4 ... 1, 3, 5 ... of each head."""
+    rotated = place.config.rotary_dim
+    heads = tensor.reshape(place.heads.query, place.heads.key_dim, *tensor.shape[1:])
+    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, place.heads.key_dim)]
+    return heads[:, order].flatten(0, 1)
+
+
+_CODEGEN_BLOCKS = 4  # of the TPU cores that trained it; transformers has this number built in
+
+
+def _codegen(role: str) -> Rows:
+    """One of the three of CodeGen's 4 blocks, each [q, v, k] of H / 4 heads -> (H * d, *rest)."""
+
+    def rows(tensor: Tensor, place: Place) -> Tensor:
+        blocks = tensor.reshape(_CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:])
+        found = blocks[:, ("query", "value", "key").index(role)].flatten(0, 1)
+        return found if role == "value" else _rotary(found, place)
+
+    return rows
+
+
+def _bigcode(tensor: Tensor, place: Place) -> Tensor:
+    """GPT-2's [Q | K | V] -> GPTBigCode's per-head [q, k, v]; what scales scores by 1 / (layer + 1) goes into Q."""
+    q, k, v = Fused("stacked").unpack(tensor, place.heads)
+    scale = 1 / (place.layer + 1) if place.config.scale_attn_by_inverse_layer_idx else 1
+    return Fused.pack(q * scale, k, v, "grouped")
+
+
+def _copied(config: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names}
+
+
+def _of_neox(config: Any) -> dict[str, Any]:
+    """What Phi, Starcoder2 and Nemotron call as GPT-NeoX does. `rope_theta` and its like are where both transformers
+    4 and 5, and serving engines, read them.
+    """
+    rope = dict(config.rope_parameters)
+    made = _copied(
+        config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "hidden_act", "max_position_embeddings", "initializer_range", "attention_dropout", "use_cache",
+    ) | {"num_key_value_heads": config.num_attention_heads}  # fmt: skip
+    made |= {"rope_theta": rope.pop("rope_theta"), "partial_rotary_factor": rope.pop("partial_rotary_factor")}
+    return made | ({"rope_scaling": rope} if rope.get("rope_type") != "default" else {})
+
+
+def _phi_of_neox(config: Any) -> dict[str, Any]:
+    dropout = {"resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout}
+    return _of_neox(config) | {"layer_norm_eps": config.layer_norm_eps} | dropout
+
+
+def _starcoder2_of_neox(config: Any) -> dict[str, Any]:
+    made = _of_neox(config)
+    del made["partial_rotary_factor"]  # it knows none
+    dropout = {"residual_dropout": config.hidden_dropout, "embedding_dropout": config.hidden_dropout}
+    return made | {"norm_epsilon": config.layer_norm_eps, "use_bias": True, "sliding_window": None} | dropout
+
+
+def _nemotron_of_neox(config: Any) -> dict[str, Any]:
+    return _of_neox(config) | {
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "norm_eps": config.layer_norm_eps,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": True,
+    }
+
+
+def _phi_of_gptj(config: Any) -> dict[str, Any]:
+    """Also of CodeGen."""
+    dim = config.n_embd // config.n_head
+    factor = config.rotary_dim / dim
+    return _copied(config, "vocab_size", "initializer_range", "resid_pdrop", "embd_pdrop", "use_cache") | {
+        "hidden_size": config.n_embd,
+        "intermediate_size": 4 * config.n_embd if config.n_inner is None else config.n_inner,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_head,
+        "hidden_act": config.activation_function,
+        "max_position_embeddings": config.n_positions,
+        "layer_norm_eps": config.layer_norm_epsilon,
+        "attention_dropout": config.attn_pdrop,
+        "rope_theta": 10000.0,
+        # Phi multiplies and rounds down.
+        "partial_rotary_factor": factor if int(dim * factor) == config.rotary_dim else math.nextafter(factor, 2),
+    }
+
+
+def _bigcode_of_gpt2(config: Any) -> dict[str, Any]:
+    return _copied(
+        config, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
+        "resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",
+        "use_cache",
+    ) | {"multi_query": False}  # fmt: skip
+
+
+def _neox_refusal(config: Any) -> str | None:
+    dims = int(config.hidden_size // config.num_attention_heads * config.rope_parameters["partial_rotary_factor"])
+    if dims <= 0 or dims % 2:
+        return f"{dims} rotated dimensions of a head, where a natural number of pairs is allowed (rotary_pct)"
+    return None
+
+
+def _gptj_refusal(config: Any) -> str | None:
+    dim, rotated = config.n_embd // config.n_head, config.rotary_dim
+    if rotated is None or rotated <= 0 or rotated % 2 or rotated > dim:
+        return f"rotary_dim {rotated}, where an even number up to the {dim} of a head is allowed"
+    return None
+
+
+def _codegen_refusal(config: Any) -> str | None:
+    if config.n_head % _CODEGEN_BLOCKS:
+        return f"{config.n_head} heads, where CodeGen's class needs a multiple of {_CODEGEN_BLOCKS}"
+    return _gptj_refusal(config)
+
+
+def _gpt2_refusal(config: Any) -> str | None:
+    if config.add_cross_attention:
+        return "add_cross_attention: GPTBigCode has no cross-attention with one key/value head"
+    return None
+
+
+def _sequential(config: Any) -> bool:
+    return not config.use_parallel_residual
+
+
+def _fully_rotary(config: Any) -> bool:
+    return _sequential(config) and config.rope_parameters["partial_rotary_factor"] == 1.0
+
+
+_LAYER = "model.layers.{}"
+_ATTENTION = f"{_LAYER}.self_attn"
+_NEOX_LAYER = "layers.{}"
+_NEOX_NORMS = {
+    f"{_LAYER}.input_layernorm": f"{_NEOX_LAYER}.input_layernorm",
+    f"{_LAYER}.post_attention_layernorm": f"{_NEOX_LAYER}.post_attention_layernorm",
+    "model.norm": "final_layer_norm",
+}
+_GPT2_BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.attn.embed_positions")
+
+
+def _linear(target: str, rows: Mapping[str, Rows | None], stored: str, **options: Any) -> tuple[Linear, ...]:
+    """q_proj, k_proj and v_proj out of `stored`, where {role} stands for their first letter."""
+    return tuple(
+        Linear(f"{target}.{role[0]}_proj", stored.replace("{role}", role[0]), rows=picked, **options)
+        for role, picked in rows.items()
+    )
+
+
+def _of_gpt_neox(target: str, architecture: str, config: Callable[[Any], dict[str, Any]], **how: Any) -> Recasting:
+    dropped = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
+    return Recasting(
+        "gpt_neox", target, architecture, config, prefix="gpt_neox.", refusal=_neox_refusal, dropped=dropped, **how
+    )
+
+
+def _neox_modules(output: str, up: str, down: str, *, biases: bool, head_bias: bool = False, **norms: str) -> _Parts:
+    """All but the LayerNorms. `biases`: whether attention always has some; `norms`: those folded into what reads them,
+    `attention` and `mlp`.
+    """
+    qkv, rows = f"{_NEOX_LAYER}.attention.query_key_value", {role: _per_head(role) for role in _ROLES}
+    return (
+        Renamed("model.embed_tokens", "embed_in"),
+        *_linear(_ATTENTION, rows, qkv, norm=norms.get("attention"), always_bias=biases),
+        Linear(f"{_ATTENTION}.{output}", f"{_NEOX_LAYER}.attention.dense", always_bias=biases),
+        Linear(f"{_LAYER}.mlp.{up}", f"{_NEOX_LAYER}.mlp.dense_h_to_4h", norm=norms.get("mlp")),
+        Renamed(f"{_LAYER}.mlp.{down}", f"{_NEOX_LAYER}.mlp.dense_4h_to_h"),
+        Linear("lm_head", "embed_out|lm_head", always_bias=head_bias, tied="embed_in"),
+    )
+
+
+def _phi_of(source: str, qkv: tuple[Linear, ...], refusal: Callable[[Any], str | None], note: str) -> Recasting:
+    """Of GPT-J and CodeGen, whose attention differs in how it stores projections."""
+    parts: _Parts = (
+        Renamed("model.embed_tokens", "wte"),
+        Renamed(f"{_LAYER}.input_layernorm", "h.{}.ln_1"),
+        *qkv,
+        Linear(f"{_ATTENTION}.dense", "h.{}.attn.out_proj", always_bias=True),
+        Renamed(f"{_LAYER}.mlp.fc1", "h.{}.mlp.fc_in"),
+        Renamed(f"{_LAYER}.mlp.fc2", "h.{}.mlp.fc_out"),
+        Renamed("model.final_layernorm", "ln_f"),
+        Linear("lm_head", "lm_head", always_bias=True, tied="wte"),
+    )
+    return Recasting(
+        source, "phi", "PhiForCausalLM", _phi_of_gptj, prefix="transformer.", parts=parts, refusal=refusal, note=note,
+        dropped=_GPT2_BUFFERS,
+    )  # fmt: skip
+
+
+_PHI_OF_NEOX: _Parts = (
+    *_neox_modules(
+        "dense",
+        "fc1",
+        "fc2",
+        biases=True,
+        head_bias=True,
+        attention=f"{_NEOX_LAYER}.input_layernorm",
+        mlp=f"{_NEOX_LAYER}.post_attention_layernorm",
+    ),
+    NeutralNorm(f"{_LAYER}.input_layernorm", f"{_NEOX_LAYER}.input_layernorm"),
+    Renamed("model.final_layernorm", "final_layer_norm"),
+)
+
+NATIVE: tuple[Recasting, ...] = (
+    _of_gpt_neox(
+        "phi",
+        "PhiForCausalLM",
+        _phi_of_neox,
+        which="parallel residual (Pythia, GPT-NeoX-20B, Dolly)",
+        when=lambda config: bool(config.use_parallel_residual),
+        note="both LayerNorms are folded into the linear layers that read them",
+        parts=_PHI_OF_NEOX,
+    ),
+    _of_gpt_neox(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        _starcoder2_of_neox,
+        which="sequential, fully rotary (RedPajama-INCITE)",
+        when=_fully_rotary,
+        parts=(
+            *_neox_modules("o_proj", "c_fc", "c_proj", biases=True),
+            *(Renamed(target, source) for target, source in _NEOX_NORMS.items()),
+        ),
+    ),
+    _of_gpt_neox(
+        "nemotron",
+        "NemotronForCausalLM",
+        _nemotron_of_neox,
+        which="sequential, partly rotary",
+        when=_sequential,
+        note="its LayerNorms store w - 1",
+        parts=(
+            *_neox_modules("o_proj", "up_proj", "down_proj", biases=False),
+            *(Norm(target, source, -1.0) for target, source in _NEOX_NORMS.items()),
+        ),
+    ),
+    _phi_of(
+        "gptj",
+        _linear(
+            _ATTENTION, {"query": _rotary, "key": _rotary, "value": None}, "h.{}.attn.{role}_proj", always_bias=True
+        ),
+        _gptj_refusal,
+        "rotary rows are reordered from pairs to halves",
+    ),
+    _phi_of(
+        "codegen",
+        _linear(_ATTENTION, {role: _codegen(role) for role in _ROLES}, "h.{}.attn.qkv_proj", always_bias=True),
+        _codegen_refusal,
+        "its 4 blocks are undone, rotary rows reordered from pairs to halves",
+    ),
+    Recasting(
+        "gpt2",
+        "gpt_bigcode",
+        "GPTBigCodeForCausalLM",
+        _bigcode_of_gpt2,
+        prefix="transformer.",
+        which="Cerebras-GPT, DialoGPT, distilgpt2",
+        groups="1 or H",
+        refusal=_gpt2_refusal,
+        dropped=_GPT2_BUFFERS,
+        parts=(
+            Linear("transformer.h.{}.attn.c_attn", "h.{}.attn.c_attn", rows=_bigcode, transposed=True, moves=False),
+            *(
+                Linear(f"transformer.h.{{}}.{name}", f"h.{{}}.{name}", transposed=True)
+                for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+            ),
+            *(Renamed(f"transformer.{name}", name) for name in ("wte", "wpe", "h.{}.ln_1", "h.{}.ln_2", "ln_f")),
+            Linear("lm_head", "lm_head", tied="wte"),
+        ),
+    ),
+)

@@ -1,0 +1,120 @@
+"""Models whose class cannot have fewer key/value heads, seen as models of a class that can.
+
+A class without a number of KV heads would not load a checkpoint with fewer (or load it and compute something else), so
+the whole checkpoint is written for another class that computes the same. `recast` finds it and gives a view of the
+checkpoint as one of that class, with as many KV heads as before; everything after that is what happens to any model.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gqa.convert.checkpoint import Checkpoint, read_json
+from gqa.convert.errors import CorruptError, RefusedError, alternatives, explain, listing
+from gqa.convert.layout import LayerHeads
+from gqa.convert.model_config import read_config, read_top, transformers_config, valid_groups
+from gqa.convert.native import NATIVE
+from gqa.convert.parts import Stored, all_recipes
+from gqa.convert.recasting import Recasting
+from gqa.convert.view import Recipe, make_view
+
+RECASTINGS: tuple[Recasting, ...] = NATIVE
+
+
+def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
+    """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
+
+    Raises RefusedError where no class does, or where none expresses what the config says.
+    """
+    found = [r for r in RECASTINGS if r.source == checkpoint.config.get("model_type")]
+    if not found:
+        return checkpoint
+    config = read_top(checkpoint.config, checkpoint.name)
+    reasons: list[str] = []
+    allowed: set[int] = set()
+    for recasting in (r for r in found if r.when(config)):
+        if reason := _refusal(recasting, config):
+            reasons.append(reason)
+            continue
+        raw = _target_config(checkpoint, recasting, config)
+        possible = valid_groups(read_config(raw, checkpoint.name))
+        if groups in possible:
+            return _view(checkpoint, recasting, config, raw)
+        allowed.update(possible)
+    if not allowed:
+        raise RefusedError(f"{checkpoint.name} ({found[0].source}) cannot be converted: {'; '.join(reasons)}")
+    why = "; ".join([f"as {' or '.join(r.target for r in found)}", *reasons])
+    raise RefusedError(
+        f"--groups {groups} is not possible for the {config.num_attention_heads} heads of {checkpoint.name} ({why}); "
+        f"choose {alternatives(allowed)}"
+    )
+
+
+def _refusal(recasting: Recasting, config: Any) -> str | None:
+    """Why the target cannot compute what the source does."""
+    from transformers.activations import ACT2FN
+
+    activation = getattr(config, "activation_function", None) or getattr(config, "hidden_act", None)
+    if activation is not None and activation not in ACT2FN:
+        return f"transformers has no activation {activation!r}; it has {listing(ACT2FN, 40)}"
+    return recasting.refusal(config)
+
+
+def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Any]:
+    """config.json of the target with as many KV heads as before; what every class has comes from the source's."""
+    raw = checkpoint.config
+    try:
+        made = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            made[key] = getattr(config, key, None)
+        made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
+        made |= {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
+        made |= _tokenizer_class(checkpoint, recasting)
+        json.dumps(made)
+        target = transformers_config(made)
+    except CorruptError:
+        raise
+    except Exception as error:  # whatever a config class raises on nonsense is the config's fault
+        raise CorruptError(
+            f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {recasting.target}: "
+            f"{explain(error)}; correct it"
+        ) from None
+    before, after = (getattr(c, "rope_parameters", None) for c in (config, target))
+    if before is not None and _rope(before) != _rope(after or {}):
+        raise RefusedError(
+            f"{checkpoint.name}: {recasting.target} reads its rope_parameters {before} as {after}; nothing was written"
+        )
+    return made
+
+
+def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"partial_rotary_factor": 1.0} | {k: v for k, v in parameters.items() if v is not None}
+
+
+def _tokenizer_class(checkpoint: Checkpoint, recasting: Recasting) -> dict[str, str]:
+    """Where only the model type says which tokenizer it is, config.json has to say it from now on."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    stated = checkpoint.config.get("tokenizer_class")
+    if checkpoint.directory is None or "tokenizer_config.json" not in checkpoint.side_files:
+        told = {}
+    else:
+        told = read_json(checkpoint.directory, "tokenizer_config.json")
+    if told.get("tokenizer_class") or not isinstance(stated, str | None):
+        return {}
+    name = stated or TOKENIZER_MAPPING_NAMES.get(recasting.source)
+    return {"tokenizer_class": name} if name else {}
+
+
+def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
+    if recasting.parts is None:
+        recipes = {name: Recipe((spec,)) for name, spec in checkpoint.tensors.items()}
+    else:
+        query = config.num_attention_heads
+        dim = config.hidden_size // query
+        stored = Stored(checkpoint, recasting.prefix)
+        heads = LayerHeads(query, query, dim, dim)
+        recipes = dict(all_recipes(recasting.parts, stored, config, heads, config.num_hidden_layers))
+        stored.check_all_used(recasting.source, recasting.dropped)
+    return make_view(checkpoint, raw, recipes, recasting.way, recasting.files())

@@ -1,0 +1,122 @@
+"""A checkpoint seen as one of another class: its tensors are renamed, re-laid-out and folded as they are read.
+
+Nothing is stored on the way: a view has the target's config and the target's tensors, and whatever plans, merges,
+calibrates, writes or verifies a checkpoint does the same with a view of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from gqa.convert.checkpoint import TORCH_DTYPES, Checkpoint
+from gqa.convert.errors import CorruptError, RefusedError
+from gqa.convert.safetensors_header import TensorSpec, byte_size
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one tensor of a view is made of stored ones.
+
+    sources: What is read, possibly from several files; the first says the dtype and where the tensor stands.
+    compute: From them to the tensor; None for the first as it is.
+    moves: Whether numbers are only moved. Else they are computed in float32 (float64 for F64) and stay so until they
+        are written, so that merging afterwards rounds them no second time.
+    fill: The value of a tensor that is constant; `compute` then only says its shape.
+    """
+
+    sources: tuple[TensorSpec, ...]
+    compute: Callable[[Sequence[Tensor]], Tensor] | None = None
+    moves: bool = True
+    fill: float | None = None
+
+    def spec(self, name: str) -> TensorSpec:
+        """What the view says of the tensor. Raises CorruptError where the sources do not fit together."""
+        import torch
+
+        first = self.sources[0]
+        if self.compute is None:
+            return replace(first, name=name)
+        if first.dtype not in TORCH_DTYPES:
+            raise RefusedError(
+                f"{first.name} is stored as {first.dtype}: quantised or packed weights cannot be laid out anew; "
+                "convert the original and quantise the result"
+            )
+        try:
+            shape = tuple(self.compute([torch.empty(s.shape, device="meta") for s in self.sources]).shape)
+        except (CorruptError, RuntimeError, IndexError, ValueError) as error:
+            shapes = " and ".join(f"{s.name} {list(s.shape)}" for s in self.sources)
+            why = f": {error}" if isinstance(error, CorruptError) else ""
+            raise CorruptError(f"{shapes} cannot become {name}{why}; is it of another model?") from None
+        return TensorSpec(name, first.dtype, shape, first.file, 0, byte_size(first.dtype, shape))
+
+
+@dataclass(frozen=True)
+class View(Checkpoint):
+    """`source` as a checkpoint of another class."""
+
+    source: Checkpoint = field(kw_only=True)
+    recipes: Mapping[str, Recipe] = field(kw_only=True)
+    way: str = field(kw_only=True)
+    files_of_its_own: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
+        """One tensor; what is computed comes in float32 (float64 for F64) and is rounded when it is written."""
+        import torch
+
+        recipe = self.recipes[spec.name]
+        if recipe.compute is None:
+            return self.source.read(replace(spec, name=recipe.sources[0].name), buffer)
+        if recipe.fill is not None:
+            return torch.full(spec.shape, recipe.fill, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
+        tensors = [self.source.read(part) for part in recipe.sources]
+        if not recipe.moves:
+            precise = torch.float64 if spec.dtype == "F64" else torch.float32
+            tensors = [tensor.to(precise) for tensor in tensors]
+        return recipe.compute(tensors)
+
+    def has_range(self, spec: TensorSpec) -> bool:
+        recipe = self.recipes[spec.name]
+        return recipe.compute is None and self.source.has_range(recipe.sources[0])
+
+    @property
+    def parameters(self) -> int:
+        """Of the source, as far as it is used: masks that it stores are none, nor are zeros that the target adds."""
+        return sum({spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values())
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return (*self.source.model_types, str(self.config["model_type"]))
+
+    @property
+    def added(self) -> Mapping[str, str]:
+        return self.files_of_its_own
+
+
+def make_view(
+    source: Checkpoint, config: dict[str, Any], recipes: Mapping[str, Recipe], way: str, files: Mapping[str, str]
+) -> View:
+    """The view, its tensors in the order of the bytes that they are made of."""
+    place = {name: index for index, name in enumerate(source.tensors)}
+    ordered = sorted(recipes.items(), key=lambda item: place[item[1].sources[0].name])
+    return View(
+        source.name,
+        source.directory,
+        config,
+        {name: recipe.spec(name) for name, recipe in ordered},
+        source.files,
+        source.side_files,
+        source.left_out,
+        source.revision,
+        source.hub_id,
+        source=source,
+        recipes=recipes,
+        way=way,
+        files_of_its_own=files,
+    )
