@@ -298,9 +298,10 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
-    """The config object of a config.json of a model type that transformers has."""
+    """The config object of a config.json of a model type that transformers has, or that is ours."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    register(raw["model_type"])
     with _quiet_transformers():
         return CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(copy.deepcopy(raw)))
 

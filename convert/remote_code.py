@@ -64,6 +64,18 @@ def remote_class(architecture: str, model_type: object) -> Any:
     return getattr(_module(str(model_type)), architecture, None) if model_type in MODEL_TYPES else None
 
 
+# The Auto class whose class stands in where a config names none that ours know, first come.
+_USUAL = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForCausalLM")
+
+
+def stand_in(architectures: list[str] | None, model_type: str) -> str:
+    """The name of our class for that of a config of the source."""
+    ours, classes = vars(_module(model_type)), dict(auto_classes(model_type))
+    named = [f"GQA{name}" for name in architectures or () if f"GQA{name}" in ours]
+    usual = [classes[auto].__name__ for auto in _USUAL if auto in classes]
+    return str((named + usual)[0])
+
+
 def auto_map(model_type: str) -> dict[str, str]:
     """What config.json says about where transformers finds the classes."""
     file = _module(model_type).__name__.rpartition(".")[2]

@@ -11,6 +11,7 @@ from gqa.convert.layout import Conv1D, Fused, LayerHeads, Separate
 
 PREFIX = "gqa_"
 KINDS: tuple[Kind, ...] = ("decoder-self", "cross", "encoder")
+DEFAULT_KINDS: tuple[Kind, ...] = ("decoder-self", "cross")  # as in arXiv 2305.13245, section 3.1
 
 
 def _decoder_heads(config: Any, layer: int) -> LayerHeads:
