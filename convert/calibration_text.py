@@ -13,6 +13,7 @@ from torch import Tensor
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
 from gqa.convert.remote_code import register
+from gqa.convert.tokenizer_files import has_tokenizer
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import is_self, parse_sources, self_tokens
@@ -115,6 +116,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
     register(checkpoint.config.get("model_type"))
     try:
+        if not has_tokenizer(str(checkpoint.directory)):
+            raise FileNotFoundError("none of its files is there")
         return AutoTokenizer.from_pretrained(str(checkpoint.directory))
     except Exception as error:  # whatever a library raises about files that it cannot read
         raise RefusedError(

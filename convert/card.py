@@ -14,7 +14,7 @@ from typing import Any
 
 from gqa.convert.checkpoint import TORCH_DTYPES
 from gqa.convert.plan import Plan
-from gqa.convert.summary import kv_line, size
+from gqa.convert.summary import kv_line, recast_record, size
 
 PROVENANCE = "gqa_conversion.json"
 SOURCE_CARD = "# The source model's card"
@@ -87,6 +87,8 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
         | {"python": platform.python_version()},
     }
+    if classes := recast_record(plan):
+        record["recast"] = classes
     if plan.merging.maps:
         record["maps"] = _told_of_maps(plan.merging.maps.description)
     if checksums:
@@ -126,6 +128,7 @@ def model_card(plan: Plan, name: str) -> str:
         "",
         f"`{base or plan.checkpoint.name}` {what} ({main.query} query heads; gqa-convert {version()}).",
         "",
+        *_classes(plan),
         f"- KV cache: {kv_line(plan)}",
         f"- Parameters: {plan.parameters_before:,} before, {plan.parameters_after:,} after; "
         f"{size(plan.total_bytes)} of weights",
@@ -137,6 +140,15 @@ def model_card(plan: Plan, name: str) -> str:
     if source_card:
         lines += ["", SOURCE_CARD, "", source_card]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"))
+
+
+def _classes(plan: Plan) -> list[str]:
+    """That the result is of another class, for whoever loads it."""
+    if plan.checkpoint.way is None:
+        return []
+    source, target = plan.checkpoint.classes
+    code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
+    return [f"- Class: {target}, {code}; the source is {source}, which cannot have fewer key/value heads"]
 
 
 def _source_card(plan: Plan) -> tuple[dict[str, Any], str]:

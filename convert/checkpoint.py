@@ -54,6 +54,17 @@ _PACKED = (
 
 
 @dataclass(frozen=True)
+class ModelClass:
+    """A model type and, where config.json says it, the name of its class."""
+
+    model_type: str
+    architecture: str | None
+
+    def __str__(self) -> str:
+        return f"{self.model_type} ({self.architecture})" if self.architecture else self.model_type
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint as it lies on disk (or, for a dry run from the hub, as its headers describe it)."""
 
@@ -104,9 +115,16 @@ class Checkpoint:
         return sum(spec.numel for spec in self.tensors.values())
 
     @property
-    def model_types(self) -> tuple[str, ...]:
-        """The model type; of a checkpoint seen as one of another class both, its own first."""
-        return (str(self.config.get("model_type")),)
+    def classes(self) -> tuple[ModelClass, ...]:
+        """Its class; of a checkpoint seen as one of another class both, its own first."""
+        named = self.config.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+        return (ModelClass(str(self.config.get("model_type")), architecture),)
+
+    @property
+    def way(self) -> str | None:
+        """How it is seen as one of another class: `native` or `remote code`; None where it is not."""
+        return None
 
     @property
     def added(self) -> Mapping[str, str]:

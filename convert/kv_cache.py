@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gqa.convert.attention import AttentionModule, attention_modules
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.model_config import ModelConfig, read_config
+from gqa.convert.recast import as_it_is
 from gqa.convert.safetensors_header import BITS
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
 
     Raises RefusedError where it is not known which tensors are keys and values.
     """
+    checkpoint = as_it_is(checkpoint)
     config = read_config(checkpoint.config, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))

@@ -134,7 +134,7 @@ def _neox_refusal(config: Any) -> str | None:
 
 def _gptj_refusal(config: Any) -> str | None:
     dim, rotated = config.n_embd // config.n_head, config.rotary_dim
-    if rotated is None or rotated <= 0 or rotated % 2 or rotated > dim:
+    if rotated <= 0 or rotated % 2 or rotated > dim:
         return f"rotary_dim {rotated}, where an even number up to the {dim} of a head is allowed"
     return None
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gqa.convert.checkpoint import Checkpoint, read_json
+from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.convert.layout import LayerHeads
 from gqa.convert.model_config import read_config, read_top, transformers_config, valid_groups
 from gqa.convert.native import NATIVE
 from gqa.convert.parts import Stored, all_recipes
-from gqa.convert.recasting import REMOTE_CODE, Recasting, Target
+from gqa.convert.recasting import ANY, REMOTE_CODE, Recasting, Target
 from gqa.convert.remote import REMOTE
 from gqa.convert.remote_code import MODEL_TYPES, stand_in
-from gqa.convert.remote_families import DEFAULT_KINDS, PREFIX, REMOTE_FAMILIES
+from gqa.convert.remote_families import DEFAULT_KINDS, PREFIX, REMOTE_FAMILIES, query_heads
+from gqa.convert.tokenizer_files import tokenizer_edits
 from gqa.convert.view import Recipe, make_view
 
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *REMOTE)
@@ -39,8 +40,9 @@ def recast(checkpoint: Checkpoint, groups: int, target: Target) -> Checkpoint:
     config = read_top(checkpoint.config, checkpoint.name)
     reasons: list[str] = []
     allowed: set[int] = set()
-    for recasting in (r for r in found if r.when(config)):
-        if reason := _refusal(recasting, config):
+    applicable = _applicable(found, config, checkpoint.name)
+    for recasting, reason in applicable:
+        if reason:
             reasons.append(reason)
             continue
         raw = _target_config(checkpoint, recasting, config, target)
@@ -50,9 +52,9 @@ def recast(checkpoint: Checkpoint, groups: int, target: Target) -> Checkpoint:
         allowed.update(possible)
     if not allowed:
         raise RefusedError(f"{checkpoint.name} ({found[0].source}) cannot be converted: {'; '.join(reasons)}")
-    why = "; ".join([f"as {' or '.join(r.target for r in found)}", *reasons])
+    why = "; ".join([f"as {' or '.join(r.target for r, _ in applicable)}", *reasons])
     raise RefusedError(
-        f"--groups {groups} is not possible for the {config.num_attention_heads} heads of {checkpoint.name} ({why}); "
+        f"--groups {groups} is not possible for the {query_heads(config)} heads of {checkpoint.name} ({why}); "
         f"choose {alternatives(allowed)}"
     )
 
@@ -81,6 +83,21 @@ def _candidates(checkpoint: Checkpoint, target: Target) -> list[Recasting]:
     return found
 
 
+def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
+    """The same for as many KV heads as the model has: what tells them of any model. Raises RefusedError."""
+    if not any(r.source == checkpoint.config.get("model_type") for r in RECASTINGS):
+        return checkpoint
+    return recast(checkpoint, query_heads(read_top(checkpoint.config, checkpoint.name)), ANY)
+
+
+def _applicable(found: list[Recasting], config: Any, name: str) -> list[tuple[Recasting, str | None]]:
+    """The entries for this config, and why they are refused, if they are. Raises CorruptError."""
+    try:
+        return [(r, _refusal(r, config)) for r in found if r.when(config)]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptError(f"{name}: config.json makes no sense ({explain(error)}); correct it") from None
+
+
 def _refusal(recasting: Recasting, config: Any) -> str | None:
     """Why the target cannot compute what the source does."""
     from transformers.activations import ACT2FN
@@ -99,7 +116,6 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, ta
             if recasting.architecture
             else _same_config(checkpoint, recasting, config, target)
         )
-        made |= _tokenizer_class(checkpoint, recasting)
         json.dumps(made)
         read = transformers_config(made)
     except CorruptError:
@@ -140,21 +156,6 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"partial_rotary_factor": 1.0} | {k: v for k, v in parameters.items() if v is not None}
 
 
-def _tokenizer_class(checkpoint: Checkpoint, recasting: Recasting) -> dict[str, str]:
-    """Where only the model type says which tokenizer it is, config.json has to say it from now on."""
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
-
-    stated = checkpoint.config.get("tokenizer_class")
-    if checkpoint.directory is None or "tokenizer_config.json" not in checkpoint.side_files:
-        told = {}
-    else:
-        told = read_json(checkpoint.directory, "tokenizer_config.json")
-    if told.get("tokenizer_class") or not isinstance(stated, str | None):
-        return {}
-    name = stated or TOKENIZER_MAPPING_NAMES.get(recasting.source)
-    return {"tokenizer_class": name} if name else {}
-
-
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
     if recasting.parts is None:
         recipes = {name: Recipe((spec,)) for name, spec in checkpoint.tensors.items()}
@@ -165,4 +166,6 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
         heads = LayerHeads(query, query, dim, dim)
         recipes = dict(all_recipes(recasting.parts, stored, config, heads, config.num_hidden_layers))
         stored.check_all_used(recasting.source, recasting.dropped)
-    return make_view(checkpoint, raw, recipes, recasting.way, recasting.files())
+    tokenizer = tokenizer_edits(checkpoint, recasting.source, recasting.target)
+    files = {**recasting.files(), **tokenizer.files}
+    return make_view(checkpoint, {**raw, **tokenizer.config}, recipes, recasting.way, files)

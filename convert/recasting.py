@@ -38,7 +38,7 @@ class Recasting:
         `architectures`, `model_type`, token ids, `tie_word_embeddings` and the dtype, which all have.
     prefix: Of the base model's tensors in the source, left out in `parts`; a checkpoint may lack it.
     parts: What the target's modules are made of; None where all tensors stay as they are.
-    groups: Which G the target holds, in words (its family's `allows` decides).
+    groups: Which G the target holds, in words (its family's `allows` decides), of the H heads of the source.
     refusal: Why a config cannot be expressed, or None.
     dropped: Patterns of stored tensors that are no parameters (masks).
     way: `native`, a class of transformers; or `remote code`, which travels with the checkpoint in `files`.
@@ -52,7 +52,7 @@ class Recasting:
     parts: tuple[Part, ...] | None = None
     which: str = ""
     when: Callable[[Any], bool] = lambda config: True
-    groups: str = "any"
+    groups: str = "any divisor of H"
     note: str = ""
     refusal: Callable[[Any], str | None] = lambda config: None
     dropped: tuple[str, ...] = ()

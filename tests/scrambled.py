@@ -6,7 +6,7 @@ What may be done is what `gqa.convert.symmetries` says of a model type; how it i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,32 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
         heads = config.heads(module.layer)
         rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
         rotary = Rotary(rotary.dims, pairing) if pairing else rotary  # type: ignore[arg-type]
-        keys = [
-            _commuting(heads.key_dim, rotary, generator, stretch) if symmetry.free_keys(config.text)
-            else torch.eye(heads.key_dim, dtype=torch.float64)
-            for _ in range(heads.kv)
-        ]  # fmt: skip
-        values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
-        _move(stored, module.path, heads, keys, values, config.text.model_type == "gqa_gpt2")
+        free, swapped = symmetry.free_keys(config.text), config.text.model_type == "gqa_gpt2"
+        _scramble_module(stored, module.path, heads, rotary, generator, stretch, free, swapped)
     for path, tensors in files.items():
         save_file(tensors, path, metadata={"format": "pt"})
+
+
+def scramble_stored(
+    tensors: Mapping[str, Tensor], path: str, heads: LayerHeads, rotary: Rotary, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The tensors of one attention module at `path`, whose layout is one of NAMES, with its heads moved."""
+    moved = dict(tensors)
+    _scramble_module({name: moved for name in moved}, path, heads, rotary, generator)
+    return moved
+
+
+def _scramble_module(
+    stored: dict[str, dict[str, Tensor]], path: str, heads: LayerHeads, rotary: Rotary, generator: torch.Generator,
+    stretch: bool = True, free_keys: bool = True, swapped: bool = False,
+) -> None:  # fmt: skip
+    keys = [
+        _commuting(heads.key_dim, rotary, generator, stretch) if free_keys
+        else torch.eye(heads.key_dim, dtype=torch.float64)
+        for _ in range(heads.kv)
+    ]  # fmt: skip
+    values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
+    _move(stored, path, heads, keys, values, swapped)
 
 
 def _invertible(size: int, generator: torch.Generator, stretch: bool = True) -> Tensor:
@@ -151,4 +168,4 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / (expected.max() - expected.min()))
 
 
-__all__: Sequence[str] = ("Ids", "on_ids", "relative", "scramble")
+__all__: Sequence[str] = ("Ids", "on_ids", "relative", "scramble", "scramble_stored")

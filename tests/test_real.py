@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from real_model import RealModelError, real_checkpoint
+from real_model import SMOLLM2, RealModelError, real_checkpoint
 from test_families import CONTROL, TOLERANCE, all_tensors, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -58,7 +58,7 @@ def source() -> Iterator[Path]:
     if os.environ.get("GQA_SKIP_REAL") == "1":
         pytest.skip("GQA_SKIP_REAL=1: the tests on the published SmolLM2 weights are not wanted")
     try:
-        directory = real_checkpoint()
+        directory = real_checkpoint(SMOLLM2)
     except RealModelError as failure:
         pytest.fail(str(failure), pytrace=False)
     before = digests(directory)

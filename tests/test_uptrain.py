@@ -225,7 +225,7 @@ def bad_models(place: Path, root: Path) -> dict[str, tuple[dict[str, Any], str]]
         "teacher": ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),
         "teacher's tokens": ({"teacher": other}, "the teacher other has other tokens than the model's"),
         "teacher's layers": ({"teacher": deep, "match": "hidden"}, "do not correspond in model.layers.2"),
-        "no tokenizer": ({"model": bare}, "transformers cannot load the tokenizer of bare"),
+        "no tokenizer": ({"model": bare}, "bare has no tokenizer; copy its source's tokenizer files into it"),
         "no model": ({"model": root / "nothing"}, "there is no directory"),
         "output is there": ({"output": full}, "full exists; choose another output with -o"),
         "output is the model": ({"output": place / "model"}, "is the model itself or inside it"),

@@ -28,6 +28,7 @@ from gqa.convert.errors import RefusedError, explain
 from gqa.convert.hub import open_model
 from gqa.convert.loading import load_model, ranks
 from gqa.convert.remote_code import register
+from gqa.convert.tokenizer_files import has_tokenizer
 from gqa.convert.writer import OutputDirectory
 from gqa.corpus.sources import is_self
 from gqa.uptrain.card import provenance
@@ -134,6 +135,8 @@ def prepare(options: TrainOptions, resume: bool = False) -> Setup:
 
 def _tokenizer(checkpoint: Checkpoint, options: TrainOptions) -> Any:
     register(checkpoint.config.get("model_type"))
+    if not has_tokenizer(str(checkpoint.directory)):
+        raise RefusedError(f"{checkpoint.name} has no tokenizer; copy its source's tokenizer files into it")
     try:
         return AutoTokenizer.from_pretrained(checkpoint.directory, trust_remote_code=options.trust_remote_code)
     except Exception as error:  # whatever a library raises about a tokenizer it cannot read

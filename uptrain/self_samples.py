@@ -19,6 +19,7 @@ from gqa.convert.attention import attention_modules
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.model_config import read_config
+from gqa.convert.recast import as_it_is
 from gqa.convert.sampling import samples
 from gqa.corpus.tokens import Block
 
@@ -56,8 +57,9 @@ def sampled_blocks(
     """The first `n_blocks` that `model` (of `checkpoint`) writes, sampling those that are not there yet."""
     from datasets.config import HF_DATASETS_CACHE
 
-    modules = attention_modules(checkpoint, read_config(checkpoint.config, checkpoint.name))
-    told = f"{fingerprint(checkpoint, modules)} {seed} {size} {_BATCH} {model.dtype}"
+    known = as_it_is(checkpoint)
+    modules = attention_modules(known, read_config(known.config, known.name))
+    told = f"{fingerprint(known, modules)} {seed} {size} {_BATCH} {model.dtype}"
     name = hashlib.sha256(told.encode()).hexdigest()[:32]
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"
     place.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,69 @@
+"""A tokenizer that stays what it was when the model type, by which transformers chooses tokenizers, becomes another.
+
+Its files are carried along. Where the class is told by the model type alone, the new config.json names it. Where
+transformers has one general class for the new model type, which knows no special tokens of its own and reads no vocab
+and merges, what the old class knew is written down.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gqa.convert.checkpoint import Checkpoint, read_json
+
+_FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
+_LIKE = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
+_CONFIG, _WHOLE = "tokenizer_config.json", "tokenizer.json"
+# transformers takes these for whatever a checkpoint names.
+_GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
+
+
+def has_tokenizer(directory: str | Path) -> bool:
+    """Whether any file looks like a tokenizer's: without one some classes of transformers load an empty one."""
+    return any(found for pattern in _LIKE for found in Path(directory).glob(pattern))
+
+
+@dataclass(frozen=True)
+class TokenizerEdits:
+    """What the result needs besides the tokenizer's files: keys of config.json, and files."""
+
+    config: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+def tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> TokenizerEdits:
+    """For a model type that becomes another. Of a checkpoint without its files (a dry run's) nothing is known."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    present = set(checkpoint.side_files)
+    if checkpoint.directory is None or not present & _FILES:
+        return TokenizerEdits()
+    told = read_json(checkpoint.directory, _CONFIG) if _CONFIG in present else {}
+    if TOKENIZER_MAPPING_NAMES.get(target) in _GENERAL:
+        complete = _WHOLE in present and told.keys() >= {"tokenizer_class", "bos_token", "eos_token", "unk_token"}
+        return TokenizerEdits() if complete else _written_down(checkpoint, told, _WHOLE in present)
+    name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
+    return TokenizerEdits(
+        {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}
+    )
+
+
+def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) -> TokenizerEdits:
+    """tokenizer_config.json with the special tokens that the class knew, and tokenizer.json where there is none.
+
+    A tokenizer that cannot be loaded is carried along as it is.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.directory))
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        files = {} if whole else {_WHOLE: tokenizer.backend_tokenizer.to_str(pretty=True)}
+    except Exception:  # whatever a library raises about files that it cannot read
+        return TokenizerEdits()
+    made = {"tokenizer_class": type(tokenizer).__name__} | special | dict(told)
+    return TokenizerEdits(files=files | {_CONFIG: json.dumps(made, indent=2, ensure_ascii=False) + "\n"})

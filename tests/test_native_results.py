@@ -1,0 +1,333 @@
+"""Models written for another class: what is refused, what the result says, tokenizers, and heads that are aligned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, run, snapshot
+from safetensors.torch import load_file, save_file
+from scrambled import on_ids, relative, scramble_stored
+from test_families import write_checkpoint
+from test_native_targets import load, logits
+from tiny_models import TINY, build, inputs
+from tiny_native import CASES, tie_heads
+from torch import Tensor
+
+from gqa.convert import RefusedError, convert_checkpoint
+from gqa.convert.families import FAMILIES
+from gqa.convert.hub import open_model
+from gqa.convert.kv_cache import checkpoint_cache
+from gqa.convert.layout import LayerHeads
+from gqa.convert.recast import RECASTINGS
+from gqa.convert.refused import REFUSED
+from gqa.convert.symmetries import Rotary
+from gqa.eval.memory import measured_cache_bytes
+
+# ------------------------------------------------------------------------------------------------------- refused
+
+
+def edited(place: Path, name: str, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A source whose config.json was changed."""
+    directory = write_checkpoint(build(CASES[name].tiny, 4), place / "source")
+    edit_json(directory / "config.json", lambda raw: (change(raw), None)[1])
+    return directory
+
+
+def refusal(directory: Path, *words: object) -> str:
+    """The one line that the command ends with; nothing was written."""
+    before = snapshot(directory.parent)
+    result = run(*words, directory)
+    assert result.code == 2, result
+    assert result.err.count("\n") == 1, result.err
+    assert snapshot(directory.parent) == before
+    return result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "says"),
+    [
+        ("gpt2", 2, "--groups 2 is not possible for the 4 heads of source (as gpt_bigcode); choose 1 or 4"),
+        ("gpt_neox", 3, "--groups 3 is not possible for the 4 heads of source (as phi); choose 1, 2 or 4"),
+        ("gpt_neox+rotary", 8, "(as starcoder2 or nemotron); choose 1, 2 or 4"),
+        ("codegen+eight", 3, "for the 8 heads of source (as phi); choose 1, 2, 4 or 8"),
+    ],
+)
+def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path: Path) -> None:
+    directory = write_checkpoint(build(CASES[name].tiny, 4), tmp_path / "source")
+    assert says in refusal(directory, "--groups", groups)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention: GPTBigCode has no cross-attention"),
+        ("gpt2", {"activation_function": "gelu_mine"}, "no activation 'gelu_mine'; it has .*gelu_new"),
+        ("gpt_neox", {"hidden_act": "swish_mine"}, "no activation 'swish_mine'"),
+        ("gpt_neox", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}}, "0 rotated dimensions"),
+        ("gpt_neox", {"rope_parameters": {"a": {"b": 1}}}, "phi reads its rope_parameters {'a': {'b': 1}, .* as "),
+        ("gpt_neox", {"num_attention_heads": 0}, "cannot read config.json as gpt_neox|makes no sense"),
+        ("gptj", {"rotary_dim": None}, "cannot read config.json as gptj"),
+        ("gptj", {"rotary_dim": 3}, "rotary_dim 3, where an even number up to the 8 of a head is allowed"),
+        ("gptj", {"rotary_dim": 10}, "rotary_dim 10"),
+        ("gptj", {"n_head": 0}, "makes no sense"),
+        ("gptj", {"n_layer": 0}, "has no layers"),
+        ("codegen", {"n_head": 2, "rotary_dim": 4}, "2 heads, where CodeGen's class needs a multiple of 4"),
+        ("gpt2", {"n_layer": 3}, r"has no h\.2\.attn\.c_attn\.weight; give a checkpoint of the whole model"),
+        ("gpt2", {"n_layer": 1}, r"h\.1\.attn.* are not known of a language model of type gpt2"),
+        ("gpt2", {"n_embd": 64}, "cannot become transformer.h.0.attn.c_attn.bias: has 96 rows where"),
+        ("gpt_neox", {"quantization_config": {"quant_method": "gptq"}}, "is quantised"),
+    ],
+)  # fmt: skip
+def test_options_that_no_target_expresses(name: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    import re
+
+    directory = edited(tmp_path, name, lambda raw: raw.update(changes))
+    said = refusal(directory, "--groups", 1)
+    assert re.search(says, said), said
+
+
+def with_tensors(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    directory = place / "source"
+    build(CASES[name].tiny, 4).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("gpt_neox", lambda t: t.update(score=t.pop("embed_out.weight")), "has no embed_out.weight or lm_head.weight"),
+        ("gpt2", lambda t: t.update({"score.weight": torch.zeros(2, 32)}), "score.weight is not known of a language"),
+        ("gptj", lambda t: t.update({"wte.weight": torch.zeros(96, 32)}), "with and without 'transformer.' before"),
+        ("gpt2", lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 128, dtype=torch.int8)}),
+         "is stored as I8: quantised or packed weights cannot be laid out anew"),
+        ("gpt_neox", lambda t: t.update({"gpt_neox.layers.0.input_layernorm.weight": torch.zeros(7)}),
+         "input_layernorm.weight .7. cannot become model.layers.0.self_attn.q_proj.weight; is it of another model"),
+        ("codegen", lambda t: t.update({"transformer.h.1.attn.qkv_proj.weight": torch.zeros(95, 32)}),
+         "cannot become model.layers.1.self_attn.q_proj.weight"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_belong(
+    name: str, change: Callable[[dict[str, Tensor]], object], says: str, tmp_path: Path
+) -> None:
+    import re
+
+    said = refusal(with_tensors(tmp_path, name, change), "--groups", 1)
+    assert re.search(says, said), said
+
+
+def test_what_overflows_is_refused(tmp_path: Path) -> None:
+    """Weight times gain beyond float16: no half-written output, and nothing that only looks right."""
+
+    def large(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.half()
+        tensors["gpt_neox.layers.0.post_attention_layernorm.weight"] *= 30000
+        tensors["gpt_neox.layers.0.mlp.dense_h_to_4h.weight"] *= 30000
+
+    directory = with_tensors(tmp_path, "gpt_neox", large)
+    result = run("--groups", 4, directory)
+    assert result.code == 1
+    assert "fc1.weight has numbers too large for F16; give another --dtype" in result.err
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    assert run("--groups", 4, "--dtype", "float32", directory).code == 0
+
+
+def test_text_without_a_tokenizer(tmp_path: Path) -> None:
+    directory = write_checkpoint(build(CASES["gpt2"].tiny, 4), tmp_path / "source")
+    (tmp_path / "text.txt").write_text("some words")
+    said = refusal(directory, "--groups", 1, "--method", "calibrated", "--calibration", tmp_path / "text.txt")
+    assert "the tokenizer of source cannot be loaded" in said
+    assert "add its files, or use self" in said
+
+
+def test_alibi_is_kept_by_head(tmp_path: Path) -> None:
+    """Falcon-RW: G = 1 in its own class, and nothing that moves heads to others, whose slopes are not theirs."""
+    directory = write_checkpoint(build(TINY["falcon+rw"], 4), tmp_path / "source")
+    assert "choose 1 or 4" in refusal(directory, "--groups", 2)
+    assert all(r.source != "falcon" for r in RECASTINGS)
+
+
+# ------------------------------------------------------------------------------------------------ what is said
+
+
+def test_every_entry_has_a_tiny_model() -> None:
+    """An entry that nobody built is one that nobody tested; and no type is in two tables."""
+    built = {(case.tiny.model_type, case.target) for case in CASES.values()}
+    assert {(r.source, r.target) for r in RECASTINGS if r.way == "native"} == built
+    sources, stated = {r.source for r in RECASTINGS}, {t for family in FAMILIES for t in family.model_types}
+    assert not sources & (stated | set(REFUSED))
+    assert {r.target for r in RECASTINGS} <= stated
+
+
+def test_the_result_says_what_it_is(tmp_path: Path) -> None:
+    directory = write_checkpoint(build(CASES["gpt_neox"].tiny, 4), tmp_path / "source")
+    (directory / "notes.txt").write_bytes(b"\x00\xff carried along")
+    planned = run("--groups", 2, "--dry-run", directory)
+    assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in planned.out
+    done = run("--groups", 2, "--json", directory)
+    both = {
+        "from": {"model_type": "gpt_neox", "architecture": "GPTNeoXForCausalLM"},
+        "to": {"model_type": "phi", "architecture": "PhiForCausalLM"},
+        "way": "native",
+    }
+    record, out = json.loads(done.out), tmp_path / "source-gqa2"
+    assert record["recast"] == json.loads((out / "gqa_conversion.json").read_text())["recast"] == both
+    assert record["parameters"]["before"] == build(CASES["gpt_neox"].tiny, 4).num_parameters()
+    card = (out / "README.md").read_text()
+    assert "Class: phi (PhiForCausalLM), a class of transformers; the source is gpt_neox (GPTNeoXForCausalLM)" in card
+    for name in ("generation_config.json", "notes.txt"):
+        assert (out / name).read_bytes() == (directory / name).read_bytes()
+    config, source = (json.loads((path / "config.json").read_text()) for path in (out, directory))
+    assert (config["architectures"], config["model_type"]) == (["PhiForCausalLM"], "phi")
+    assert [config[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
+    assert config["dtype"] == source["dtype"]
+    assert "tokenizer_class" not in config  # it has none
+    # Converting the result once more is that of any Phi.
+    again = run("--groups", 1, "--json", "-o", tmp_path / "again", out)
+    assert json.loads(again.out)["recast"] is None
+
+
+def test_the_cache_of_a_source_is_known(tmp_path: Path) -> None:
+    """What gqa-eval says of a source, beside transformers' own cache."""
+    for name in ("gpt_neox", "gpt2"):
+        model = build(CASES[name].tiny, 4)
+        directory = write_checkpoint(model, tmp_path / name)
+        assert checkpoint_cache(open_model(str(directory))).bytes_at(9) == measured_cache_bytes(model, 9, 1)
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+
+TEXT = "def train(model, data):\n    return  model(data)  # 3.14 <|endoftext|> naïve"
+
+
+SPECIAL = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+# What is stored of a tokenizer, from all that transformers writes to the two files of the oldest repositories.
+STORED: dict[str, tuple[tuple[str, ...], dict[str, Any] | None]] = {
+    "all": (("tokenizer.json",), {"tokenizer_class": ..., **SPECIAL}),
+    "no class": (("tokenizer.json", "vocab.json", "merges.txt"), {"model_max_length": 64}),
+    "no config": (("tokenizer.json",), None),
+    "vocabulary": (("vocab.json", "merges.txt"), {"tokenizer_class": ..., "model_max_length": 64}),
+    "vocabulary alone": (("vocab.json", "merges.txt"), None),
+}
+
+
+@cache
+def trained_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    found: Any = Tokenizer(models.BPE())
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    how = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    found.train_from_iterator([TEXT], how)
+    return found
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox+sequential", "gpt_neox+rotary", "gptj", "codegen", "gpt2"])
+def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> None:
+    """AutoTokenizer gives the source's ids and special tokens, also where only the model type told its class."""
+    from transformers import AutoTokenizer
+
+    directory = write_checkpoint(build(CASES[name].tiny, 4), tmp_path / "source")
+    files, config = STORED[stored]
+    trained = trained_tokenizer()
+    trained.save(str(directory / "tokenizer.json"))
+    trained.model.save(str(directory))
+    for file in {"tokenizer.json", "vocab.json", "merges.txt"} - set(files):
+        (directory / file).unlink()
+    if config is not None:
+        of_type = {"gpt_neox": "GPTNeoXTokenizer", "codegen": "CodeGenTokenizer"}.get(name.partition("+")[0])
+        told = {key: of_type or "GPT2Tokenizer" if value is ... else value for key, value in config.items()}
+        (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    source = AutoTokenizer.from_pretrained(directory)
+    out = convert_checkpoint(directory, 1, tmp_path / "out").out
+    found = AutoTokenizer.from_pretrained(out)
+    assert found(TEXT)["input_ids"] == source(TEXT)["input_ids"]
+    assert len(found(TEXT)["input_ids"]) == 23
+    assert found.decode(found(TEXT)["input_ids"]) == TEXT
+    assert found.special_tokens_map == source.special_tokens_map
+    assert found.eos_token_id == source.eos_token_id == 0
+    assert found.model_max_length == source.model_max_length
+    if CASES[name].target in ("phi", "starcoder2"):
+        assert type(found) is type(source)
+    for file in files:
+        assert (out / file).read_bytes() == (directory / file).read_bytes()
+
+
+def test_a_tokenizer_that_is_broken_is_carried_along(tmp_path: Path) -> None:
+    """It is none of the weights' business, and neither is a model without any."""
+    directory = write_checkpoint(build(CASES["gpt2"].tiny, 4), tmp_path / "source")
+    (directory / "tokenizer.json").write_text("{}")
+    out = convert_checkpoint(directory, 1, tmp_path / "out").out
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert not (out / "tokenizer_config.json").exists()
+    assert "tokenizer_class" not in json.loads((out / "config.json").read_text())
+
+
+# --------------------------------------------------------------------------------------------- heads are aligned
+
+
+def move(name: str, tensors: dict[str, Tensor], rotary: int, in_out: bool) -> None:
+    """Scramble the heads of a source in its own layout; `in_out` where its projections are stored transposed."""
+    paths = {
+        key.rpartition(".")[0].rpartition(".")[0] for key in tensors if key.endswith((".dense.weight", "c_attn.weight"))
+    }
+    for seed, path in enumerate(sorted(paths)):
+        stacked, output = (
+            (f"{path}.c_attn", f"{path}.c_proj") if in_out else (f"{path}.query_key_value", f"{path}.dense")
+        )
+        named = {f"m.{'qkv_proj' if in_out else 'query_key_value'}": stacked, "m.dense": output}
+        of = {
+            f"{known}.{kind}": tensors[f"{own}.{kind}"] for known, own in named.items() for kind in ("weight", "bias")
+        }
+        turned: Mapping[str, Tensor] = {key: t.T.contiguous() if in_out and t.ndim == 2 else t for key, t in of.items()}
+        moved = scramble_stored(
+            turned, "m", LayerHeads(4, 4, 8, 8), Rotary(rotary), torch.Generator().manual_seed(seed)
+        )
+        for known, own in named.items():
+            for kind in ("weight", "bias"):
+                t = moved[f"{known}.{kind}"]
+                tensors[f"{own}.{kind}"] = t.T.contiguous() if in_out and t.ndim == 2 else t
+
+
+@pytest.mark.parametrize(("name", "groups", "rotary"), [("gpt_neox", 2, 2), ("gpt_neox+rotary", 2, 8), ("gpt2", 1, 0)])
+def test_scrambled_heads_are_recovered(name: str, groups: int, rotary: int, tmp_path: Path) -> None:
+    """Heads equal but for their bases, in the source's layout: mean destroys the model, aligned, calibrated do not."""
+    case = CASES[name]
+    model = build(case.tiny, 4, attention="eager")
+    tie_heads(model, groups)
+    given = inputs(case.tiny)
+    expected = logits(model, given)
+    directory = tmp_path / "source"
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    move(name, tensors, rotary, in_out=name == "gpt2")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert relative(logits(load(directory), given), expected) < 1e-5, "that was no symmetry"
+    for method, close in (("mean", False), ("aligned", True), ("calibrated", True)):
+        out = convert_checkpoint(directory, groups, tmp_path / method, method=method, calibration=on_ids()).out
+        wrong = relative(logits(load(out), given), expected)
+        assert (wrong < 1e-4) if close else (wrong > 1e-2), (method, wrong)
+
+
+def test_maps_of_one_source_are_refused_for_another(tmp_path: Path) -> None:
+    """gqa-calibrate writes maps of the target's layout; they know their source."""
+    for seed in (0, 1):
+        write_checkpoint(build(CASES["gpt_neox"].tiny, 4, seed=seed), tmp_path / str(seed))
+    maps = tmp_path / "maps.safetensors"
+    made = run("--groups", 2, "--method", "aligned", "-o", maps, tmp_path / "0", program="gqa-calibrate")
+    assert made.code == 0, made.err
+    assert run("--groups", 2, "--maps", maps, "-o", tmp_path / "out", tmp_path / "0").code == 0
+    with pytest.raises(RefusedError, match="another model"):
+        convert_checkpoint(tmp_path / "1", 2, tmp_path / "other", maps=maps)

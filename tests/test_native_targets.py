@@ -1,0 +1,215 @@
+"""Models written for another class, against both classes of transformers: the oracles, each with a control.
+
+The source class computes what is expected: its own logits at G = H, and at fewer heads those of the source whose heads
+are tied in its own layout (tests/tiny_native.py). Differences are relative to the range of the logits, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scrambled import relative
+from test_families import all_tensors, decode, left_padded, write_checkpoint
+from tiny_models import build, inputs
+from tiny_native import CASES, Case, tie_heads
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from gqa.convert import convert_checkpoint, plan_conversion
+
+SAME = 1e-5
+CONTROL = 100 * SAME
+# Options that change what is merged; the others differ in the config alone, which identity shows.
+MERGED = [name for name in CASES if "+" not in name] + [
+    "gpt_neox+plain", "gpt_neox+sequential", "gpt_neox+rotary", "codegen+eight", "gpt2+scaled",
+]  # fmt: skip
+SMALLER = [(name, g) for name in MERGED for g in CASES[name].groups[1:]]
+
+
+@cache
+def source_model(name: str) -> PreTrainedModel:
+    return build(CASES[name].tiny, 4, attention="eager")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The source by name, its layers split over shards."""
+
+    @cache
+    def make(name: str) -> Path:
+        return write_checkpoint(source_model(name), tmp_path_factory.mktemp("source"))
+
+    return make
+
+
+def load(directory: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """As anybody would: the Auto class, no remote code; nothing missing, nothing unexpected."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation=attention, dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, given: dict[str, Tensor]) -> Tensor:
+    found: Tensor = model(**given).logits
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """G = H: the other class gives the source's logits, also with padding on the left and token by token."""
+    case, source = CASES[name], source_model(name)
+    result = convert_checkpoint(checkpoint(name), case.groups[0], tmp_path / "out", load=True, checksums=True)
+    given = inputs(case.tiny)
+    for attention in ("eager", "sdpa"):
+        target = load(result.out, attention)
+        assert target.config.model_type == case.target
+        assert target.config.num_key_value_heads == source.config.num_attention_heads
+        assert relative(logits(target, given), logits(source, given)) < SAME
+    if case.exact:
+        assert torch.equal(logits(load(result.out, "eager"), given), logits(source, given))
+    padded = left_padded(given, 3)
+    kept = padded["attention_mask"].bool()
+    assert relative(logits(target, padded)[kept], logits(source, padded)[kept]) < SAME
+    assert relative(decode(target, given), decode(source, given)) < SAME
+    assert relative(logits(target, given), logits(source, inputs(case.tiny, seed=1))) > CONTROL
+
+
+@pytest.mark.parametrize(("name", "groups"), SMALLER)
+def test_expand_back(name: str, groups: int, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Merged heads, each repeated in the source class, give the logits of the converted model; in tiles they do not."""
+    case = CASES[name]
+    out = convert_checkpoint(checkpoint(name), groups, tmp_path / "out").out
+    target, given = load(out), inputs(case.tiny)
+    assert target.config.num_key_value_heads == groups
+    found = logits(target, given)
+    tied = build(case.tiny, 4, attention="eager")
+    tie_heads(tied, groups)
+    assert relative(found, logits(tied, given)) < SAME
+    assert relative(found, logits(source_model(name), given)) > CONTROL
+    if groups > 1:
+        tiled = build(case.tiny, 4, attention="eager")
+        tie_heads(tiled, groups, tiled=True)
+        assert relative(found, logits(tiled, given)) > CONTROL
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox+sequential", "gpt_neox+rotary", "gptj", "codegen", "gpt2"])
+def test_generation_with_and_without_cache(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The same tokens either way, those of the tied source, and a cache of G heads as the plan says."""
+    case = CASES[name]
+    result = convert_checkpoint(checkpoint(name), 1, tmp_path / "out")
+    target, given = load(result.out), left_padded(inputs(case.tiny, length=6), 2)
+    tied = build(case.tiny, 4, attention="eager")
+    tie_heads(tied, 1)
+    how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    cached, plain = (target.generate(**given, **how, use_cache=used) for used in (True, False))
+    assert torch.equal(cached, plain)
+    assert torch.equal(cached, tied.generate(**given, **how))
+    with torch.no_grad():
+        cache = target(input_ids=given["input_ids"][:1], use_cache=True).past_key_values
+    assert all(layer.keys.shape[1] == 1 for layer in cache.layers)
+    held = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+    assert held == result.plan.cache_after.bytes_at(6) == result.plan.cache_before.bytes_at(6) // 4
+
+
+def test_first_and_random(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """The other ways to merge also go through: `first` keeps the folded heads 0 and 2, `random` draws new ones."""
+    whole = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 4, tmp_path / "whole").out)
+    first = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 2, tmp_path / "first", method="first").out)
+    drawn = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 2, tmp_path / "random", method="random").out)
+    for name in (f"model.layers.1.self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")):
+        heads = whole[name].unflatten(0, (4, -1))
+        assert torch.equal(first[name], heads[::2].flatten(0, 1))
+        assert not torch.equal(drawn[name], first[name])
+    assert float(drawn["model.layers.1.self_attn.k_proj.weight"].std()) == pytest.approx(0.02, rel=0.2)
+
+
+# ------------------------------------------------------------------------------------------- how it is written
+
+
+def folded(case: Case, groups: int) -> dict[str, Tensor]:
+    """What a few tensors of Phi must be, from the parameters of GPT-NeoX by the formula, in float32."""
+    state = {name: tensor.float() for name, tensor in build(case.tiny, 4).half().state_dict().items()}
+    at = "gpt_neox.layers.0."
+    w, b = (state[f"{at}attention.query_key_value.{kind}"].view(4, 3, 8, -1) for kind in ("weight", "bias"))
+    gain, shift = state[f"{at}input_layernorm.weight"], state[f"{at}input_layernorm.bias"]
+    keys, biases = w[:, 1] * gain, b[:, 1, :, 0] + w[:, 1] @ shift
+    up, norm = state[f"{at}mlp.dense_h_to_4h.weight"], f"{at}post_attention_layernorm"
+    return {
+        "model.layers.0.self_attn.k_proj.weight": keys.view(groups, -1, 8, 32).mean(1).flatten(0, 1),
+        "model.layers.0.self_attn.k_proj.bias": biases.view(groups, -1, 8).mean(1).flatten(),
+        "model.layers.0.mlp.fc1.weight": up * state[f"{norm}.weight"],
+        "model.layers.0.mlp.fc1.bias": state[f"{at}mlp.dense_h_to_4h.bias"] + up @ state[f"{norm}.bias"],
+    }
+
+
+def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
+    """Folding and merging are done in float32; only the result is rounded, also for another --dtype."""
+    case = CASES["gpt_neox"]
+    directory = write_checkpoint(build(case.tiny, 4).half(), tmp_path / "source")
+    for dtype in (None, "bfloat16", "float32"):
+        kind = getattr(torch, dtype or "float16")
+        tensors = all_tensors(convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, checksums=True).out)
+        assert {tensor.dtype for tensor in tensors.values()} == {kind}
+        for name, exact in folded(case, 2).items():
+            wrong = (tensors[name].float() - exact).abs() / exact.abs().clamp(min=1e-3)
+            assert float(wrong.max()) < 4 * torch.finfo(kind).eps, name
+            if name.endswith("weight"):  # sums of products round as their order does
+                assert torch.equal(tensors[name], exact.to(kind)), name
+    config = json.loads((tmp_path / "bfloat16" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2+scaled"])
+def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A checkpoint of torch's own format, other shards, several jobs: the same tensors. And gpt2 without a prefix."""
+    expected = all_tensors(convert_checkpoint(checkpoint(name), 1, tmp_path / "expected").out)
+    model = source_model(name)
+    (tmp_path / "bin").mkdir()
+    model.config.save_pretrained(tmp_path / "bin")
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = {k.removeprefix("transformer."): v for k, v in model.state_dict().items() if k not in tied}
+    state |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8)} if "gpt2" in name else {}  # the mask of old checkpoints
+    torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
+    for number, (source, how) in enumerate(
+        [
+            (tmp_path / "bin", {}),
+            (checkpoint(name), {"max_shard_bytes": 5000, "jobs": 2}),
+            (tmp_path / "bin", {"dtype": "float32"}),
+        ]
+    ):
+        found = all_tensors(convert_checkpoint(source, 1, tmp_path / str(number), checksums=True, **how).out)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_plan_from_headers_alone(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """As a dry run has them of a model at the hub: nothing is read, and the plan is that of the conversion."""
+    from gqa.convert.checkpoint import read_checkpoint
+    from gqa.convert.plan import make_plan
+
+    for name in ("gpt_neox", "codegen", "gpt2"):
+        headers = replace(read_checkpoint(checkpoint(name)), directory=None, side_files=())
+        plan = make_plan(headers, 1)
+        done = plan_conversion(checkpoint(name), 1)
+        assert [(t.name, t.shape, t.dtype) for t in plan.tensors] == [(t.name, t.shape, t.dtype) for t in done.tensors]
+        out = convert_checkpoint(checkpoint(name), 1, tmp_path / name).out
+        assert {t.name: t.shape for t in plan.tensors} == {k: tuple(v.shape) for k, v in all_tensors(out).items()}
+
+
+def test_what_stays_is_moved_as_bytes(checkpoint: Callable[[str], Path]) -> None:
+    """Embeddings and all that is only renamed are copied from their files, not read into memory."""
+    plan = plan_conversion(checkpoint("gpt_neox+rotary"), 2)
+    ranges = {t.name for t in plan.tensors if t.source and plan.checkpoint.has_range(t.source)}
+    moved = {"q_proj", "k_proj", "v_proj"}
+    assert ranges == {t.name for t in plan.tensors if t.name.split(".")[-2] not in moved}
