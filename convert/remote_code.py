@@ -31,8 +31,10 @@ def _register(model_type: str) -> None:
 
     config, classes = _config_class(model_type), dict(auto_classes(model_type))
     transformers.AutoConfig.register(model_type, config)
+    config.register_for_auto_class()  # so that save_pretrained writes the file too
     for auto, made in classes.items():
         getattr(transformers, auto).register(config, made)
+        made.register_for_auto_class(auto)
 
 
 @cache
