@@ -25,6 +25,9 @@ from gqa.convert.remote_code import register
 
 MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")
+_NUMBERS = (
+    "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
 _COUNTS = re.compile(r"num_\w*(layers|heads)|n_layers?|n_heads?")
 
 
@@ -145,10 +148,10 @@ def _check_heads(config: ModelConfig, name: str) -> None:
 
 def _check_numbers(text: Any, name: str) -> None:
     """Whatever else is read of a config and that its class lets pass in any type."""
-    for key in ("num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings"):
+    for key in _NUMBERS:
         value = getattr(text, key, None)
         if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**63):
-            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a natural number is allowed; correct it")
+            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a number from 0 is allowed; correct it")
     for key in ("layer_types", "layers_block_type"):
         value = getattr(text, key, None)
         if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):

@@ -126,7 +126,7 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, ta
             f"{explain(error)}; correct it"
         ) from None
     before, after = (getattr(c, "rope_parameters", None) for c in (config, read))
-    if before is not None and _rope(before) != _rope(after or {}):
+    if isinstance(before, dict) and recasting.architecture and _rope(before) != _rope(after or {}):
         raise RefusedError(
             f"{checkpoint.name}: {recasting.target} reads its rope_parameters {before} as {after}; nothing was written"
         )

@@ -34,7 +34,7 @@ def _named(config: Any, kind: Kind) -> bool:
 
 def _odd_kinds(config: Any) -> str | None:
     """Why what a config says of its kinds of attention cannot be converted."""
-    if not {"decoder-self"} <= set(config.grouped_attention) <= set(KINDS):
+    if "decoder-self" not in config.grouped_attention or not all(kind in KINDS for kind in config.grouped_attention):
         return f"its grouped_attention is {config.grouped_attention}: decoder-self, and cross and encoder if wanted"
     encoder = getattr(config, "encoder_attention_heads", None)
     if encoder and "encoder" in config.grouped_attention and encoder != config.decoder_attention_heads:
