@@ -8,6 +8,7 @@ checkpoint as one of that class, with as many KV heads as before; everything aft
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from typing import Any
 
 from gqa.convert.checkpoint import Checkpoint
@@ -158,7 +159,8 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
     if recasting.parts is None:
-        recipes = {name: Recipe((spec,)) for name, spec in checkpoint.tensors.items()}
+        kept = (n for n in checkpoint.tensors if not any(fnmatchcase(n, like) for like in recasting.dropped))
+        recipes = {name: Recipe((checkpoint.tensors[name],)) for name in kept}
     else:
         query = config.num_attention_heads
         dim = config.hidden_size // query

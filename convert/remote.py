@@ -19,6 +19,10 @@ _WHICH = {
 }
 
 
+# Masks that GPT-2 and GPT-Neo once stored, of which no class knows any more.
+_MASKS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.attention.bias", "*.attn.attention.masked_bias")
+
+
 def _travelling(source: str, note: str) -> Recasting:
     target = PREFIX + source
 
@@ -27,7 +31,7 @@ def _travelling(source: str, note: str) -> Recasting:
 
     return Recasting(
         source, target, None, config, which=_WHICH.get(source, ""), note=note, way=REMOTE_CODE,
-        files=lambda: dict([file_of(target)]),
+        dropped=_MASKS, files=lambda: dict([file_of(target)]),
     )  # fmt: skip
 
 

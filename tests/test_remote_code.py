@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_families import CONTROL, all_tensors, error, left_padded, load, tiled_heads, write_checkpoint
 from tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
 from tiny_remote import REMOTE, SOURCES
@@ -244,3 +245,16 @@ def test_more_layers_in_the_decoder(tmp_path: Path) -> None:
     plan = plan_conversion(directory, 2)
     assert (plan.config.layers, len(plan.cache_before.layers)) == (3, 3)
     expand_back(directory, 2, tmp_path / "out", ANY)
+
+
+@pytest.mark.parametrize(("name", "attention"), [("gpt2", "h.{}.attn"), ("gpt_neo", "h.{}.attn.attention")])
+def test_old_checkpoints(name: str, attention: str, tmp_path: Path) -> None:
+    """Names without the base model's prefix, and the masks that were once stored: the result has no masks."""
+    directory = tmp_path / "source"
+    build(THEIRS[name], QUERY_HEADS).save_pretrained(directory)
+    tensors = {key.removeprefix("transformer."): tensor for key, tensor in all_tensors(directory).items()}
+    names = (f"{attention.format(layer)}.{part}" for layer in (0, 1) for part in ("bias", "masked_bias"))
+    masks = {mask: torch.ones(1, 1, 4, 4) for mask in names}
+    save_file(tensors | masks, directory / "model.safetensors", metadata={"format": "pt"})
+    out = convert_checkpoint(directory, 2, tmp_path / "out", load=True).out
+    assert all_tensors(out).keys() == tensors.keys()
