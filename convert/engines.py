@@ -36,11 +36,15 @@ def _several_kv_heads(config: ModelConfig) -> bool:
     return config.main.kv > 1
 
 
+def _other_activation(config: ModelConfig) -> bool:
+    return bool(config.text.hidden_act != "relu2")
+
+
 @dataclass(frozen=True)
 class Limit:
     """An engine, the model types it has trouble with, when, and what happens.
 
-    In `text`, {model_type}, {theta} and {head_dim} stand for those of the checkpoint.
+    In `text`, {model_type}, {theta}, {head_dim} and {activation} stand for those of the checkpoint.
     """
 
     engine: str
@@ -69,6 +73,12 @@ LIMITS: tuple[Limit, ...] = (
         "its converter does not write the rope_theta of {model_type}: it computes with 10000, not {theta}",
     ),
     Limit(
+        "llama.cpp",
+        ("nemotron",),
+        _other_activation,
+        "it has squared ReLU built in for {model_type}: it computes with that, not {activation}",
+    ),
+    Limit(
         "CTranslate2",
         ("falcon", "gemma", "gemma2"),
         _other_theta,
@@ -95,6 +105,7 @@ def engine_notes(config: ModelConfig, cache: KVCache) -> tuple[str, ...]:
         "model_type": config.raw.get("model_type"),
         "theta": f"{theta:.12g}" if isinstance(theta := _theta(config), float) else theta,
         "head_dim": config.main.key_dim,
+        "activation": getattr(config.text, "hidden_act", None),
     }
     notes = tuple(
         f"{limit.engine}: {limit.text.format(**facts)}"

@@ -75,11 +75,10 @@ class View(Checkpoint):
             return self.source.read(replace(spec, name=recipe.sources[0].name), buffer)
         if recipe.fill is not None:
             return torch.full(spec.shape, recipe.fill, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
-        tensors = [self.source.read(part) for part in recipe.sources]
-        if not recipe.moves:
-            precise = torch.float64 if spec.dtype == "F64" else torch.float32
-            tensors = [tensor.to(precise) for tensor in tensors]
-        return recipe.compute(tensors)
+        if recipe.moves:
+            return recipe.compute([self.source.read(part) for part in recipe.sources])
+        precise = torch.float64 if spec.dtype == "F64" else torch.float32
+        return recipe.compute([self.source.read(part).to(precise) for part in recipe.sources])
 
     def has_range(self, spec: TensorSpec) -> bool:
         recipe = self.recipes[spec.name]

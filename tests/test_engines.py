@@ -43,6 +43,12 @@ def test_bigcode_in_llama_cpp() -> None:
     assert note.startswith("llama.cpp: its converter gives gpt_bigcode one KV head")
 
 
+def test_nemotron_in_llama_cpp() -> None:
+    assert notes("nemotron") == ()
+    (note,) = notes("nemotron", hidden_act="gelu")
+    assert note == "llama.cpp: it has squared ReLU built in for nemotron: it computes with that, not gelu"
+
+
 @pytest.mark.parametrize("model_type", ["gemma", "gemma2", "stablelm"])
 @pytest.mark.parametrize("form", ["rope_theta", "rope_parameters"])
 def test_rope_theta(model_type: str, form: str) -> None:

@@ -110,16 +110,14 @@ def test_generation(groups: int, converted: Callable[..., Path], text: Tensor) -
         assert model(input_ids=text[:1, :8], use_cache=True).past_key_values.layers[0].keys.shape[1] == groups
 
 
-@pytest.mark.parametrize(("groups", "expected"), [(4, 4.2), (2, 5.4), (1, 6.3)])
+@pytest.mark.parametrize(("groups", "expected"), [(4, 4.20), (2, 5.38), (1, 6.30)])
 def test_what_merging_costs(
     groups: int, expected: float, source: Path, converted: Callable[..., Path], text: Tensor
 ) -> None:
-    """Mean pooling loses what docs/families-without-kv-heads.md says; aligning needs no data and loses less, and
-    calibration wins most of it back.
-    """
+    """Nats as docs/families-without-kv-heads.md has them: mean pooling loses much, `calibrated` little of it."""
     ways = (source, *(converted(groups, method) for method in ("mean", "aligned", "calibrated")))
     before, mean, aligned, calibrated = (nats(path, text) for path in ways)
-    assert before == pytest.approx(2.8, abs=0.2)
-    assert mean == pytest.approx(expected, abs=0.5)
+    assert before == pytest.approx(2.82, abs=0.2)
+    assert mean == pytest.approx(expected, abs=0.4)
     assert aligned < mean
-    assert calibrated < before + 0.5 * (mean - before)
+    assert calibrated < before + 0.3 * (mean - before)

@@ -75,6 +75,12 @@ CASES: tuple[tuple[str, int, dict[str, Expected]], ...] = (
     ("Falcon, theta 1e5", 2, {"CTranslate2": MISREADS, "llama.cpp": MISREADS}),
     ("GPTBigCode", 1, {"CTranslate2": AGREES, "llama.cpp": GELU}),
     ("GPTBigCode", HEADS, {"llama.cpp": NOT_LOADED}),
+    ("Pythia", HEADS, {"llama.cpp": GELU}),
+    ("Pythia", 2, {"llama.cpp": NOT_LOADED}),
+    ("RedPajama", 2, {"llama.cpp": GELU}),
+    ("GPT-NeoX, sequential", 2, {"llama.cpp": MISREADS}),
+    ("GPT-J", HEADS, {"llama.cpp": GELU}),
+    ("GPT-2", 1, {"CTranslate2": AGREES, "llama.cpp": GELU}),
 )
 
 

@@ -28,7 +28,9 @@ FALCON = {
     "num_kv_heads": HEADS, "new_decoder_architecture": True, "multi_query": False, "parallel_attn": True,
     "num_ln_in_parallel_attn": 2, "alibi": False, "bias": False, "layer_norm_epsilon": 1e-5, "ffn_hidden_size": 1024,
 }  # fmt: skip
-BIGCODE = {"n_embd": HIDDEN, "n_head": HEADS, "n_layer": LAYERS, "n_positions": CONTEXT, "multi_query": False}
+GPT = {"n_embd": HIDDEN, "n_head": HEADS, "n_layer": LAYERS, "n_positions": CONTEXT}
+BIGCODE = GPT | {"multi_query": False}
+SEQUENTIAL = {"use_parallel_residual": False, "hidden_act": "gelu"}
 
 # Name -> class, model type, and what config.json says beside COMMON.
 RANDOM: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -49,6 +51,11 @@ RANDOM: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Falcon": ("FalconForCausalLM", "falcon", FALCON | THETA_10000),
     "Falcon, theta 1e5": ("FalconForCausalLM", "falcon", FALCON),
     "GPTBigCode": ("GPTBigCodeForCausalLM", "gpt_bigcode", BIGCODE),
+    "Pythia": ("GPTNeoXForCausalLM", "gpt_neox", {"hidden_act": "gelu"}),
+    "RedPajama": ("GPTNeoXForCausalLM", "gpt_neox", SEQUENTIAL | {"rotary_pct": 1.0}),
+    "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", "gpt_neox", SEQUENTIAL),
+    "GPT-J": ("GPTJForCausalLM", "gptj", GPT | {"rotary_dim": 16}),
+    "GPT-2": ("GPT2LMHeadModel", "gpt2", GPT),
 }
 
 
