@@ -258,3 +258,13 @@ def test_old_checkpoints(name: str, attention: str, tmp_path: Path) -> None:
     save_file(tensors | masks, directory / "model.safetensors", metadata={"format": "pt"})
     out = convert_checkpoint(directory, 2, tmp_path / "out", load=True).out
     assert all_tensors(out).keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "umt5"])
+def test_compiled(name: str) -> None:
+    """torch.compile takes the whole model, also where attention is eager, and computes the same."""
+    tiny = OURS[name]
+    model, given = build(tiny, 2, attention="eager"), inputs(tiny)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert error(compiled(**given, use_cache=False).logits, logits(tiny, model, given)) < TOLERANCE

@@ -37,12 +37,15 @@ def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tens
     return source.eager_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-# T5's own forward pass, which finds the function above in place of its module's of the same name, and cuts keys and
-# values into as many heads as there are (UMT5's into as many as queries). The other attention functions of
-# transformers repeat heads themselves, as `num_key_value_groups` says.
+# What the forward pass below sees as its module: with the function above for the one of the same name, and without a
+# name, by which torch.compile would look for the other one.
+SEEN = {**T5Attention.forward.__globals__, "eager_attention_forward": eager_attention_forward}
+del SEEN["__name__"]
+# T5's own forward pass, which cuts keys and values into as many heads as there are (UMT5's into as many as queries).
+# What transformers has besides eager attention repeats heads by `num_key_value_groups`.
 attend_like_t5 = FunctionType(
     T5Attention.forward.__code__,
-    {**T5Attention.forward.__globals__, "eager_attention_forward": eager_attention_forward},
+    SEEN,
     "attend_like_t5",
     T5Attention.forward.__defaults__,
 )

@@ -39,14 +39,19 @@ def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tens
     return source.eager_attention_forward(module, query, key, value, *args, **kwargs)
 
 
+# What the forward pass below sees as its module: with the function above for the one of the same name, and without a
+# name, by which torch.compile would look for the other one.
+SEEN = {**vars(source), "eager_attention_forward": eager_attention_forward}
+del SEEN["__name__"]
+
+
 class GQAWhisperAttention(source.WhisperAttention):
     """Whisper's attention with G key/value heads, which is also what it caches."""
 
-    # Whisper's own forward pass, which finds the function above in place of its module's of the same name; the
-    # other attention functions of transformers repeat heads themselves, as `num_key_value_groups` says.
+    # Whisper's own. What transformers has besides eager attention repeats heads by `num_key_value_groups`.
     forward = FunctionType(
         source.WhisperAttention.forward.__code__,
-        {**vars(source), "eager_attention_forward": eager_attention_forward},
+        SEEN,
         "forward",
         source.WhisperAttention.forward.__defaults__,
     )
