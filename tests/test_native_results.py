@@ -11,22 +11,27 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_json, run, snapshot
+from hypothesis import example, given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from scrambled import on_ids, relative, scramble_stored
 from test_families import write_checkpoint
+from test_fuzz import JSON, fuzz
 from test_native_targets import load, logits
-from tiny_models import TINY, build, inputs
+from tiny_models import TINY, build, config, inputs
 from tiny_native import CASES, tie_heads
 from torch import Tensor
 
-from gqa.convert import RefusedError, convert_checkpoint
+from gqa.convert import OutputError, RefusedError, convert_checkpoint, rewrite
 from gqa.convert.families import FAMILIES
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import checkpoint_cache
 from gqa.convert.layout import LayerHeads
+from gqa.convert.plan import make_plan
 from gqa.convert.recast import RECASTINGS
 from gqa.convert.refused import REFUSED
 from gqa.convert.symmetries import Rotary
+from gqa.convert.writer import write_tensor
 from gqa.eval.memory import measured_cache_bytes
 
 # ------------------------------------------------------------------------------------------------------- refused
@@ -60,7 +65,7 @@ def refusal(directory: Path, *words: object) -> str:
 )
 def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path: Path) -> None:
     directory = write_checkpoint(build(CASES[name].tiny, 4), tmp_path / "source")
-    assert says in refusal(directory, "--groups", groups)
+    assert says in refusal(directory, "--groups", groups, "--no-remote-code")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_options_that_no_target_expresses(name: str, changes: dict[str, Any], sa
     import re
 
     directory = edited(tmp_path, name, lambda raw: raw.update(changes))
-    said = refusal(directory, "--groups", 1)
+    said = refusal(directory, "--groups", 1, "--no-remote-code")
     assert re.search(says, said), said
 
 
@@ -124,6 +129,40 @@ def test_tensors_that_do_not_belong(
     assert re.search(says, said), said
 
 
+FUZZED = ("gpt_neox", "gpt_neox+rotary", "gptj", "codegen", "gpt2")
+KEYS = sorted({key for name in FUZZED for key in config(CASES[name].tiny, 4).to_dict()} | {"n_inner", "rotary_pct"})
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Sources by name."""
+    place = tmp_path_factory.mktemp("sound")
+    return {name: write_checkpoint(build(CASES[name].tiny, 4), place / name) for name in FUZZED}
+
+
+@fuzz(300)
+@given(
+    st.sampled_from(FUZZED),
+    st.dictionaries(st.sampled_from(KEYS), JSON | st.integers(-2, 40) | st.sampled_from([0.0, 0.3, 1e9]), max_size=3),
+    st.sampled_from([1, 2, 4]),
+)
+@example("gptj", {"rotary_dim": 0}, 1)
+@example("codegen", {"n_head": -4}, 1)
+@example("gpt_neox", {"rope_parameters": {"rope_type": "linear"}}, 1)
+@example("gpt2", {"n_layer": -1}, 4)
+@example("gptj", {"rope_parameters": 0}, 1)
+def test_any_config_gives_a_plan_or_a_refusal(
+    sound: dict[str, Path], name: str, odd: dict[str, Any], groups: int
+) -> None:
+    checkpoint = open_model(str(sound[name]))
+    object.__setattr__(checkpoint, "config", checkpoint.config | odd)
+    try:
+        plan = make_plan(checkpoint, groups)
+    except RefusedError:
+        return
+    assert plan.cache_after.bytes_per_token * plan.config.main.kv == plan.cache_before.bytes_per_token * groups
+
+
 def test_what_overflows_is_refused(tmp_path: Path) -> None:
     """Weight times gain beyond float16: no half-written output, and nothing that only looks right."""
 
@@ -139,6 +178,19 @@ def test_what_overflows_is_refused(tmp_path: Path) -> None:
     assert "fc1.weight has numbers too large for F16; give another --dtype" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert run("--groups", 4, "--dtype", "float32", directory).code == 0
+
+
+def test_what_is_written_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed is computed once more from the source and compared, as copies are."""
+    directory = write_checkpoint(build(CASES["gpt_neox"].tiny, 4), tmp_path / "source")
+
+    def write_wrong(target: Any, tensor: Tensor, *rest: Any) -> None:
+        write_tensor(target, tensor + 1e-3 if tensor.numel() == 64 * 32 else tensor, *rest)  # of fc1
+
+    monkeypatch.setattr(rewrite, "write_tensor", write_wrong)
+    with pytest.raises(OutputError, match=r"mlp\.fc1\.weight is not as it was in the source"):
+        convert_checkpoint(directory, 2, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:
@@ -186,11 +238,11 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert "Class: phi (PhiForCausalLM), a class of transformers; the source is gpt_neox (GPTNeoXForCausalLM)" in card
     for name in ("generation_config.json", "notes.txt"):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
-    config, source = (json.loads((path / "config.json").read_text()) for path in (out, directory))
-    assert (config["architectures"], config["model_type"]) == (["PhiForCausalLM"], "phi")
-    assert [config[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
-    assert config["dtype"] == source["dtype"]
-    assert "tokenizer_class" not in config  # it has none
+    stated, source = (json.loads((path / "config.json").read_text()) for path in (out, directory))
+    assert (stated["architectures"], stated["model_type"]) == (["PhiForCausalLM"], "phi")
+    assert [stated[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
+    assert stated["dtype"] == source["dtype"]
+    assert "tokenizer_class" not in stated  # it has none
     # Converting the result once more is that of any Phi.
     again = run("--groups", 1, "--json", "-o", tmp_path / "again", out)
     assert json.loads(again.out)["recast"] is None
@@ -240,15 +292,15 @@ def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> N
     from transformers import AutoTokenizer
 
     directory = write_checkpoint(build(CASES[name].tiny, 4), tmp_path / "source")
-    files, config = STORED[stored]
+    files, tokenizer_config = STORED[stored]
     trained = trained_tokenizer()
     trained.save(str(directory / "tokenizer.json"))
     trained.model.save(str(directory))
     for file in {"tokenizer.json", "vocab.json", "merges.txt"} - set(files):
         (directory / file).unlink()
-    if config is not None:
+    if tokenizer_config is not None:
         of_type = {"gpt_neox": "GPTNeoXTokenizer", "codegen": "CodeGenTokenizer"}.get(name.partition("+")[0])
-        told = {key: of_type or "GPT2Tokenizer" if value is ... else value for key, value in config.items()}
+        told = {key: of_type or "GPT2Tokenizer" if value is ... else value for key, value in tokenizer_config.items()}
         (directory / "tokenizer_config.json").write_text(json.dumps(told))
     source = AutoTokenizer.from_pretrained(directory)
     out = convert_checkpoint(directory, 1, tmp_path / "out").out
