@@ -4,8 +4,10 @@
     python benchmarks/quality.py --method calibrated --calibration self
     python benchmarks/quality.py --model SmolLM2-135M-Instruct --groups 1 --text stories.txt --text wiki.txt \
         --windows 24 --length 256 --calibration self --calibration-tokens 131072
+    python benchmarks/quality.py --model MODEL --text self --windows 64 --length 128 --calibration self
 
-The same windows for all methods: the first of each text (of built-in text, evenly spaced). `gone` is the share of what
+The same windows for all methods: the first of each text (of built-in text, evenly spaced; `self` samples them from the
+model, otherwise than its calibration text, and needs no tokenizer). `gone` is the share of what
 `mean` loses that a method does not lose. Everything is converted with the command's own defaults where nothing else is
 said; the seconds are those of the whole conversion, calibration text included.
 """
@@ -24,14 +26,27 @@ EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
 METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
 
 
-def windows_of(text: str, tokenizer: Any, count: int, length: int) -> Any:
+def sampled(model: str, count: int, length: int) -> Any:
+    """(count, length) token ids that the model writes itself, at temperature 1."""
+    from gqa.convert.loading import load_model
+    from gqa.convert.sampling import sample_blocks
+
+    source = load_model(model, dtype="float32")
+    return sample_blocks(source, count * length, length, seed=1, batch=count, progress=lambda tokens: None)
+
+
+def windows_of(text: str, model: str, count: int, length: int) -> Any:
     """(count, length) token ids: the first of a file's, evenly spaced ones of the built-in corpus."""
     import numpy as np
     import torch
+    from transformers import AutoTokenizer
 
     from gqa.corpus.sources import parse_source
     from gqa.corpus.tokens import Blocks, tokenise
 
+    if text == "self":
+        return sampled(model, count, length)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     if Path(text).is_file():
         ids = tokenizer(Path(text).read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids[: count * length]).view(-1, length)
@@ -83,10 +98,8 @@ def convert(options: dict[str, Any], method: str, groups: int, out: Path) -> flo
 
 
 def measure(options: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    texts = {text: windows_of(text, tokenizer, options["windows"], options["length"]) for text in options["texts"]}
+    size = (options["windows"], options["length"])
+    texts = {text: windows_of(text, options["model"], *size) for text in options["texts"]}
     source = {text: nats(options["model"], windows) for text, windows in texts.items()}
     rows = []
     for groups in options["groups"]:

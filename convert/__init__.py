@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gqa.convert.api import Conversion, Plan, convert_checkpoint, plan_conversion
+    from gqa.convert.api import Conversion, Plan, Target, convert_checkpoint, plan_conversion
     from gqa.convert.errors import CorruptError, OutputError, RefusedError
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "OutputError",
     "Plan",
     "RefusedError",
+    "Target",
     "convert_checkpoint",
     "plan_conversion",
 ]

@@ -126,9 +126,9 @@ def _moments(stored: dict[str, Tensor], role: str, gain: Tensor, groups: int) ->
 
 
 def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
-    """What the norm before attention multiplies each component with, (D,)."""
+    """What the norm before attention multiplies each component with, (D,): of what another sequence is, nothing."""
     layer = module.path.split(f".{module.layer}.")[0] + f".{module.layer}"
-    for norm in symmetry.norms:
+    for norm in symmetry.norms if module.kind != "cross" else ():
         spec = checkpoint.tensors.get(f"{layer}.{norm}.weight")
         if spec is not None and spec.shape == (width,):
             return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)

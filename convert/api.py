@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.hub import open_model
 from gqa.convert.plan import Plan, make_plan
+from gqa.convert.recasting import ANY, Target
 from gqa.convert.rewrite import Conversion, run_plan
 from gqa.convert.writer import DEFAULT_JOBS
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from gqa.convert.find_maps import MapsOptions
     from gqa.convert.maps_file import MapsFile
 
-__all__ = ["Conversion", "Plan", "convert_checkpoint", "default_output", "plan_conversion"]
+__all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "default_output", "plan_conversion"]
 
 
 def plan_conversion(
@@ -32,6 +33,7 @@ def plan_conversion(
     revision: str | None = None,
     headers_only: bool = True,
     maps: MapsFile | None = None,
+    target: Target = ANY,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -47,6 +49,7 @@ def plan_conversion(
         revision: Branch, tag or commit of a hub id.
         headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
         maps: What `method` made for this model and G.
+        target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -58,7 +61,7 @@ def plan_conversion(
     """
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, maps)
+        return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, maps, target)
 
     return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=plan))
 
@@ -75,6 +78,7 @@ def convert_checkpoint(
     revision: str | None = None,
     maps: str | os.PathLike[str] | None = None,
     calibration: MapsOptions | None = None,
+    target: Target = ANY,
     overwrite: bool = False,
     checksums: bool = False,
     load: bool = False,
@@ -87,7 +91,7 @@ def convert_checkpoint(
     done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
 
     Args:
-        model, groups, method, seed, dtype, max_shard_bytes, revision: See `plan_conversion`.
+        model, groups, method, seed, dtype, max_shard_bytes, revision, target: See `plan_conversion`.
         out: Directory to make; default as `default_output` says.
         maps: A file that gqa-calibrate wrote, applied instead of `method`.
         calibration: How the methods that look at the model do it; None for the defaults of the command.
@@ -106,16 +110,16 @@ def convert_checkpoint(
     found = open_maps(Path(maps)) if maps is not None else None
     plan = plan_conversion(
         model, groups, method=found.method if found else method, seed=seed, dtype=dtype,
-        max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, maps=found,
+        max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, maps=found, target=target,
     )  # fmt: skip
-    target = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
+    place = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.convert.find_maps import MapsOptions, Silent, with_maps
 
             options = calibration or MapsOptions()
-            plan = stack.enter_context(with_maps(plan, target, options, Silent(), overwrite=overwrite))
-        return run_plan(plan, target, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
+            plan = stack.enter_context(with_maps(plan, place, options, Silent(), overwrite=overwrite))
+        return run_plan(plan, place, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
 
 
 def default_output(model: str, groups: int) -> Path:

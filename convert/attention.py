@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.convert.checkpoint import TORCH_DTYPES, Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, listing
-from gqa.convert.families import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Rule
+from gqa.convert.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind, Rule
 from gqa.convert.layout import QUERY_ROLES, LayerHeads, Merge, Numbered
 from gqa.convert.methods import Merging
 from gqa.convert.model_config import ModelConfig, target_heads
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What a list of layers is called; the last three hold layers that predict further tokens and count as one more.
-_LAYERS = "layers|blocks|h|mtp_layers|mtp_block|mtp"
+_LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
 # Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
 _TOWERS = re.compile(
     r"(?:^|\.)(?:vision\w*|visual|audio\w*|speech\w*|encoder|\w+_encoder|\w+_tower|qformer|perceiver\w*|resampler|"
     r"vit|vq\w*|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
     r"adaptor|local_decoder|diffusion\w*)\."
 )
+_ENCODER = re.compile(r"(?:^|\.)encoder\.")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class AttentionModule:
     path: str
     layer: int
     tensors: Mapping[str, TensorSpec]
-    cross: bool = False  # reads another sequence: its cache does not grow with the tokens written
+    kind: Kind = "decoder-self"  # only this one's cache grows with the tokens written
 
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""
@@ -86,13 +87,15 @@ class AttentionModule:
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
     """The modules of the text stack that hold keys and values. Raises where it is not certain which they are."""
     family = config.family
-    names = "|".join(re.escape(name) for name in (*family.attention, *family.cross_attention))
+    cross = family.cross_attention if family.grouped(config.text, "cross") else ()
+    names = "|".join(re.escape(name) for name in (*family.attention, *cross))
     module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
     pattern = re.compile(rf"({module})\.(?P<tail>.+)", re.DOTALL)
     elsewhere = re.compile(rf"(?:.*\.)?(?:{names})\.(?P<tail>.+)", re.DOTALL)
     found: dict[tuple[str, str, int], dict[str, TensorSpec]] = defaultdict(dict)
     for name, spec in checkpoint.tensors.items():
-        if _TOWERS.search(name):
+        encoder = family.grouped(config.text, "encoder") and _ENCODER.search(name)
+        if _TOWERS.search(name) and not encoder:
             continue
         if match := pattern.fullmatch(name):
             predicts = "mtp" in match["list"] or "mtp" in match["stack"].split(".")  # layers beyond the last
@@ -108,8 +111,10 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     stacks = set()
     for (path, stack, layer), tensors in found.items():
         if any(_rule_for(tail, family.rules, config.text) for tail in tensors):
-            modules.append(AttentionModule(path, layer, tensors, path.endswith(family.cross_attention)))
-            stacks.add(stack if layer < config.layers else "")
+            encoder = _ENCODER.search(path)
+            kind: Kind = "encoder" if encoder else "cross" if path.endswith(cross) else "decoder-self"
+            modules.append(AttentionModule(path, layer, tensors, kind))
+            stacks.add(stack if layer < config.layers and not encoder else "")
         elif "q_proj.weight" in tensors and not config.shares_kv(layer):
             raise CorruptError(f"{path} has queries but no keys and values; download it again")
     if not modules:

@@ -14,6 +14,7 @@ from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
     from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.recasting import Target
     from gqa.convert.refine import Refinement
 
 _TEXT = [
@@ -42,6 +43,33 @@ _SEARCH = [
 _DEVICE = [
     click.option("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
 ]  # fmt: skip
+
+
+_TARGET_OPTIONS = [
+    click.option("--remote-code/--no-remote-code", default=None, help="Whether a model whose class cannot have fewer "
+                 "heads gets one that travels with it.  [default: where no class of transformers will do]"),
+    click.option("--attention", metavar="KIND[,...]", help="Whose heads become fewer, in an encoder-decoder that gets "
+                 "such a class: decoder-self, cross, encoder.  [default: decoder-self,cross]"),
+]  # fmt: skip
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options about the class that a model is written for."""
+    for option in reversed(_TARGET_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_target(options: dict[str, Any]) -> Target:
+    """What the options say. Raises RefusedError for a kind of attention that does not exist."""
+    from gqa.convert.errors import RefusedError
+    from gqa.convert.recasting import Target
+    from gqa.convert.remote_families import KINDS
+
+    named = tuple(kind.strip() for kind in (options["attention"] or "").split(",") if kind.strip())
+    if options["attention"] is not None and not (named and set(named) <= set(KINDS)):
+        raise RefusedError(f"--attention {options['attention']!r} is not known; choose {', '.join(KINDS)}")
+    return Target(options["remote_code"], tuple(kind for kind in KINDS if kind in named) or None)
 
 
 def maps_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,6 +170,7 @@ Examples:
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="To write.")
 @click.option("--method", type=click.Choice(ALIGNING), default="calibrated", show_default=True)
 @maps_options
+@target_options
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE and forget an unfinished run.")
@@ -158,7 +187,8 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
     from gqa.convert.hub import open_model
     from gqa.convert.plan import make_plan
 
-    plan = make_plan(open_model(model, options["revision"]), groups, options["method"], options["seed"])
+    source = open_model(model, options["revision"])
+    plan = make_plan(source, groups, options["method"], options["seed"], target=read_target(options))
     if groups >= plan.config.main.kv:
         raise RefusedError(
             f"--groups {groups} of the {plan.config.main.kv} key/value heads of {model}: nothing is merged"

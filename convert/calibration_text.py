@@ -13,6 +13,7 @@ from torch import Tensor
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
 from gqa.convert.model_config import read_config
+from gqa.convert.remote_code import register
 from gqa.convert.tokenizer_files import has_tokenizer
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
@@ -112,6 +113,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The checkpoint's tokenizer. Raises RefusedError where it has none."""
     from transformers import AutoTokenizer
 
+    register(checkpoint.config.get("model_type"))
     try:
         if not has_tokenizer(str(checkpoint.directory)):
             raise FileNotFoundError("none of its files is there")

@@ -14,6 +14,7 @@ from typing import Any
 
 from gqa.convert.checkpoint import TORCH_DTYPES
 from gqa.convert.plan import Plan
+from gqa.convert.recasting import REMOTE_CODE
 from gqa.convert.summary import kv_line, recast_record, size
 
 PROVENANCE = "gqa_conversion.json"
@@ -33,6 +34,9 @@ def command(plan: Plan) -> str:
         words += ["--method", plan.merging.method]
         words += ["--seed", str(plan.merging.seed)] if plan.merging.method == "random" else []
         words += _calibration(plan.merging.maps.description) if plan.merging.maps else []
+    if plan.checkpoint.way == REMOTE_CODE:
+        kinds = plan.new_config.get("grouped_attention")
+        words += ["--remote-code", *(["--attention", ",".join(kinds)] if kinds else [])]
     words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
     words += ["--revision", plan.checkpoint.revision] if plan.checkpoint.revision else []
     return shlex.join([*words, plan.checkpoint.hub_id or plan.checkpoint.name])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.convert.calibrate_cli import Bar, maps_options, read_options
+from gqa.convert.calibrate_cli import Bar, maps_options, read_options, read_target, target_options
 from gqa.convert.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option
 from gqa.convert.errors import one_line
 from gqa.convert.methods import METHODS
@@ -72,6 +72,7 @@ Examples:
     help="Apply what gqa-calibrate wrote, instead of --method.",
 )
 @maps_options
+@target_options
 @click.option("--seed", type=int, default=0, show_default=True, help="Of random draws and samples.")
 @click.option(
     "--dtype",
@@ -114,11 +115,12 @@ def command(model: str, groups: int, **options: Any) -> None:
     from gqa.convert.maps_file import open_maps
     from gqa.convert.plan import check_grouping, make_plan
 
-    maps = open_maps(Path(options["maps"])) if options["maps"] else None
+    maps, target = open_maps(Path(options["maps"])) if options["maps"] else None, read_target(options)
     method = maps.method if maps else options["method"]
 
     def plan_for(checkpoint: Checkpoint) -> Plan:
-        plan = make_plan(checkpoint, groups, method, options["seed"], options["dtype"], options["max_shard_size"], maps)
+        stored = (options["dtype"], options["max_shard_size"])
+        plan = make_plan(checkpoint, groups, method, options["seed"], *stored, maps, target)
         check_grouping(plan, "contiguous" if maps else options["grouping"])
         return plan
 

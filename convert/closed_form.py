@@ -13,7 +13,7 @@ from gqa.convert.alignment import ridge, shared_key, shared_value
 from gqa.convert.attention import AttentionModule
 from gqa.convert.grouping import LayerMoments, find_order
 from gqa.convert.layerwise import Stop, watched
-from gqa.convert.layout import LayerHeads
+from gqa.convert.layout import Conv1D, LayerHeads
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
 from gqa.convert.symmetries import Rotary, Symmetry
@@ -233,7 +233,8 @@ def _value_maps(
 def _output_weight(pair: Pair, module: AttentionModule, symmetry: Symmetry) -> Tensor:
     """The source's W_O transposed, (H e, D)."""
     spec = module.tensors[f"{symmetry.output.tensor}.weight"]
-    return pair.plan.checkpoint.read(spec).float().T
+    weight = pair.plan.checkpoint.read(spec).float()
+    return weight if isinstance(symmetry.output.layout, Conv1D) else weight.T
 
 
 def _refit(

@@ -22,6 +22,7 @@ from gqa.convert.calibration_text import CalibrationText
 from gqa.convert.errors import RefusedError
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
+from gqa.convert.model_config import transformers_config
 from gqa.convert.pair import Streams
 from gqa.convert.plan import Plan, check_grouping
 from gqa.convert.refine import Refinement
@@ -126,6 +127,11 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
         return open_maps(path)
     parts = path.with_name(f".{path.name}.gqa-layers")
     first = _resumed(parts, told, overwrite)
+    if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
+        raise RefusedError(
+            f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run layer "
+            "by layer: use --method aligned, mean or first"
+        )
     blocks = options.text.blocks(plan.checkpoint, options.device, progress.update)
     how = Calibration(
         options.ridge, options.training if plan.merging.method == "refined" else None, search, options.device,

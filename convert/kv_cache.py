@@ -59,8 +59,8 @@ def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
 
 
 def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
-    """Layers whose keys and values grow with the tokens written: no cross-attention, no extra prediction layers."""
-    return {m.layer for m in modules if not m.cross and m.layer < config.layers}
+    """Layers whose keys and values grow with the tokens written, and that are no extra prediction layers."""
+    return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
 
 
 def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:

@@ -101,17 +101,18 @@ class Layerwise:
                 f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
             )
         eager = eager or not made._supports_sdpa
+        alone = f"{made.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
+        if eager and not hasattr(sys.modules[made.__module__], "eager_attention_forward"):
+            raise RefusedError(alone)
         try:
             with init_empty_weights(include_buffers=False):
                 model = made._from_config(config, attn_implementation="gqa_eager" if eager else "gqa_sdpa", dtype=dtype)
         except (KeyError, ValueError):  # a class with a table of its own
-            raise RefusedError(
-                f"{made.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
-            ) from None
+            raise RefusedError(alone) from None
         model.tie_weights()  # which the empty weights have undone
         stored = parameter_names(model)
         attention = next((own for name, own in stored.items() if name.startswith(f"{path}.")), None)
-        match = re.match(r"(.+)\.\d+\.", attention) if attention else None
+        match = re.match(r"(.+?)\.\d+\.", attention) if attention else None
         if attention is None or match is None:
             raise RefusedError(f"{type(model).__name__} has no layer with {path}; it cannot be run layer by layer")
         layers = list(model.get_submodule(match[1]))

@@ -165,3 +165,15 @@ class Numbered:
     def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
         _require(tensor.shape[0], heads.count(self.role), f"{heads.count(self.role)} {self.role} heads")
         return merge(self.role, tensor.unsqueeze(1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Conv1D:
+    """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is as it is."""
+
+    layout: Layout
+
+    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
+        if tensor.ndim < 2:
+            return self.layout.regroup(tensor, heads, merge)
+        return self.layout.regroup(tensor.T, heads, merge).T

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gqa.convert.errors import RefusedError, explain, listing
+from gqa.convert.remote_code import register, remote_class
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -34,7 +35,7 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **hub)
+        config = read_auto_config(name, **hub)
         options = hub | {"ignore_mismatched_sizes": True} | ({"attn_implementation": attention} if attention else {})
         made = model_class(config, trust_remote_code)
         model, info = made.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
@@ -49,11 +50,22 @@ def load_model(
     return model.to(device).eval()
 
 
+def read_auto_config(name: str, **hub: Any) -> Any:
+    """transformers' config object of the model at `name`, whose classes may be ours. Raises what transformers does."""
+    import transformers
+
+    raw, _ = transformers.PreTrainedConfig.get_config_dict(name, revision=hub.get("revision"))
+    register(raw.get("model_type"))
+    return transformers.AutoConfig.from_pretrained(name, **hub)
+
+
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     """The class that a config names."""
     import transformers
 
     name = (config.architectures or [""])[0]
+    if ours := remote_class(name, config.model_type):
+        return ours
     if trust_remote_code and getattr(config, "auto_map", None):
         autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]
         return getattr(transformers, autos[0] if autos else "AutoModelForCausalLM")

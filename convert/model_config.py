@@ -17,12 +17,17 @@ from functools import cached_property
 from typing import Any
 
 from gqa.convert.errors import CorruptError, RefusedError, explain, listing
-from gqa.convert.families import FAMILIES, NESTED, Edits, Family, find_family
+from gqa.convert.families import FAMILIES, NESTED, find_family
+from gqa.convert.family import Edits, Family
 from gqa.convert.layout import LayerHeads
 from gqa.convert.refused import REFUSED
+from gqa.convert.remote_code import register
 
 MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")
+_NUMBERS = (
+    "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
 _COUNTS = re.compile(r"num_\w*(layers|heads)|n_layers?|n_heads?")
 
 
@@ -46,7 +51,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        return int(self.text.num_hidden_layers)
+        return self.family.layers(self.text)
 
     def heads(self, layer: int) -> LayerHeads:
         """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
@@ -143,10 +148,10 @@ def _check_heads(config: ModelConfig, name: str) -> None:
 
 def _check_numbers(text: Any, name: str) -> None:
     """Whatever else is read of a config and that its class lets pass in any type."""
-    for key in ("num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings"):
+    for key in _NUMBERS:
         value = getattr(text, key, None)
         if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**63):
-            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a natural number is allowed; correct it")
+            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a number from 0 is allowed; correct it")
     for key in ("layer_types", "layers_block_type"):
         value = getattr(text, key, None)
         if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
@@ -280,6 +285,7 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     refuse_model_type(model_type, None, name)
+    register(model_type)
     if model_type not in CONFIG_MAPPING:
         remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
         raise RefusedError(
@@ -295,9 +301,10 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
-    """The config object of a config.json of a model type that transformers has."""
+    """The config object of a config.json of a model type that transformers has, or that is ours."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    register(raw["model_type"])
     with _quiet_transformers():
         return CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(copy.deepcopy(raw)))
 

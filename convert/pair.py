@@ -65,7 +65,8 @@ class Pair:
     @classmethod
     def open(cls, plan: Plan, device: str, dtype: torch.dtype, batch: int) -> Pair:
         checkpoint, config = plan.checkpoint, plan.config
-        modules = [m for m in attention_modules(checkpoint, config) if m.layer < config.layers and not m.cross]
+        modules = attention_modules(checkpoint, config)
+        modules = [module for module in modules if module.layer < config.layers and module.kind == "decoder-self"]
         path = modules[0].path
         source = Layerwise.make(transformers_config(config.raw), path, _reader(checkpoint), dtype, device)
         target = Layerwise.make(transformers_config(plan.new_config), path, _reader(checkpoint), dtype, device)

@@ -11,13 +11,15 @@ from gqa.convert.attention import Change, attention_modules, module_changes
 from gqa.convert.checkpoint import SINGLE, TORCH_DTYPES, Checkpoint
 from gqa.convert.engines import engine_notes
 from gqa.convert.errors import RefusedError, alternatives
-from gqa.convert.families import Rule
+from gqa.convert.family import Rule
 from gqa.convert.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.layout import Untouched
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
 from gqa.convert.model_config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.recast import recast
+from gqa.convert.recasting import ANY, Target
+from gqa.convert.remote_code import MODEL_TYPES
 from gqa.convert.safetensors_header import TensorSpec, byte_size
 from gqa.convert.symmetries import find_symmetry
 
@@ -115,14 +117,16 @@ def make_plan(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     maps: MapsFile | None = None,
+    target: Target = ANY,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
-    `maps` are those that `method` made; without them a method that needs any can be planned but not run.
+    `maps` are those that `method` made; without them a method that needs any can be planned but not run. `target` is
+    about models whose class cannot have fewer heads.
     """
     if method not in METHODS:
         raise RefusedError(f"unknown method {method!r}; choose {', '.join(METHODS)}")
-    checkpoint = recast(checkpoint, groups)
+    checkpoint = recast(checkpoint, groups, target)
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, groups, checkpoint.name)
     modules = attention_modules(checkpoint, config)
@@ -130,7 +134,7 @@ def make_plan(
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
     if maps:
         check_maps(maps, checkpoint, modules, groups)
-        mapped = {module.path for module in modules if not module.cross and module.layer < config.layers}
+        mapped = {module.path for module in modules if module.kind == "decoder-self" and module.layer < config.layers}
         shapes = {t.name: t.shape for t in _outputs(checkpoint, changes, Merging(), None)}
         check_shapes(maps, (change for change in changes if change.module in mapped), shapes)
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)
@@ -247,7 +251,9 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
 
 
 def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
-    if "auto_map" in checkpoint.config:
+    if checkpoint.config.get("model_type") in MODEL_TYPES:
+        yield "the result's classes travel with it: other programs load it with trust_remote_code=True"
+    elif "auto_map" in checkpoint.config:
         yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
     if checkpoint.left_out:
         yield f"left out, as they hold the old weights: {', '.join(checkpoint.left_out)}"

@@ -8,6 +8,7 @@ checkpoint as one of that class, with as many KV heads as before; everything aft
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from typing import Any
 
 from gqa.convert.checkpoint import Checkpoint
@@ -16,19 +17,25 @@ from gqa.convert.layout import LayerHeads
 from gqa.convert.model_config import read_config, read_top, transformers_config, valid_groups
 from gqa.convert.native import NATIVE
 from gqa.convert.parts import Stored, all_recipes
-from gqa.convert.recasting import Recasting
+from gqa.convert.recasting import ANY, REMOTE_CODE, Recasting, Target
+from gqa.convert.remote import REMOTE
+from gqa.convert.remote_code import MODEL_TYPES, stand_in
+from gqa.convert.remote_families import DEFAULT_KINDS, PREFIX, REMOTE_FAMILIES, query_heads
 from gqa.convert.tokenizer_files import tokenizer_edits
 from gqa.convert.view import Recipe, make_view
 
-RECASTINGS: tuple[Recasting, ...] = NATIVE
+RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *REMOTE)
+ENCODER_DECODERS = frozenset(
+    model_type.removeprefix(PREFIX) for f in REMOTE_FAMILIES if f.cross_attention for model_type in f.model_types
+)
 
 
-def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
+def recast(checkpoint: Checkpoint, groups: int, target: Target) -> Checkpoint:
     """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
 
-    Raises RefusedError where no class does, or where none expresses what the config says.
+    Raises RefusedError where no class does, where none expresses what the config says, or none is as asked for.
     """
-    found = [r for r in RECASTINGS if r.source == checkpoint.config.get("model_type")]
+    found = _candidates(checkpoint, target)
     if not found:
         return checkpoint
     config = read_top(checkpoint.config, checkpoint.name)
@@ -39,7 +46,7 @@ def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
         if reason:
             reasons.append(reason)
             continue
-        raw = _target_config(checkpoint, recasting, config)
+        raw = _target_config(checkpoint, recasting, config, target)
         possible = valid_groups(read_config(raw, checkpoint.name))
         if groups in possible:
             return _view(checkpoint, recasting, config, raw)
@@ -48,16 +55,40 @@ def recast(checkpoint: Checkpoint, groups: int) -> Checkpoint:
         raise RefusedError(f"{checkpoint.name} ({found[0].source}) cannot be converted: {'; '.join(reasons)}")
     why = "; ".join([f"as {' or '.join(r.target for r, _ in applicable)}", *reasons])
     raise RefusedError(
-        f"--groups {groups} is not possible for the {config.num_attention_heads} heads of {checkpoint.name} ({why}); "
+        f"--groups {groups} is not possible for the {query_heads(config)} heads of {checkpoint.name} ({why}); "
         f"choose {alternatives(allowed)}"
     )
+
+
+def _candidates(checkpoint: Checkpoint, target: Target) -> list[Recasting]:
+    """The entries for a model type that are as asked for; none where it needs none."""
+    name, model_type = checkpoint.name, checkpoint.config.get("model_type")
+    every = [r for r in RECASTINGS if r.source == model_type]
+    found = [r for r in every if target.remote_code is None or (r.way == REMOTE_CODE) == target.remote_code]
+    if every and not found and not target.remote_code:
+        raise RefusedError(
+            f"{name} ({model_type}) can only be converted to a class that travels with it as remote code; "
+            "leave out --no-remote-code"
+        )
+    if target.remote_code and not found and model_type not in MODEL_TYPES:
+        raise RefusedError(f"{name} ({model_type}) has no class that travels with it; leave out --remote-code")
+    if target.attention and model_type not in ENCODER_DECODERS:
+        raise RefusedError(
+            f"the kinds of attention of {name} ({model_type}) cannot be chosen: its class says which they are; "
+            f"leave out --attention (it is for {listing(ENCODER_DECODERS, 20)})"
+        )
+    if target.attention and "decoder-self" not in target.attention:
+        raise RefusedError(
+            f"--attention {','.join(target.attention)} leaves out decoder-self, whose heads the cache holds; add it"
+        )
+    return found
 
 
 def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
     """The same for as many KV heads as the model has: what tells them of any model. Raises RefusedError."""
     if not any(r.source == checkpoint.config.get("model_type") for r in RECASTINGS):
         return checkpoint
-    return recast(checkpoint, read_top(checkpoint.config, checkpoint.name).num_attention_heads)
+    return recast(checkpoint, query_heads(read_top(checkpoint.config, checkpoint.name)), ANY)
 
 
 def _applicable(found: list[Recasting], config: Any, name: str) -> list[tuple[Recasting, str | None]]:
@@ -78,17 +109,16 @@ def _refusal(recasting: Recasting, config: Any) -> str | None:
     return recasting.refusal(config)
 
 
-def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Any]:
-    """config.json of the target with as many KV heads as before; what every class has comes from the source's."""
-    raw = checkpoint.config
+def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, target: Target) -> dict[str, Any]:
+    """config.json of the target with as many KV heads as before."""
     try:
-        made = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            made[key] = getattr(config, key, None)
-        made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
-        made |= {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
+        made = (
+            _other_config(checkpoint, recasting, config)
+            if recasting.architecture
+            else _same_config(checkpoint, recasting, config, target)
+        )
         json.dumps(made)
-        target = transformers_config(made)
+        read = transformers_config(made)
     except CorruptError:
         raise
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
@@ -96,11 +126,30 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) ->
             f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {recasting.target}: "
             f"{explain(error)}; correct it"
         ) from None
-    before, after = (getattr(c, "rope_parameters", None) for c in (config, target))
-    if isinstance(before, dict) and _rope(before) != _rope(after or {}):
+    before, after = (getattr(c, "rope_parameters", None) for c in (config, read))
+    if isinstance(before, dict) and recasting.architecture and _rope(before) != _rope(after or {}):
         raise RefusedError(
             f"{checkpoint.name}: {recasting.target} reads its rope_parameters {before} as {after}; nothing was written"
         )
+    return made
+
+
+def _other_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Any]:
+    """Of another class of transformers: what every class has comes from the source's."""
+    raw = checkpoint.config
+    made = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        made[key] = getattr(config, key, None)
+    made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
+    return made | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
+
+
+def _same_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, target: Target) -> dict[str, Any]:
+    """Of a class that extends the source's: its config.json with what is new."""
+    made = {**checkpoint.config, "model_type": recasting.target} | recasting.config(config)
+    made["architectures"] = [stand_in(config.architectures, recasting.target)]
+    if recasting.source in ENCODER_DECODERS:
+        made["grouped_attention"] = list(target.attention or DEFAULT_KINDS)
     return made
 
 
@@ -110,7 +159,8 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
     if recasting.parts is None:
-        recipes = {name: Recipe((spec,)) for name, spec in checkpoint.tensors.items()}
+        kept = (n for n in checkpoint.tensors if not any(fnmatchcase(n, like) for like in recasting.dropped))
+        recipes = {name: Recipe((checkpoint.tensors[name],)) for name in kept}
     else:
         query = config.num_attention_heads
         dim = config.hidden_size // query

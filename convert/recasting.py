@@ -6,7 +6,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gqa.convert.family import Kind
 from gqa.convert.parts import Part
+
+NATIVE_CLASS, REMOTE_CODE = "native", "remote code"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked of the class that a model is written for, where its own cannot have fewer heads.
+
+    remote_code: Whether it travels with the checkpoint; None for only where no class of transformers does.
+    attention: The kinds of attention whose heads become fewer, of an encoder-decoder; None for those of its decoder.
+    """
+
+    remote_code: bool | None = None
+    attention: tuple[Kind, ...] | None = None
+
+
+ANY = Target()
 
 
 @dataclass(frozen=True)
@@ -14,7 +32,8 @@ class Recasting:
     """From the model type `source` to the model type `target`.
 
     source, target: Model types; `which` of the source's are meant, in words, and `when`, of their config.
-    architecture: The target's class.
+    architecture: The target's class; None where config.json stays the source's with what `config` adds, and the class
+        is the one that stands in for the source's.
     config: transformers' config of the source -> config.json of the target with `kv = query` heads, without
         `architectures`, `model_type`, token ids, `tie_word_embeddings` and the dtype, which all have.
     prefix: Of the base model's tensors in the source, left out in `parts`; a checkpoint may lack it.
@@ -27,7 +46,7 @@ class Recasting:
 
     source: str
     target: str
-    architecture: str
+    architecture: str | None
     config: Callable[[Any], dict[str, Any]]
     prefix: str = ""
     parts: tuple[Part, ...] | None = None
@@ -37,5 +56,5 @@ class Recasting:
     note: str = ""
     refusal: Callable[[Any], str | None] = lambda config: None
     dropped: tuple[str, ...] = ()
-    way: str = "native"
+    way: str = NATIVE_CLASS
     files: Callable[[], Mapping[str, str]] = dict

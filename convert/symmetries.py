@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gqa.convert.families import Rule
-from gqa.convert.layout import Numbered, Separate
+from gqa.convert.family import Rule
+from gqa.convert.layout import Conv1D, Numbered, Separate
 
 Pairing = Literal["half", "interleaved"]
 _QUERY = Rule("q_proj", Separate("query"))
@@ -59,7 +59,7 @@ class Symmetry:
     free_keys: Whether the keys of a config can be aligned; a norm between the projections and the scores forbids it.
     holds: Whether any of this is true of a config; what clips values or gates each of their dimensions forbids it.
     per_query: Further tensors that belong to query heads, and so move with them when heads are regrouped.
-    regroups: Whether heads can change places; what depends on their number (ALiBi) forbids it.
+    regroups: Whether heads can change places; what goes by their number (ALiBi, relative position biases) forbids it.
     """
 
     model_types: tuple[str, ...]
@@ -123,6 +123,14 @@ def _never(config: Any, layer: int, dim: int) -> int:
     return 0
 
 
+def _norm_before(config: Any) -> bool:
+    return bool(config.do_layer_norm_before)
+
+
+def _unclipped(config: Any) -> bool:
+    return not config.attn_config.clip_qkv
+
+
 def find_symmetry(config: Any) -> Symmetry | None:
     """How the heads of a model with this config (of the text part) can be changed; None where it is not known."""
     return next((symmetry for symmetry in SYMMETRIES if symmetry.matches(config)), None)
@@ -136,6 +144,7 @@ def _per_head(tensor: str) -> tuple[Rule, ...]:
 _Q_NORM = (Rule("q_norm", Separate("query"), projection=False),)  # over all heads
 _NUMBERED_Q_NORMS = (Rule("q_layernorm.norms.{head}", Numbered("query"), projection=False),)
 _DENSE = Rule("dense", Separate("output", axis=1))
+_OUT = Rule("out_proj", Separate("output", axis=1))
 
 _LIKE_LLAMA = (
     "arcee", "aria_text", "bamba", "cohere_compass_text", "cosmos3_edge_text", "csm", "cwm", "deepseek_ocr2_text",
@@ -204,6 +213,32 @@ SYMMETRIES: tuple[Symmetry, ...] = (
     ),
     Symmetry(("gpt_bigcode",), _never, query=None, output=Rule("c_proj", Separate("output", axis=1)), norms=("ln_1",)),
     Symmetry(
+        ("gqa_gpt2",),
+        _never,
+        query=None,
+        output=Rule("c_proj", Conv1D(Separate("output", axis=1))),
+        norms=("ln_1",),
+    ),
+    Symmetry(("gqa_opt",), _never, output=_OUT, norms=("self_attn_layer_norm",), holds=_norm_before),
+    Symmetry(("gqa_bart", "gqa_marian"), _never, output=_OUT, norms=()),
+    Symmetry(
+        ("gqa_m2m_100", "gqa_mbart", "gqa_pegasus", "gqa_whisper"),
+        _never,
+        output=_OUT,
+        norms=("self_attn_layer_norm",),
+    ),
+    Symmetry(
+        ("gqa_mt5", "gqa_t5", "gqa_umt5"),
+        _never,
+        query=Rule("q", Separate("query")),
+        output=Rule("o", Separate("output", axis=1)),
+        norms=("layer.0.layer_norm",),
+        regroups=_fixed,
+    ),
+    Symmetry(("gqa_gpt_neo",), _never, output=_OUT, norms=("ln_1",)),
+    Symmetry(("gqa_bloom",), _never, query=None, output=_DENSE, regroups=_fixed),
+    Symmetry(("gqa_mpt",), _never, query=None, output=_OUT, norms=("norm_1",), holds=_unclipped, regroups=_fixed),
+    Symmetry(
         (
             "dots1",
             "exaone_moe",
@@ -238,7 +273,7 @@ SYMMETRIES: tuple[Symmetry, ...] = (
     Symmetry(
         ("lfm2", "lfm2_moe"),
         _rotated,
-        output=Rule("out_proj", Separate("output", axis=1)),
+        output=_OUT,
         norms=("operator_norm",),
         free_keys=_fixed,
     ),

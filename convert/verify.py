@@ -132,9 +132,15 @@ def verify_load(directory: Path) -> None:
         model = load_model(str(directory))
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
-    inputs = {"input_ids": torch.arange(8).unsqueeze(0)}
+    ids = torch.arange(8).unsqueeze(0)
+    inputs = {"input_ids": ids}
+    if model.main_input_name == "input_features":  # Whisper's spectrum, of which its encoder halves the length
+        config = model.config
+        inputs = {
+            "input_features": torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions).to(model.dtype)
+        }
     if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = inputs["input_ids"]
+        inputs["decoder_input_ids"] = ids
     with torch.no_grad():
         output = model(**inputs)
     if not bool(torch.isfinite(output[0].float()).all()):

@@ -15,8 +15,10 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain, one_line
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import KVCache, checkpoint_cache
+from gqa.convert.loading import read_auto_config
 from gqa.convert.model_config import read_config
 from gqa.convert.recast import as_it_is
+from gqa.convert.remote_code import register
 from gqa.convert.tokenizer_files import has_tokenizer
 from gqa.uptrain.card import UPTRAINING
 
@@ -33,10 +35,8 @@ class Subject:
     @cached_property
     def config(self) -> Any:
         """transformers' config."""
-        import transformers
-
         try:
-            return transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
+            return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:  # whatever a library raises about a config it cannot read
             raise RefusedError(f"transformers cannot read the config of {self.name}: {explain(error)}") from None
 
@@ -44,6 +44,7 @@ class Subject:
     def tokenizer(self) -> Any:
         import transformers
 
+        register(self.checkpoint.config.get("model_type"))
         if not has_tokenizer(self.path):
             raise RefusedError(f"{self.path} has no tokenizer; copy its source's tokenizer files into it")
         try:

@@ -26,13 +26,14 @@ from gqa.convert.symmetries import Rotary, find_symmetry
 
 # What the tensors of queries, keys, values and outputs are called, below an attention module.
 NAMES = {
-    "query": ("q_proj", "q_proj.linear"),
-    "key": ("k_proj", "k_proj.linear"),
-    "value": ("v_proj", "v_proj.linear"),
-    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out"),
-    "stacked": ("qkv_proj", "att_proj"),
+    "query": ("q_proj", "q_proj.linear", "q"),
+    "key": ("k_proj", "k_proj.linear", "k"),
+    "value": ("v_proj", "v_proj.linear", "v"),
+    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o"),
+    "stacked": ("qkv_proj", "att_proj", "Wqkv"),
     "per_head": ("query_key_value", "c_attn"),
 }
+GPT2_NAMES = {"output": ("c_proj",), "stacked": ("c_attn",)}  # whose weights are stored (in, out)
 
 # One row of numbers, or several, for each query or key head; of the head dimension where all heads share them.
 QUERY_ROWS = (
@@ -82,7 +83,8 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
         heads = config.heads(module.layer)
         rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
         rotary = Rotary(rotary.dims, pairing) if pairing else rotary  # type: ignore[arg-type]
-        _scramble_module(stored, module.path, heads, rotary, generator, stretch, symmetry.free_keys(config.text))
+        free, swapped = symmetry.free_keys(config.text), config.text.model_type == "gqa_gpt2"
+        _scramble_module(stored, module.path, heads, rotary, generator, stretch, free, swapped)
     for path, tensors in files.items():
         save_file(tensors, path, metadata={"format": "pt"})
 
@@ -133,7 +135,7 @@ def scramble_stored(
 
 def _scramble_module(
     stored: dict[str, dict[str, Tensor]], path: str, heads: LayerHeads, rotary: Rotary, generator: torch.Generator,
-    stretch: bool = True, free_keys: bool = True,
+    stretch: bool = True, free_keys: bool = True, swapped: bool = False,
 ) -> None:  # fmt: skip
     keys = [
         _commuting(heads.key_dim, rotary, generator, stretch) if free_keys
@@ -141,7 +143,7 @@ def _scramble_module(
         for _ in range(heads.kv)
     ]  # fmt: skip
     values = [_invertible(heads.value_dim, generator, stretch) for _ in range(heads.kv)]
-    _move(stored, path, heads, keys, values)
+    _move(stored, path, heads, keys, values, swapped)
 
 
 def _invertible(size: int, generator: torch.Generator, stretch: bool = True) -> Tensor:
@@ -173,7 +175,12 @@ def _commuting(dim: int, rotary: Rotary, generator: torch.Generator, stretch: bo
 
 
 def _move(
-    stored: dict[str, dict[str, Tensor]], path: str, heads: LayerHeads, keys: list[Tensor], values: list[Tensor]
+    stored: dict[str, dict[str, Tensor]],
+    path: str,
+    heads: LayerHeads,
+    keys: list[Tensor],
+    values: list[Tensor],
+    swapped: bool,
 ) -> None:
     """Queries take the inverse transposed of the keys that they read, W_O's columns the inverse of the values."""
     reads = [i * heads.kv // heads.query for i in range(heads.query)]
@@ -181,22 +188,26 @@ def _move(
     per_head = [m for j in range(heads.kv) for m in (*(q for q, r in zip(queries, reads, strict=True) if r == j),
                                                      keys[j], values[j])]  # fmt: skip
     rows = {"query": queries, "key": keys, "value": values, "stacked": [*queries, *keys, *values], "per_head": per_head}
-    moved = set()
+    moved, names = set(), GPT2_NAMES if swapped else NAMES
     for role, matrices in rows.items():
-        for name in NAMES[role]:
+        for name in names.get(role, ()):
             for kind in ("weight", "bias"):
-                _replace(stored, f"{path}.{name}.{kind}", lambda t, by=matrices: torch.block_diag(*by) @ t)
+                _replace(stored, f"{path}.{name}.{kind}", lambda t, by=matrices: torch.block_diag(*by) @ t, swapped)
             moved |= {role} if f"{path}.{name}.weight" in stored else set()
     inverse = torch.block_diag(*(torch.linalg.inv(values[j]) for j in reads))
-    for name in NAMES["output"]:
-        _replace(stored, f"{path}.{name}.weight", lambda t: t @ inverse)
+    for name in names["output"]:
+        _replace(stored, f"{path}.{name}.weight", lambda t: t @ inverse, swapped)
     assert moved in ({"query", "key", "value"}, {"stacked"}, {"per_head"}), path
 
 
-def _replace(stored: dict[str, dict[str, Tensor]], name: str, change: Callable[[Tensor], Tensor]) -> None:
+def _replace(
+    stored: dict[str, dict[str, Tensor]], name: str, change: Callable[[Tensor], Tensor], swapped: bool
+) -> None:
     if name in stored:
         before = stored[name][name]
-        stored[name][name] = change(before.double()).to(before.dtype).contiguous()
+        swap = swapped and before.ndim == 2
+        after = change((before.T if swap else before).double())
+        stored[name][name] = (after.T if swap else after).to(before.dtype).contiguous()
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:

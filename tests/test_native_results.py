@@ -65,7 +65,7 @@ def refusal(directory: Path, *words: object) -> str:
 )
 def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path: Path) -> None:
     directory = write_checkpoint(build(CASES[name].tiny, 4), tmp_path / "source")
-    assert says in refusal(directory, "--groups", groups)
+    assert says in refusal(directory, "--groups", groups, "--no-remote-code")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_options_that_no_target_expresses(name: str, changes: dict[str, Any], sa
     import re
 
     directory = edited(tmp_path, name, lambda raw: raw.update(changes))
-    said = refusal(directory, "--groups", 1)
+    said = refusal(directory, "--groups", 1, "--no-remote-code")
     assert re.search(says, said), said
 
 

@@ -10,7 +10,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("corpus", "convert", "uptrain", "eval")  # each may import those before it
-MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).glob("*.py"))
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("gqa", *path.relative_to(ROOT).with_suffix("").parts))
 
 
 def imported(path: Path) -> set[str]:
@@ -24,9 +32,9 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: f"{p.parent.name}/{p.name}")
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_point_one_way(path: Path) -> None:
-    allowed = PACKAGES[: PACKAGES.index(path.parent.name) + 1]
+    allowed = PACKAGES[: PACKAGES.index(package_of(path)) + 1]
     for name in imported(path):
         assert name.split(".")[1] in allowed, f"{path} imports {name}"
 
@@ -36,7 +44,7 @@ def test_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
     for path in MODULES:
         body = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
-        graph[f"gqa.{path.parent.name}.{path.stem}"] = {n.module or "" for n in body}
+        graph[name_of(path)] = {n.module or "" for n in body}
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
         assert module not in trail, " -> ".join((*trail, module))
@@ -47,7 +55,7 @@ def test_no_import_cycles() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: f"{p.parent.name}/{p.name}")
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_functions_and_files_stay_small(path: Path) -> None:
     source = path.read_text()
     assert len(source.splitlines()) <= 450

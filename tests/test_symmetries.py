@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from scrambled import Ids, on_ids, rearrange, relative, scramble
-from test_families import all_tensors, attention_of, load, write_checkpoint
+from test_families import COPIED, all_tensors, attention_of, load, write_checkpoint
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -38,7 +38,11 @@ UNSERVED = {
     "csm": "its backbone takes the embeddings of several codebooks",
     "falcon": "its attention is not one of transformers' functions",
     "voxtral_realtime_text": "it is no model of its own",
-}
+    **dict.fromkeys(
+        ("gqa_bloom", "gqa_gpt_neo", "gqa_mpt"), "its attention is not one of transformers' functions"
+    ),
+    **dict.fromkeys(("gqa_bart", "gqa_t5", "gqa_umt5", "gqa_whisper"), "its layers are given another sequence besides"),
+}  # fmt: skip
 TYPES = sorted(model_type for symmetry in SYMMETRIES for model_type in symmetry.model_types)
 SEVERAL = ("llama+bias", "gpt_oss", "cohere", "phi3", "qwen3", "mixtral", "olmo2")
 
@@ -119,7 +123,7 @@ def after_layers(tiny: Tiny, model: PreTrainedModel, layers: str, ids: Tensor) -
     return found[0] if isinstance(found[0], Tensor) else found[0][0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in COPIED])
 def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     """The gauge oracle, and on the way: what went through the layers one at a time is the model's own."""
     tiny = CASES[name]
@@ -137,7 +141,8 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     else:
         with pytest.raises(RefusedError, match=r"cannot be run layer by layer$"):
             Calibrator(plans["calibrated"], ids, Calibration())
-    if kv == 2:
+    symmetry = find_symmetry(plans["aligned"].config.text)
+    if kv == 2 and symmetry and symmetry.regroups(plans["aligned"].config.text):
         check_places(tiny, directory, expected)
 
 
@@ -193,6 +198,8 @@ def check_gains(tiny: Tiny, model: PreTrainedModel, plan: Plan) -> None:
         seen.append(args[0] if args else kwargs["hidden_states"])
 
     for module in attention_modules(plan.checkpoint, plan.config):
+        if module.kind == "cross":  # it reads another stream
+            continue
         seen.clear()
         stored, _, below = module.path.partition(f".{module.layer}.")
         own = next(own for name, own in names.items() if name.startswith(f"{module.path}."))

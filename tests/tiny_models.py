@@ -15,16 +15,19 @@ import torch
 import transformers
 from tiny_configs import COMMON, FAMILIES, LENGTH, VARIANTS, Tiny
 from tiny_nested import NESTED, REFUSED, UNBUILDABLE
+from tiny_remote import REMOTE
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from gqa.convert.remote_code import register
 
 __all__ = ["QUERY_HEADS", "TINY", "UNBUILDABLE", "Tiny", "build", "config", "inputs", "logits", "model_class"]
 
 QUERY_HEADS: int = COMMON["num_attention_heads"]
 FIRST_PLAIN_TOKEN = 10  # ids below are the special ones of COMMON and of the nested models
 
-TINY: dict[str, Tiny] = {tiny.name: tiny for tiny in (*FAMILIES, *VARIANTS, *NESTED, *REFUSED)}
+TINY: dict[str, Tiny] = {tiny.name: tiny for tiny in (*FAMILIES, *VARIANTS, *NESTED, *REMOTE, *REFUSED)}
 
 
 def _has_field(cls: type[PreTrainedConfig], name: str) -> bool:
@@ -57,6 +60,7 @@ def raw_config(tiny: Tiny, kv_heads: int) -> dict[str, Any]:
 
 def config(tiny: Tiny, kv_heads: int) -> PreTrainedConfig:
     """The config of the model with `kv_heads` key/value heads."""
+    register(tiny.model_type)
     made = CONFIG_MAPPING[tiny.model_type](**raw_config(tiny, kv_heads))
     assert isinstance(made, PreTrainedConfig)
     return made
@@ -82,7 +86,8 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
     value, since their range matters.
     """
     head = model.get_output_embeddings()
-    for name, parameter in model.named_parameters():
+    fixed = model._keys_to_ignore_on_save or ()  # sinusoids, which no checkpoint holds
+    for name, parameter in (item for item in model.named_parameters() if item[0] not in fixed):
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim < 2 or bool((parameter == 1).all()):
             parameter.add_(0.2 * noise)

@@ -298,10 +298,6 @@ REFUSED: tuple[Tiny, ...] = (
              encoder_num_attention_heads=4, decoder_num_attention_heads=4, float_inputs={"input_values": (2000,)},
              token_inputs={"decoder_input_ids": ()}, kv=lambda kv_heads: {f"decoder_{KV}": kv_heads,
                                                                           f"encoder_{KV}": kv_heads}),
-    _refused("whisper", "WhisperForConditionalGeneration", d_model=32, encoder_layers=1, decoder_layers=1,
-             encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
-             num_mel_bins=8, max_source_positions=8, max_target_positions=64, decoder_start_token_id=1,
-             float_inputs={"input_features": (8, 16)}, token_inputs={"decoder_input_ids": ()}, kv=_four_kv),
 )  # fmt: skip
 
 _MLA = "multi-head latent attention like deepseek_v3, which stands in"

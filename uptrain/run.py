@@ -27,6 +27,7 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
 from gqa.convert.hub import open_model
 from gqa.convert.loading import load_model, ranks
+from gqa.convert.remote_code import register
 from gqa.convert.tokenizer_files import has_tokenizer
 from gqa.convert.writer import OutputDirectory
 from gqa.corpus.sources import is_self
@@ -141,6 +142,7 @@ def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedMode
 
 
 def _tokenizer(checkpoint: Checkpoint, options: TrainOptions) -> Any:
+    register(checkpoint.config.get("model_type"))
     if not has_tokenizer(str(checkpoint.directory)):
         raise RefusedError(f"{checkpoint.name} has no tokenizer; copy its source's tokenizer files into it")
     try:

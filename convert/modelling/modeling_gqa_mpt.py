@@ -1,0 +1,98 @@
+# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
+"""MPT with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
+by a group of query heads.
+
+Everything is transformers' own MPT but the size of the fused projection [Q | K | V], how it is cut into heads, and that
+heads come out of the cache repeated. The slopes of ALiBi are those of the query heads.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MptConfig
+from transformers.models.mpt import modeling_mpt as source
+
+
+class GQAMptConfig(MptConfig):
+    """MPT's config with the number of key/value heads, by default that of the query heads."""
+
+    model_type = "gqa_mpt"
+
+    num_key_value_heads: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+
+
+class GQAMptAttention(source.MptAttention):
+    """MPT's attention with G key/value heads, which is also what it caches."""
+
+    def __init__(self, config: GQAMptConfig, layer_idx: int | None = None) -> None:
+        super().__init__(config, layer_idx)
+        groups = config.num_key_value_heads
+        if self.n_heads % groups:
+            raise ValueError(f"num_key_value_heads {groups} does not divide the {self.n_heads} attention heads")
+        self.num_key_value_groups = self.n_heads // groups
+        self.split_size = [self.hidden_size, groups * self.head_dim, groups * self.head_dim]
+        self.Wqkv = nn.Linear(self.hidden_size, sum(self.split_size), bias=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor | None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """(B, T, D) with the slopes times distances (H, 1, longest) -> (B, T, D) and the weights (B, H, T, S)."""
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        query, key, value = (
+            heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in mixed.split(self.split_size, dim=2)
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        key, value = (heads.repeat_interleave(self.num_key_value_groups, dim=1) for heads in (key, value))
+        scores = query @ key.transpose(-1, -2) * self.softmax_scale
+        if position_bias is not None:
+            scores = scores + position_bias[:, :, max(0, position_bias.size(2) - key.size(2)) :]
+        if attention_mask is not None:
+            scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
+        weights = scores.float().softmax(dim=-1).to(value.dtype)
+        weights = nn.functional.dropout(weights, p=self.attn_dropout_p, training=self.training)
+        return self.out_proj((weights @ value).transpose(1, 2).flatten(2)), weights
+
+
+class Grouped(source.MptPreTrainedModel):
+    """What makes any of MPT's models grouped-query ones: their attention is replaced."""
+
+    config_class = GQAMptConfig
+
+    def __init__(self, config: GQAMptConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        for index, block in enumerate(self.base_model.blocks):
+            block.attn = GQAMptAttention(config, layer_idx=index)
+        self.post_init()
+
+
+class GQAMptModel(Grouped, source.MptModel):
+    pass
+
+
+class GQAMptForCausalLM(Grouped, source.MptForCausalLM):
+    pass
+
+
+class GQAMptForSequenceClassification(Grouped, source.MptForSequenceClassification):
+    pass
+
+
+class GQAMptForTokenClassification(Grouped, source.MptForTokenClassification):
+    pass
+
+
+class GQAMptForQuestionAnswering(Grouped, source.MptForQuestionAnswering):
+    pass

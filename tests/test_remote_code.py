@@ -1,0 +1,270 @@
+"""Classes that travel with a checkpoint, against the classes of transformers that they extend.
+
+A tiny random model of each source is converted by the rewriter at every G, and read by the class that was written
+beside it. Tolerances are relative to the largest logit, float32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_families import CONTROL, all_tensors, error, left_padded, load, tiled_heads, write_checkpoint
+from tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
+from tiny_remote import REMOTE, SOURCES
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+
+from gqa.convert import Target, convert_checkpoint, plan_conversion
+from gqa.convert.recasting import ANY
+from gqa.convert.remote_families import KINDS
+
+TOLERANCE = 1e-5
+OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in REMOTE}
+THEIRS = {tiny.name: tiny for tiny in SOURCES}
+ENCODER_DECODERS = [name for name, tiny in THEIRS.items() if "decoder_input_ids" in tiny.token_inputs]
+REMOTE_CODE = Target(remote_code=True)
+
+
+@pytest.fixture(scope="module")
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of one model type of transformers."""
+    model = build(THEIRS[request.param], QUERY_HEADS)
+    return write_checkpoint(model, tmp_path_factory.mktemp(request.param) / "model")
+
+
+families = pytest.mark.parametrize("source", THEIRS, indirect=True, ids=str)
+encoder_decoders = pytest.mark.parametrize("source", ENCODER_DECODERS, indirect=True, ids=str)
+
+
+def read_type(directory: Path) -> str:
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    assert isinstance(model_type, str)
+    return model_type
+
+
+def theirs(directory: Path) -> Tiny:
+    """Of a checkpoint of the source."""
+    return THEIRS[read_type(directory)]
+
+
+def ours(directory: Path) -> Tiny:
+    """Of a checkpoint of the source or of ours: the tiny model in our class."""
+    return OURS[read_type(directory).removeprefix("gqa_")]
+
+
+def as_source(expanded: Path, source: Path, place: Path) -> Path:
+    """The tensors of a checkpoint of ours with all heads, with the source's config."""
+    shutil.copytree(expanded, place)
+    shutil.copyfile(source / "config.json", place / "config.json")
+    return place
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A source, its conversion to two heads, and each of these repeated in the source's class."""
+
+    source: Path
+    ours: Path
+    repeated: Path
+
+    def load(self, attention: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """The conversion and the source's class, which compute the same."""
+        return load(ours(self.source), self.ours, attention), load(theirs(self.source), self.repeated, attention)
+
+
+@pytest.fixture(scope="module")
+def pair(source: Path) -> Pair:
+    merged = convert_checkpoint(source, 2, source.with_name("two"), target=REMOTE_CODE).out
+    back = convert_checkpoint(merged, QUERY_HEADS, source.with_name("back")).out
+    return Pair(source, merged, as_source(back, source, source.with_name("repeated")))
+
+
+@families
+def test_as_many_heads_as_before(source: Path, tmp_path: Path) -> None:
+    """The class itself: the same tensors, the same logits, whichever attention function computes them."""
+    out = convert_checkpoint(source, QUERY_HEADS, tmp_path / "out", target=REMOTE_CODE).out
+    before, after = all_tensors(source), all_tensors(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    given = inputs(theirs(source))
+    for attention in theirs(source).attention:
+        expected = logits(theirs(source), load(theirs(source), source, attention), given)
+        assert error(logits(ours(source), load(ours(source), out, attention), given), expected) < TOLERANCE
+
+
+@families
+def test_expand_back_in_the_source_class(pair: Pair, tmp_path: Path) -> None:
+    """Each merged head repeated gives the same logits in the class of transformers; repeated in tiles, it does not."""
+    given = inputs(theirs(pair.source))
+    original = logits(theirs(pair.source), load(theirs(pair.source), pair.source), given)
+    model, back = pair.load("eager")
+    expected = logits(ours(pair.source), model, given)
+    assert error(expected, original) > TOLERANCE * 10
+    assert error(logits(theirs(pair.source), back, given), expected) < TOLERANCE
+    with tiled_heads():
+        tiled = convert_checkpoint(pair.ours, QUERY_HEADS, tmp_path / "tiled").out
+    wrong = load(theirs(pair.source), as_source(tiled, pair.source, tmp_path / "wrong"))
+    assert error(logits(theirs(pair.source), wrong, given), expected) > TOLERANCE * CONTROL
+
+
+@families
+def test_one_head(source: Path, tmp_path: Path) -> None:
+    expand_back(source, 1, tmp_path, REMOTE_CODE)
+
+
+@encoder_decoders
+def test_choice_of_attention(source: Path, tmp_path: Path) -> None:
+    """The encoder too, or the decoder's self-attention alone: what is not named keeps its tensors."""
+    before = all_tensors(source)
+    for number, kinds in enumerate(({"decoder-self", "cross", "encoder"}, {"decoder-self"})):
+        target = Target(attention=tuple(kind for kind in KINDS if kind in kinds))
+        out = expand_back(source, 2, tmp_path / str(number), target)
+        assert set(json.loads((out / "config.json").read_text())["grouped_attention"]) == kinds
+        changed = {name for name, tensor in all_tensors(out).items() if not torch.equal(tensor, before[name])}
+        assert kinds == {
+            "encoder"
+            if "encoder." in name
+            else "cross"
+            if "ncoder_attn" in name or "EncDec" in name
+            else "decoder-self"
+            for name in changed
+        }
+
+
+def expand_back(source: Path, groups: int, place: Path, target: Target) -> Path:
+    """The conversion, which computes what the source's class does with each of its heads repeated."""
+    merged = convert_checkpoint(source, groups, place / "merged", target=target).out
+    back = as_source(convert_checkpoint(merged, QUERY_HEADS, place / "back").out, source, place / "source")
+    given = inputs(theirs(source))
+    expected = logits(theirs(source), load(theirs(source), back), given)
+    assert error(logits(ours(source), load(ours(source), merged), given), expected) < TOLERANCE
+    return merged
+
+
+@pytest.mark.parametrize("source", ["opt", "whisper"], indirect=True, ids=str)
+def test_shrunken_projections_alone_are_wrong(pair: Pair) -> None:
+    """What happens without our class: transformers' own runs with smaller projections under sdpa and says nothing.
+
+    Of what our class computes from the same tensors it is far off.
+    """
+    given, tiny = inputs(theirs(pair.source)), theirs(pair.source)
+    model, back = pair.load("sdpa")
+    naive, tensors = load(tiny, pair.source, "sdpa"), all_tensors(pair.ours)
+    for name, module in list(naive.named_modules()):
+        if isinstance(module, nn.Linear) and (weight := tensors.get(f"{name}.weight")) is not None:
+            module.weight = nn.Parameter(weight)
+            module.bias = None if module.bias is None else nn.Parameter(tensors[f"{name}.bias"])
+    expected = logits(tiny, back, given)
+    assert error(logits(ours(pair.source), model, given), expected) < TOLERANCE
+    assert error(logits(tiny, naive, given), expected) > TOLERANCE * CONTROL
+
+
+@families
+def test_attention_functions_agree(pair: Pair) -> None:
+    """Also with padding on the left; the weights that eager attention gives are those of all query heads."""
+    tiny = ours(pair.source)
+    models = [load(tiny, pair.ours, attention) for attention in tiny.attention]
+    given, kept = inputs(tiny), torch.ones(2, 12, dtype=torch.bool)
+    if "input_ids" in given:
+        given = left_padded(given, 3)
+        kept = kept if "decoder_input_ids" in given else given["attention_mask"].bool()
+    found = [logits(tiny, model, given)[kept] for model in models]
+    assert all(error(other, found[0]) < TOLERANCE for other in found)
+    with torch.no_grad():
+        output = models[0](**given, output_attentions=True)
+    weights = output["decoder_attentions" if models[0].config.is_encoder_decoder else "attentions"]
+    assert all(layer.shape[1] == QUERY_HEADS for layer in weights)
+
+
+def prompts(tiny: Tiny) -> dict[str, Tensor]:
+    """What `generate` is given: an encoder-decoder's source, or a prompt of which one row begins later."""
+    given = {name: value for name, value in inputs(tiny, length=8).items() if name != "decoder_input_ids"}
+    return given if "input_features" in given else left_padded(given, 3)
+
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "greedy": {},
+    "without a cache": {"use_cache": False},
+    "beams": {"num_beams": 2},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+}
+
+
+@families
+def test_generation(pair: Pair) -> None:
+    """Prompts of several lengths, padded on the left: the tokens that the source's class writes, in every way, and the
+    same with and without a cache.
+    """
+    given = prompts(ours(pair.source))
+    model, back = pair.load(ours(pair.source).attention[-1])
+    found: dict[str, Tensor] = {}
+    for way, options in WAYS.items():
+        if way == "static" and not model._can_compile_fullgraph:
+            continue
+        wanted = {"max_new_tokens": 5, "max_length": None, "do_sample": False, "eos_token_id": None, **options}
+        found[way] = model.generate(**given, **wanted)
+        assert torch.equal(found[way], back.generate(**given, **wanted)), way
+    for way in ("without a cache", "static"):
+        assert torch.equal(found.get(way, found["greedy"]), found["greedy"]), way
+
+
+@families
+def test_the_cache_holds_fewer_heads(pair: Pair) -> None:
+    assert cached_heads(pair.ours) == ({2}, {2} if theirs(pair.source).name in ENCODER_DECODERS else set())
+
+
+def test_cross_attention_that_keeps_its_heads(tmp_path: Path) -> None:
+    directory = write_checkpoint(build(THEIRS["bart"], QUERY_HEADS), tmp_path / "source")
+    out = convert_checkpoint(directory, 2, tmp_path / "out", target=Target(attention=("decoder-self",))).out
+    assert cached_heads(out) == ({2}, {4})
+
+
+def cached_heads(directory: Path) -> tuple[set[int], set[int]]:
+    """Heads of the keys and values of self- and of cross-attention that transformers' cache holds."""
+    with torch.no_grad():
+        cache = load(ours(directory), directory)(**inputs(ours(directory)), use_cache=True).past_key_values
+    both = isinstance(cache, EncoderDecoderCache)
+    layers = (cache.self_attention_cache.layers, cache.cross_attention_cache.layers) if both else (cache.layers, ())
+    own, cross = ({part.shape[1] for layer in kind for part in (layer.keys, layer.values)} for kind in layers)
+    return own, cross
+
+
+def test_more_layers_in_the_decoder(tmp_path: Path) -> None:
+    """Of an encoder-decoder it is the decoder's layers that count."""
+    tiny = replace(THEIRS["t5"], options={**THEIRS["t5"].options, "num_decoder_layers": 3})
+    directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / "source")
+    plan = plan_conversion(directory, 2)
+    assert (plan.config.layers, len(plan.cache_before.layers)) == (3, 3)
+    expand_back(directory, 2, tmp_path / "out", ANY)
+
+
+@pytest.mark.parametrize(("name", "attention"), [("gpt2", "h.{}.attn"), ("gpt_neo", "h.{}.attn.attention")])
+def test_old_checkpoints(name: str, attention: str, tmp_path: Path) -> None:
+    """Names without the base model's prefix, and the masks that were once stored: the result has no masks."""
+    directory = tmp_path / "source"
+    build(THEIRS[name], QUERY_HEADS).save_pretrained(directory)
+    tensors = {key.removeprefix("transformer."): tensor for key, tensor in all_tensors(directory).items()}
+    names = (f"{attention.format(layer)}.{part}" for layer in (0, 1) for part in ("bias", "masked_bias"))
+    masks = {mask: torch.ones(1, 1, 4, 4) for mask in names}
+    save_file(tensors | masks, directory / "model.safetensors", metadata={"format": "pt"})
+    out = convert_checkpoint(directory, 2, tmp_path / "out", load=True).out
+    assert all_tensors(out).keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "umt5"])
+def test_compiled(name: str) -> None:
+    """torch.compile takes the whole model, also where attention is eager, and computes the same."""
+    tiny = OURS[name]
+    model, given = build(tiny, 2, attention="eager"), inputs(tiny)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert error(compiled(**given, use_cache=False).logits, logits(tiny, model, given)) < TOLERANCE

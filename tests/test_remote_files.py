@@ -1,0 +1,331 @@
+"""What travels: the modelling files themselves, what transformers makes of them, and what our commands do with them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, run, snapshot
+from test_families import error, load, write_checkpoint
+from test_remote_code import ENCODER_DECODERS, OURS, REMOTE_CODE, THEIRS, TOLERANCE, ours
+from tiny_models import QUERY_HEADS, build, inputs, logits
+from tiny_remote import COPIES
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.remote_code import auto_classes, register
+
+MODELLING = Path(__file__).parent.parent / "convert" / "modelling"
+NAMES = {"bart": "BART|Bart", "mbart": "mBART|MBart", "marian": "Marian", "pegasus": "Pegasus", "m2m_100": "M2M-?100",
+         "t5": "T5", "mt5": "mT5|MT5"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every source with two key/value heads."""
+    made = {}
+    for name, tiny in THEIRS.items():
+        place = tmp_path_factory.mktemp(name)
+        directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
+        made[name] = convert_checkpoint(directory, 2, place / "out", target=REMOTE_CODE).out
+    return made
+
+
+# ------------------------------------------------------------------------------------------------- the files
+
+
+def file_of(name: str) -> Path:
+    return MODELLING / f"modeling_gqa_{name}.py"
+
+
+def test_every_file_belongs_to_a_family() -> None:
+    assert {path.name for path in MODELLING.glob("modeling_*.py")} == {file_of(name).name for name in THEIRS}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_files_need_nothing_else(name: str) -> None:
+    """Imports of the standard library, torch and transformers; small enough to be read."""
+    text = file_of(name).read_text()
+    for node in ast.walk(ast.parse(text)):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert {module.split(".")[0] for module in modules} <= {"types", "typing", "torch", "transformers"}
+    assert len(text.splitlines()) < 130
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_differ_in_names_only(name: str) -> None:
+    """Each file travels alone, so what several need is in each; here it is kept the same, up to the list of models."""
+
+    def body(name: str) -> list[str]:
+        text = re.sub(NAMES[name], "NAME", file_of(name).read_text()).replace(f"gqa_{name}", "gqa_name")
+        parts = ast.parse(text).body
+        own = [part for part in parts if isinstance(part, ast.FunctionDef | ast.ClassDef) and len(part.body) > 1]
+        return [" ".join(ast.dump(part).replace("\\n", " ").split()) for part in own]
+
+    assert body(name) == body(COPIES[name])
+    assert len(body(name)) == 4
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_what_is_written(name: str, converted: dict[str, Path]) -> None:
+    """The installed file below a line that says who wrote it; every Auto class of the source is in the config."""
+    from transformers.models.auto import modeling_auto
+
+    written = (converted[name] / file_of(name).name).read_text()
+    first, _, rest = written.partition("\n")
+    assert first == f"# Written by gqa-convert {version('gqa-convert')}. It needs nothing but torch and transformers."
+    assert rest == file_of(name).read_text()
+    config = json.loads((converted[name] / "config.json").read_text())
+    assert config["model_type"] == f"gqa_{name}"
+    assert config["architectures"] == [f"GQA{THEIRS[name].model_class}"]
+    assert config["num_key_value_heads"] == 2
+    assert config.get("grouped_attention") == (["decoder-self", "cross"] if name in ENCODER_DECODERS else None)
+    known = {
+        auto for auto, made in vars(modeling_auto).items()
+        if auto.startswith("AutoModel") and name in getattr(getattr(made, "_model_mapping", None), "_model_mapping", ())
+    }  # fmt: skip
+    assert known
+    assert set(config["auto_map"]) == {"AutoConfig", *known}
+
+
+# ------------------------------------------------------------------------------- transformers, in another process
+
+LOADING = """
+import json, sys, torch, transformers
+from pathlib import Path
+copies = json.loads(sys.argv[1])
+for place in map(Path, sys.argv[2:]):
+    config = json.loads((place / "config.json").read_text())
+    given, main = torch.load(place.parent / "given.pt"), config["architectures"][0]
+    for auto, name in config["auto_map"].items():
+        if config["model_type"].removeprefix("gqa_") in copies and not name.endswith(main):
+            continue
+        made = getattr(transformers, auto).from_pretrained(place, trust_remote_code=True)
+        assert "transformers_modules" in type(made).__module__, type(made)
+        if type(made).__name__ == main:
+            with torch.no_grad():
+                torch.save(made.float().eval()(**given).logits, place.parent / f"{auto}.pt")
+            made.save_pretrained(place.parent / "saved")
+assert not [name for name in sys.modules if name == "gqa" or name.startswith("gqa.")]
+"""
+
+
+def test_every_auto_class_in_a_fresh_process(converted: dict[str, Path], tmp_path: Path) -> None:
+    """With trust_remote_code alone, from the file beside the weights: our logits. (Of copies, the one class.)"""
+    for name, out in converted.items():
+        torch.save(inputs(THEIRS[name]), out.parent / "given.pt")
+    words = [json.dumps(list(COPIES)), *map(str, converted.values())]
+    subprocess.run(
+        [sys.executable, "-c", LOADING, *words], check=True, cwd=tmp_path,
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    for name, out in converted.items():
+        expected = logits(OURS[name], load(OURS[name], out), inputs(THEIRS[name]))
+        found = [torch.load(path) for path in out.parent.glob("Auto*.pt")]
+        assert found
+        assert all(error(one, expected) < TOLERANCE for one in found), name
+        assert (out.parent / "saved" / file_of(name).name).is_file()
+        saved = json.loads((out.parent / "saved" / "config.json").read_text())
+        assert {auto: made.rpartition("--")[2] for auto, made in saved["auto_map"].items()} == json.loads(
+            (out / "config.json").read_text()
+        )["auto_map"]
+
+
+def test_without_trust_nothing_is_run(converted: dict[str, Path], tmp_path: Path) -> None:
+    """A new model type: no class of transformers takes the weights for its own and computes something else."""
+    script = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(converted["gpt2"])], capture_output=True, text=True, input="n\n",
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "trust_remote_code=True" in done.stderr
+    assert not list((tmp_path / "modules").rglob("modeling_gqa*"))
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def kv_gradients(model: PreTrainedModel, name: str) -> list[Tensor]:
+    """Of the rows (out, in) of keys and values, 2 heads of 8 each."""
+    found = []
+    for path, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if path.endswith((".c_attn.weight", ".Wqkv.weight")):
+            assert gradient is not None
+            found += [*(gradient.T if name == "gpt2" else gradient)[32:].split(16)]
+        elif path.endswith("query_key_value.weight"):
+            assert gradient is not None
+            found += [*gradient.unflatten(0, (2, 4, 8))[:, 2:].unbind(1)]
+        elif parameter.shape == (16, 32) and path.endswith(
+            ("k_proj.weight", "v_proj.weight", ".k.weight", ".v.weight")
+        ):
+            assert gradient is not None
+            found.append(gradient)
+    return found
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_training(name: str, converted: dict[str, Path], tmp_path: Path) -> None:
+    """Gradients reach every key and value head; a step helps; what is saved loads again, and is complete."""
+    model, given = load(OURS[name], converted[name]), inputs(THEIRS[name])
+    given["labels"] = given["decoder_input_ids" if name in ENCODER_DECODERS else "input_ids"].clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = model(**given).loss  # without dropout, as `load` left it
+    before.backward()
+    gradients, layers = kv_gradients(model, name), plan_conversion(converted[name], 2).config.layers
+    assert len(gradients) == 2 * layers * (2 if name in ENCODER_DECODERS else 1)
+    assert all(float(one.abs().max()) > 0 for one in gradients)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert float(model(**given).loss.detach()) < float(before.detach())
+    if model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    model.train()(**given).loss.backward()
+    assert all(float(one.abs().max()) > 0 for one in kv_gradients(model, name))
+    model.eval()
+    model.save_pretrained(tmp_path / "saved")
+    again = load(OURS[name], tmp_path / "saved")
+    plain = inputs(THEIRS[name])
+    assert error(logits(OURS[name], again, plain), logits(OURS[name], model, plain)) < TOLERANCE
+    assert (tmp_path / "saved" / file_of(name).name).is_file()
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
+
+
+# ------------------------------------------------------------------------------------------------ our commands
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Of GPT-2's kind, one token a character, and nothing that names its class: as the first GPT-2 checkpoints."""
+    letters = ["Ġ", *(chr(code) for code in range(33, 122))]
+    vocabulary = {"<pad>": 0, "<s>": 1, "<|endoftext|>": 2} | {letter: 3 + i for i, letter in enumerate(letters)}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 checkpoint with a tokenizer."""
+    place = tmp_path_factory.mktemp("commands")
+    directory = write_checkpoint(build(THEIRS["gpt2"], QUERY_HEADS), place / "model")
+    write_tokenizer(directory)
+    return directory
+
+
+def test_our_commands_need_no_trust(gpt2: Path, tmp_path: Path) -> None:
+    """Convert, verify by loading, evaluate, train and convert again, all without --trust-remote-code."""
+    done = run("--groups", 2, "--verify-load", "-o", tmp_path / "two", gpt2)
+    assert (done.code, ours(tmp_path / "two").name) == (0, "gqa_gpt2"), done.err
+    assert "trust_remote_code=True" in done.err
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    data = ("--data", tmp_path / "text.txt")
+    done = run(tmp_path / "two", *data, "--json", program="gqa-eval")
+    assert done.code == 0, done.err
+    done = run(
+        tmp_path / "two", *data, "--steps", 1, "--block-size", 16, "-o", tmp_path / "trained", program="gqa-uptrain"
+    )
+    assert done.code == 0, done.err
+    assert (tmp_path / "trained" / file_of("gpt2").name).is_file()
+    done = run("--groups", 1, "--verify-load", "-o", tmp_path / "one", tmp_path / "trained")
+    assert done.code == 0, done.err
+    assert ours(tmp_path / "one").name == "gqa_gpt2"
+
+
+def test_the_tokenizer_is_carried(gpt2: Path, tmp_path: Path) -> None:
+    """Where only the model type said which tokenizer it is, the config says it now."""
+    from transformers import AutoTokenizer
+
+    out = convert_checkpoint(gpt2, 2, tmp_path / "out").out
+    register("gqa_gpt2")
+    before, after = (AutoTokenizer.from_pretrained(place)("a dog").input_ids for place in (gpt2, out))
+    assert before == after != []
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(build(THEIRS["bart"], QUERY_HEADS), tmp_path_factory.mktemp("bart") / "model")
+
+
+NO_LAYERS = "cannot be run layer by layer: use --method aligned"
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "no remote code": (("--no-remote-code",), "only be converted to a class that travels"),
+    "unknown kind": (("--attention", "decoder-self,sideways"), "choose decoder-self, cross, encoder"),
+    "no kind": (("--attention", ","), "choose decoder-self, cross, encoder"),
+    "cross alone": (("--attention", "cross"), "leaves out decoder-self"),
+    "no divisor": (("--groups", 3), "choose 1, 2 or 4"),
+    "heads cannot be calibrated": (("--method", "calibrated"), NO_LAYERS),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, bart: Path) -> None:
+    words, says = REFUSED[case]
+    before = snapshot(bart.parent)
+    done = run("--groups", 2, *words, bart)
+    assert done.code == 2, done
+    assert says in done.err
+    assert len(done.err.strip().splitlines()) == 1, done.err
+    assert snapshot(bart.parent) == before
+
+
+@pytest.mark.parametrize("words", [("--no-remote-code", "--groups", 2), ("--attention", "decoder-self", "--groups", 1)])
+def test_refused_of_gpt2(words: tuple[Any, ...], gpt2: Path, tmp_path: Path) -> None:
+    done = run(*words, "-o", tmp_path / "out", gpt2)
+    assert done.code == 2, done
+    assert len(done.err.strip().splitlines()) == 1, done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_native_first(gpt2: Path, tmp_path: Path) -> None:
+    """GPT-2 with one head is a class of transformers, unless asked otherwise."""
+    for words, expected in (((), "gpt_bigcode"), (("--remote-code",), "gqa_gpt2")):
+        done = run("--groups", 1, *words, "-o", tmp_path / expected, gpt2)
+        assert done.code == 0, done.err
+        assert json.loads((tmp_path / expected / "config.json").read_text())["model_type"] == expected
+
+
+def test_a_config_that_names_odd_kinds(converted: dict[str, Path], tmp_path: Path) -> None:
+    for number, kinds in enumerate((["cross"], ["decoder-self", "sideways"], [])):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        for path in converted["bart"].iterdir():
+            (directory / path.name).write_bytes(path.read_bytes())
+        edit_json(directory / "config.json", lambda c, kinds=kinds: c.update(grouped_attention=kinds))  # type: ignore[misc]
+        done = run("--groups", 1, directory)
+        assert done.code == 2, done
+        assert "grouped_attention" in done.err
+
+
+def test_heads_of_the_encoder_are_others(tmp_path: Path) -> None:
+    """An encoder with another number of heads stays as it is, or is refused."""
+    from dataclasses import replace
+
+    tiny = replace(THEIRS["bart"], options={**THEIRS["bart"].options, "encoder_attention_heads": 8})
+    directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / "source")
+    convert_checkpoint(directory, 2, tmp_path / "out")
+    done = run("--groups", 2, "--attention", "decoder-self,encoder", "-o", tmp_path / "other", directory)
+    assert done.code == 2, done
+    assert "its encoder has 8 attention heads, its decoder 4" in done.err
+
+
+def test_registered_classes_are_those_of_the_file() -> None:
+    for name in THEIRS:
+        register(f"gqa_{name}")
+        assert {made.__module__ for _, made in auto_classes(f"gqa_{name}")} == {
+            f"gqa.convert.modelling.modeling_gqa_{name}"
+        }
