@@ -95,33 +95,41 @@ def rearrange(directory: Path) -> None:
     config = read_config(checkpoint.config, "rearranged")
     files = {path: load_file(path) for path in directory.glob("*.safetensors")}
     stored = {name: tensors for tensors in files.values() for name in tensors}
+    swapped = config.text.model_type == "gqa_gpt2"
     for module in attention_modules(checkpoint, config):
-        heads = config.heads(module.layer)
-        repeat = heads.query // heads.kv
-        kv = [*range(1, heads.kv, 2), *range(0, heads.kv, 2)]
-        queries = [head * repeat + i for head in kv for i in range(repeat)]
-        stacked = [*queries, *(heads.query + head for head in kv), *(heads.query + heads.kv + head for head in kv)]
-        per_head = [head * (repeat + 2) + i for head in kv for i in range(repeat + 2)]
-        rows = {"query": queries, "key": kv, "value": kv, "stacked": stacked, "per_head": per_head}
-        for role, places in rows.items():
-            for name in (f"{module.path}.{name}.{kind}" for name in NAMES[role] for kind in ("weight", "bias")):
-                _replace(stored, name, lambda t, at=places: t.unflatten(0, (len(at), -1))[at].flatten(0, 1))
-        for name in NAMES["output"]:
-            _replace(stored, f"{module.path}.{name}.weight",
-                     lambda t, at=queries: t.unflatten(1, (len(at), -1))[:, at].flatten(1))  # fmt: skip
-        for places, names in ((queries, QUERY_ROWS), (kv, KEY_ROWS)):
-            for name in (f"{module.path}.{name}" for name in names):
-                shared = "norm" in name and stored.get(name, {}).get(name, torch.empty(0)).shape == (heads.key_dim,)
-                if not shared:
-                    _replace(stored, name, lambda t, at=places: t.unflatten(0, (len(at), -1))[at].flatten(0, 1))
-        for places, norms in ((queries, "q_layernorm.norms"), (kv, "k_layernorm.norms")):
-            names = [f"{module.path}.{norms}.{head}.weight" for head in range(len(places))]
-            if names[0] in stored:
-                before = [stored[name][name] for name in names]
-                for name, head in zip(names, places, strict=True):
-                    stored[name][name] = before[head]
+        _rearrange_module(stored, module.path, config.heads(module.layer), swapped)
     for path, tensors in files.items():
         save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _rearrange_module(stored: dict[str, dict[str, Tensor]], path: str, heads: LayerHeads, swapped: bool) -> None:
+    repeat, names = heads.query // heads.kv, GPT2_NAMES if swapped else NAMES
+    kv = [*range(1, heads.kv, 2), *range(0, heads.kv, 2)]
+    queries = [head * repeat + i for head in kv for i in range(repeat)]
+    stacked = [*queries, *(heads.query + head for head in kv), *(heads.query + heads.kv + head for head in kv)]
+    per_head = [head * (repeat + 2) + i for head in kv for i in range(repeat + 2)]
+    rows = {"query": queries, "key": kv, "value": kv, "stacked": stacked, "per_head": per_head}
+
+    def move(name: str, places: list[int]) -> None:
+        _replace(stored, f"{path}.{name}", lambda t: t.unflatten(0, (len(places), -1))[places].flatten(0, 1), swapped)
+
+    for role, places in rows.items():
+        for name in (f"{name}.{kind}" for name in names.get(role, ()) for kind in ("weight", "bias")):
+            move(name, places)
+    for name in names["output"]:
+        columns = lambda t: t.unflatten(1, (len(queries), -1))[:, queries].flatten(1)  # noqa: E731
+        _replace(stored, f"{path}.{name}.weight", columns, swapped)
+    for places, beside in ((queries, QUERY_ROWS), (kv, KEY_ROWS)):
+        for name in beside:
+            found = stored.get(f"{path}.{name}", {}).get(f"{path}.{name}")
+            if found is not None and not ("norm" in name and found.shape == (heads.key_dim,)):  # shared by all heads
+                move(name, places)
+    for places, norms in ((queries, "q_layernorm.norms"), (kv, "k_layernorm.norms")):
+        numbered = [f"{path}.{norms}.{head}.weight" for head in range(len(places))]
+        if numbered[0] in stored:
+            before = [stored[name][name] for name in numbered]
+            for name, head in zip(numbered, places, strict=True):
+                stored[name][name] = before[head]
 
 
 def scramble_stored(
