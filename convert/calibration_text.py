@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError, explain
+from gqa.convert.errors import RefusedError
 from gqa.convert.model_config import read_config
-from gqa.convert.remote_code import register
-from gqa.convert.tokenizer_files import has_tokenizer
+from gqa.convert.tokenizer_files import load_tokenizer
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens
@@ -109,23 +107,8 @@ class CalibrationText:
         return torch.stack([torch.from_numpy(found[index]["input_ids"]) for index in range(len(found))])
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's tokenizer. Raises RefusedError where it has none."""
-    from transformers import AutoTokenizer
-
-    register(checkpoint.config.get("model_type"))
-    try:
-        if not has_tokenizer(str(checkpoint.directory)):
-            raise FileNotFoundError("none of its files is there")
-        return AutoTokenizer.from_pretrained(str(checkpoint.directory))
-    except Exception as error:  # whatever a library raises about files that it cannot read
-        raise RefusedError(
-            f"the tokenizer of {checkpoint.name} cannot be loaded ({explain(error)}); add its files, or use self"
-        ) from None
-
-
 def checkpoint_vocabulary(checkpoint: Checkpoint) -> int:
     return int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
 
 
-__all__ = ["CalibrationText", "CorpusError", "load_tokenizer"]
+__all__ = ["CalibrationText", "CorpusError"]

@@ -17,11 +17,13 @@ from filelock import FileLock
 from transformers import PreTrainedModel
 
 from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.errors import RefusedError
 from gqa.convert.kv_cache import checkpoint_cache
 from gqa.convert.maps_file import digest_of
 from gqa.convert.model_config import read_config
 from gqa.convert.recast import as_it_is
 from gqa.convert.sampling import first_token, samples
+from gqa.convert.tokenizer_files import load_tokenizer
 from gqa.corpus.tokens import Block
 
 _BATCH = 64  # sequences sampled together at most
@@ -57,7 +59,8 @@ def sampled_blocks(
     seed: int,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> SampledBlocks:
-    """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1.
+    """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
+    token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used.
 
     `load` gives the model, in `dtype`; it is called if some of them are not there yet.
     Raises RefusedError where it cannot be sampled from.
@@ -66,8 +69,9 @@ def sampled_blocks(
 
     known = as_it_is(checkpoint)
     start = first_token(read_config(known.config, known.name).text, known.name)
+    lead = 0 if _begins(checkpoint, start) else 1
     batch, whole = _batch(known, size, dtype), digest_of(checkpoint.origin, checkpoint.origin.tensors)
-    told = f"{whole} {start} {seed} {size} {batch} {dtype}"
+    told = f"{whole} {start} {lead} {seed} {size} {batch} {dtype}"
     name = hashlib.sha256(told.encode()).hexdigest()[:32]
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"
     place.mkdir(parents=True, exist_ok=True)
@@ -81,12 +85,21 @@ def sampled_blocks(
             stream.truncate(4 * size * batch * have)  # a batch that was not finished
             for number in range(have, wanted):
                 # A batch has a seed of its own: those before need not be sampled again.
-                ids = next(samples(model, size, seed=_hash_seed(seed, number), batch=batch))
+                ids = next(samples(model, size + lead, seed=_hash_seed(seed, number), batch=batch))[:, lead:]
                 stream.seek(0, 2)
                 stream.write(ids.numpy().astype(np.int32).tobytes())
                 stream.flush()
                 progress(ids.numel())
     return SampledBlocks(file, size, n_blocks, f"self {name}")
+
+
+def _begins(checkpoint: Checkpoint, token: int) -> bool:
+    """Whether the tokenizer begins a text with that token; a model without one is taken to need it."""
+    try:
+        found = load_tokenizer(checkpoint)("a")["input_ids"]
+    except RefusedError:
+        return True
+    return bool(found) and found[0] == token
 
 
 def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from embedded import SOURCE, load
+from embedded import SOURCE, copy_source, load
 
 import gqa.convert.self_samples as module
 from gqa.convert.checkpoint import read_checkpoint
@@ -33,9 +34,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "gqa-samples"
 
 
-def sampled(teacher, n_blocks: int, seed: int = 0) -> tuple[SampledBlocks, list[int]]:
+def sampled(teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE) -> tuple[SampledBlocks, list[int]]:
     told: list[int] = []
-    found = sampled_blocks(lambda: teacher, teacher.dtype, read_checkpoint(SOURCE), SIZE, n_blocks, seed, told.append)
+    found = sampled_blocks(lambda: teacher, teacher.dtype, read_checkpoint(source), SIZE, n_blocks, seed, told.append)
     return found, told
 
 
@@ -73,6 +74,21 @@ def test_seeds_and_sizes_have_samples_of_their_own(teacher, cache: Path) -> None
     assert len(list(cache.glob("*.int32"))) == 2
     assert one.dtype == np.int64
     assert (one[:, 0] == teacher.config.bos_token_id).all()
+
+
+def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path: Path) -> None:
+    """With BOS where it adds BOS; where it does not, or there is none, with what came after it, or with it."""
+    with_bos = ids(sampled(teacher, 4)[0])
+    plain = copy_source(tmp_path)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        told = json.loads((plain / name).read_text())
+        told.update(add_bos_token=False) if "add_bos_token" in told else told.update(post_processor=None)
+        (plain / name).write_text(json.dumps(told))
+    assert ids(sampled(teacher, 4, source=plain)[0])[:, 0].tolist() != with_bos[:, 0].tolist()
+    assert ids(sampled(teacher, 4, source=plain)[0]).shape == with_bos.shape
+    for file in plain.glob("*token*"):
+        file.unlink()
+    assert np.array_equal(ids(sampled(teacher, 4, source=plain)[0]), with_bos)
 
 
 def test_samples_look_like_what_the_model_predicts(teacher) -> None:
