@@ -64,7 +64,7 @@ def forward(options: dict[str, Any], blocks: Any) -> float:
 def calibrate(options: dict[str, Any], blocks: Any) -> float:
     import torch
 
-    from gqa.convert.calibration import Calibration, Calibrator
+    from gqa.convert.align.calibration import Calibration, Calibrator
     from gqa.convert.checkpoint import read_checkpoint
     from gqa.convert.plan import make_plan
 
@@ -84,7 +84,7 @@ def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
     import torch
     import transformers
 
-    import gqa.convert.calibration
+    import gqa.convert.align.calibration
     import gqa.convert.loading  # noqa: F401
 
     transformers.utils.logging.disable_progress_bar()

@@ -40,7 +40,7 @@ class Point:
 
 def sample(options: dict[str, Any], tokens: int) -> float:
     """Seconds of writing the text; what is kept from an earlier run counts as nothing."""
-    from gqa.convert.calibration_text import CalibrationText
+    from gqa.convert.align.calibration_text import CalibrationText
     from gqa.convert.hub import open_model
 
     started = time.perf_counter()
@@ -52,9 +52,9 @@ def sample(options: dict[str, Any], tokens: int) -> float:
 def convert(options: dict[str, Any], out: Path, steps: int, precision: str) -> float:
     """Seconds of converting, layer-wise where there are steps."""
     from gqa.convert import convert_checkpoint
-    from gqa.convert.calibration_text import CalibrationText
-    from gqa.convert.find_maps import MapsOptions
-    from gqa.convert.refine import Refinement
+    from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.find_maps import MapsOptions
+    from gqa.convert.align.refine import Refinement
 
     how = MapsOptions(
         CalibrationText(("self",), options["calibration_tokens"], options["length"]),

@@ -28,8 +28,8 @@ METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
 
 def sampled(model: str, count: int, length: int) -> Any:
     """(count, length) token ids that the model writes itself, at temperature 1."""
+    from gqa.convert.align.sampling import sample_blocks
     from gqa.convert.loading import load_model
-    from gqa.convert.sampling import sample_blocks
 
     source = load_model(model, dtype="float32")
     return sample_blocks(source, count * length, length, seed=1, batch=count, progress=lambda tokens: None)
@@ -77,10 +77,10 @@ def nats(directory: str | Path, windows: Any) -> float:
 def convert(options: dict[str, Any], method: str, groups: int, out: Path) -> float:
     """Seconds that it took."""
     from gqa.convert import convert_checkpoint
-    from gqa.convert.calibration_text import CalibrationText
-    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.find_maps import MapsOptions
+    from gqa.convert.align.refine import Refinement
     from gqa.convert.methods import ALIGNING
-    from gqa.convert.refine import Refinement
 
     text = CalibrationText(
         tuple(options["calibration"].split(",")), options["calibration_tokens"], options["calibration_length"]

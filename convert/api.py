@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.hub import open_model
 from gqa.convert.plan import Plan, make_plan
-from gqa.convert.recasting import ANY, Target
+from gqa.convert.recast.recasting import ANY, Target
 from gqa.convert.rewrite import Conversion, run_plan
 from gqa.convert.writer import DEFAULT_JOBS
 
 if TYPE_CHECKING:
-    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.align.find_maps import MapsOptions
     from gqa.convert.maps_file import MapsFile
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "default_output", "plan_conversion"]
@@ -115,7 +115,7 @@ def convert_checkpoint(
     place = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
-            from gqa.convert.find_maps import MapsOptions, Silent, with_maps
+            from gqa.convert.align.find_maps import MapsOptions, Silent, with_maps
 
             options = calibration or MapsOptions()
             plan = stack.enter_context(with_maps(plan, place, options, Silent(), overwrite=overwrite))

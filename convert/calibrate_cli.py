@@ -13,9 +13,9 @@ from gqa.convert.console import CONTEXT_SETTINGS, progress_bar, run, version_opt
 from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
-    from gqa.convert.find_maps import MapsOptions
-    from gqa.convert.recasting import Target
-    from gqa.convert.refine import Refinement
+    from gqa.convert.align.find_maps import MapsOptions
+    from gqa.convert.align.refine import Refinement
+    from gqa.convert.recast.recasting import Target
 
 _TEXT = [
     click.option("--calibration", default="self", show_default=True, metavar="SOURCE[,...]", help="Text for calibrated "
@@ -63,8 +63,8 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def read_target(options: dict[str, Any]) -> Target:
     """What the options say. Raises RefusedError for a kind of attention that does not exist."""
     from gqa.convert.errors import RefusedError
-    from gqa.convert.recasting import Target
-    from gqa.convert.remote_families import KINDS
+    from gqa.convert.recast.recasting import Target
+    from gqa.convert.recast.remote_families import KINDS
 
     named = tuple(kind.strip() for kind in (options["attention"] or "").split(",") if kind.strip())
     if options["attention"] is not None and not (named and set(named) <= set(KINDS)):
@@ -90,8 +90,8 @@ def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]
 
 def read_options(options: dict[str, Any]) -> MapsOptions:
     """What the options say."""
-    from gqa.convert.calibration_text import CalibrationText
-    from gqa.convert.find_maps import MapsOptions, find_device
+    from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.find_maps import MapsOptions, find_device
 
     sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
     return MapsOptions(
@@ -106,7 +106,7 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
 
 def read_refinement(options: dict[str, Any], seed: int = 0) -> Refinement:
     """What they say of training layers."""
-    from gqa.convert.refine import Refinement
+    from gqa.convert.align.refine import Refinement
 
     precision = options["refine_precision"]
     return Refinement(
@@ -182,8 +182,8 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
 
     Layers are done one after another and kept; the same command continues a run that was stopped.
     """
+    from gqa.convert.align.find_maps import find_maps
     from gqa.convert.errors import RefusedError
-    from gqa.convert.find_maps import find_maps
     from gqa.convert.hub import open_model
     from gqa.convert.plan import make_plan
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gqa.convert.checkpoint import TORCH_DTYPES
 from gqa.convert.plan import Plan
-from gqa.convert.recasting import REMOTE_CODE
+from gqa.convert.recast.recasting import REMOTE_CODE
 from gqa.convert.summary import kv_line, recast_record, size
 
 PROVENANCE = "gqa_conversion.json"

@@ -167,7 +167,7 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
 
 @contextmanager
 def _found_maps(plan: Plan, out: Path, options: dict[str, Any]) -> Iterator[Plan]:
-    from gqa.convert.find_maps import with_maps
+    from gqa.convert.align.find_maps import with_maps
 
     layers = Bar(options["quiet"])
     with layers, with_maps(plan, out, read_options(options), layers, overwrite=options["overwrite"]) as found:

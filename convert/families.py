@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from gqa.convert.family import FULL_WIDTH_K_NORM, PER_HEAD_K_NORM, SEPARATE, Edits, Family, Rule, uniform_heads
 from gqa.convert.layout import Fused, LayerHeads, Numbered, ReadsValues, Role, Separate
-from gqa.convert.remote_families import REMOTE_FAMILIES
+from gqa.convert.recast.remote_families import REMOTE_FAMILIES
 
 
 def _mimo_heads(config: Any, layer: int) -> LayerHeads:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gqa.convert.attention import AttentionModule, attention_modules
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.model_config import ModelConfig, read_config
-from gqa.convert.recast import as_it_is
+from gqa.convert.recast.targets import as_it_is
 from gqa.convert.safetensors_header import BITS
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gqa.convert.errors import RefusedError, explain, listing
-from gqa.convert.remote_code import register, remote_class
+from gqa.convert.recast.remote_code import register, remote_class
 
 if TYPE_CHECKING:
     from accelerate import PartialState

@@ -1,7 +1,7 @@
 """How the heads of a group become one: name -> function from (Hk, G) to HeadMaps.
 
 `mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control.
-The other methods look at the model: their maps are computed first (`gqa.convert.calibration`) and then applied.
+The other methods look at the model: their maps are computed first (`gqa.convert.align.calibration`) and then applied.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from gqa.convert.errors import CorruptError, RefusedError, explain, listing
 from gqa.convert.families import FAMILIES, NESTED, find_family
 from gqa.convert.family import Edits, Family
 from gqa.convert.layout import LayerHeads
+from gqa.convert.recast.remote_code import register
 from gqa.convert.refused import REFUSED
-from gqa.convert.remote_code import register
 
 MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")

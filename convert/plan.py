@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gqa.convert.align.symmetries import find_symmetry
 from gqa.convert.attention import Change, attention_modules, module_changes
 from gqa.convert.checkpoint import SINGLE, TORCH_DTYPES, Checkpoint
 from gqa.convert.engines import engine_notes
@@ -17,11 +18,10 @@ from gqa.convert.layout import Untouched
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
 from gqa.convert.model_config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
-from gqa.convert.recast import recast
-from gqa.convert.recasting import ANY, Target
-from gqa.convert.remote_code import MODEL_TYPES
+from gqa.convert.recast.recasting import ANY, Target
+from gqa.convert.recast.remote_code import MODEL_TYPES
+from gqa.convert.recast.targets import recast
 from gqa.convert.safetensors_header import TensorSpec, byte_size
-from gqa.convert.symmetries import find_symmetry
 
 if TYPE_CHECKING:
     pass

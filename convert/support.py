@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gqa.convert.families import FAMILIES, NESTED
-from gqa.convert.recast import RECASTINGS
-from gqa.convert.recasting import Recasting
+from gqa.convert.recast.recasting import Recasting
+from gqa.convert.recast.targets import RECASTINGS
 from gqa.convert.refused import REFUSED
 
 

@@ -177,8 +177,8 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
 
 
 def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, StudyOptions]:
-    from gqa.convert.calibration_text import CalibrationText
-    from gqa.convert.find_maps import MapsOptions
+    from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.find_maps import MapsOptions
     from gqa.eval.study import Grid, StudyOptions, calibration_sources
 
     names = ("groups", "alphas", "train", "teachers", "seeds")

@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+from gqa.convert.align.find_maps import MapsOptions
 from gqa.convert.card import without_place
 from gqa.convert.errors import RefusedError
-from gqa.convert.find_maps import MapsOptions
 from gqa.convert.methods import METHODS
 from gqa.uptrain.options import Precision, TrainOptions
 from gqa.uptrain.scope import Scope

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from gqa.convert import convert_checkpoint
+from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.card import PROVENANCE
 from gqa.convert.errors import OutputError, RefusedError, explain, one_line
-from gqa.convert.find_maps import Silent, find_maps
 from gqa.convert.hub import open_model
 from gqa.convert.loading import load_model
 from gqa.convert.plan import make_plan

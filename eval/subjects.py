@@ -17,9 +17,9 @@ from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import KVCache, checkpoint_cache
 from gqa.convert.loading import read_auto_config
 from gqa.convert.model_config import read_config
-from gqa.convert.recast import as_it_is
-from gqa.convert.remote_code import register
-from gqa.convert.tokenizer_files import has_tokenizer
+from gqa.convert.recast.remote_code import register
+from gqa.convert.recast.targets import as_it_is
+from gqa.convert.recast.tokenizer_files import has_tokenizer
 from gqa.uptrain.card import UPTRAINING
 
 

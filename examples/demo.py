@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from gqa.convert import convert_checkpoint
-from gqa.convert.calibration_text import CalibrationText
+from gqa.convert.align.calibration_text import CalibrationText
+from gqa.convert.align.find_maps import MapsOptions
+from gqa.convert.align.refine import Refinement
 from gqa.convert.console import progress_bar
-from gqa.convert.find_maps import MapsOptions
 from gqa.convert.methods import METHODS
-from gqa.convert.refine import Refinement
 from gqa.eval.ablation import forget, open_study, run_study
 from gqa.eval.study import Grid, StudyOptions
 from gqa.eval.study_report import open_results, short_table, write_study_report

@@ -22,10 +22,10 @@ from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.calibration import Calibration, Calibrator
-from gqa.convert.find_maps import Silent, find_maps
-from gqa.convert.refine import Calls, Refinement, refine
-from gqa.convert.sampling import samples
+from gqa.convert.align.calibration import Calibration, Calibrator
+from gqa.convert.align.find_maps import Silent, find_maps
+from gqa.convert.align.refine import Calls, Refinement, refine
+from gqa.convert.align.sampling import samples
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 

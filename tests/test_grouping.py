@@ -15,10 +15,10 @@ from scrambled import on_ids, rearrange, relative
 from test_families import load, write_checkpoint
 from tiny_models import TINY, build, inputs, logits
 
-import gqa.convert.grouping as module
+import gqa.convert.align.grouping as module
 from gqa.convert import CorruptError, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.find_maps import Silent, find_maps
-from gqa.convert.grouping import Group, best_partition
+from gqa.convert.align.find_maps import Silent, find_maps
+from gqa.convert.align.grouping import Group, best_partition
 
 
 def costs(heads: int, size: int, seed: int) -> dict[Group, float]:

@@ -19,10 +19,10 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert.calibration_text import CalibrationText
+from gqa.convert.align.calibration_text import CalibrationText
+from gqa.convert.align.find_maps import MapsOptions, Silent, find_maps
+from gqa.convert.align.refine import Refinement
 from gqa.convert.card import _calibration, _told_of_maps
-from gqa.convert.find_maps import MapsOptions, Silent, find_maps
-from gqa.convert.refine import Refinement
 
 KEY = "model.layers.0.self_attn/key"
 

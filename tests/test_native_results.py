@@ -23,14 +23,14 @@ from tiny_native import CASES, tie_heads
 from torch import Tensor
 
 from gqa.convert import OutputError, RefusedError, convert_checkpoint, rewrite
+from gqa.convert.align.symmetries import Rotary
 from gqa.convert.families import FAMILIES
 from gqa.convert.hub import open_model
 from gqa.convert.kv_cache import checkpoint_cache
 from gqa.convert.layout import LayerHeads
 from gqa.convert.plan import make_plan
-from gqa.convert.recast import RECASTINGS
+from gqa.convert.recast.targets import RECASTINGS
 from gqa.convert.refused import REFUSED
-from gqa.convert.symmetries import Rotary
 from gqa.convert.writer import write_tensor
 from gqa.eval.memory import measured_cache_bytes
 

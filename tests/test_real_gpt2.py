@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gqa.convert import convert_checkpoint
-from gqa.convert.calibration_text import CalibrationText
-from gqa.convert.find_maps import MapsOptions
-from gqa.convert.sampling import sample_blocks
+from gqa.convert.align.calibration_text import CalibrationText
+from gqa.convert.align.find_maps import MapsOptions
+from gqa.convert.align.sampling import sample_blocks
 
 pytestmark = pytest.mark.real
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert.remote_code import auto_classes, register
+from gqa.convert.recast.remote_code import auto_classes, register
 
-MODELLING = Path(__file__).parent.parent / "convert" / "modelling"
+MODELLING = Path(__file__).parent.parent / "convert" / "recast" / "modelling"
 NAMES = {"bart": "BART|Bart", "mbart": "mBART|MBart", "marian": "Marian", "pegasus": "Pegasus", "m2m_100": "M2M-?100",
          "t5": "T5", "mt5": "mT5|MT5"}  # fmt: skip
 
@@ -327,5 +327,5 @@ def test_registered_classes_are_those_of_the_file() -> None:
     for name in THEIRS:
         register(f"gqa_{name}")
         assert {made.__module__ for _, made in auto_classes(f"gqa_{name}")} == {
-            f"gqa.convert.modelling.modeling_gqa_{name}"
+            f"gqa.convert.recast.modelling.modeling_gqa_{name}"
         }

@@ -10,11 +10,11 @@ import pytest
 import torch
 from embedded import SOURCE, copy_source, load
 
-import gqa.convert.self_samples as module
+import gqa.convert.align.self_samples as module
+from gqa.convert.align.sampling import samples
+from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.checkpoint import read_checkpoint
 from gqa.convert.errors import RefusedError
-from gqa.convert.sampling import samples
-from gqa.convert.self_samples import SampledBlocks, sampled_blocks
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import is_self, self_tokens
 from gqa.uptrain.options import TrainOptions

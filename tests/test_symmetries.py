@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.aligned import norm_gain, weight_maps
+from gqa.convert.align.aligned import norm_gain, weight_maps
+from gqa.convert.align.calibration import Calibration, Calibrator
+from gqa.convert.align.symmetries import SYMMETRIES, find_symmetry
 from gqa.convert.attention import attention_modules
-from gqa.convert.calibration import Calibration, Calibrator
 from gqa.convert.families import FAMILIES
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import Merging
 from gqa.convert.naming import parameter_names
-from gqa.convert.symmetries import SYMMETRIES, find_symmetry
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
 RECOVERED = 1e-4

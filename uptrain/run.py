@@ -27,8 +27,8 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, explain
 from gqa.convert.hub import open_model
 from gqa.convert.loading import load_model, ranks
-from gqa.convert.remote_code import register
-from gqa.convert.tokenizer_files import has_tokenizer
+from gqa.convert.recast.remote_code import register
+from gqa.convert.recast.tokenizer_files import has_tokenizer
 from gqa.convert.writer import OutputDirectory
 from gqa.corpus.sources import is_self
 from gqa.uptrain.card import provenance

@@ -15,8 +15,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from gqa.convert.alignment import complex_moments, key_weights, pairs
-from gqa.convert.symmetries import Rotary
+from gqa.convert.align.alignment import complex_moments, key_weights, pairs
+from gqa.convert.align.symmetries import Rotary
 
 MOST_PARTITIONS = 20_000  # that are all looked at
 Group = tuple[int, ...]
@@ -119,7 +119,7 @@ def _swaps(one: Group, other: Group) -> Iterator[tuple[Group, Group]]:
 
 
 def _lost_keys(moments: LayerMoments, group: Group, rotary: Rotary, free_keys: bool) -> float:
-    """Energy of scores that one shared key cannot carry (`gqa.convert.alignment.shared_key` says which it does)."""
+    """Energy of scores that one shared key cannot carry (`shared_key` says which it does)."""
     rows, dim = _rows(group, moments.queries.shape[1]), moments.queries.shape[1]
     keys, queries = moments.keys[rows][:, rows], moments.queries[list(group)]
     if not free_keys:  # they are averaged

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gqa.convert.alignment import add_plain_key, shared_value
+from gqa.convert.align.alignment import add_plain_key, shared_value
+from gqa.convert.align.grouping import LayerMoments, find_order
+from gqa.convert.align.procrustes import procrustes_key, procrustes_value
+from gqa.convert.align.symmetries import Symmetry, find_symmetry
 from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError
-from gqa.convert.grouping import LayerMoments, find_order
 from gqa.convert.layout import QUERY_ROLES, LayerHeads, Role
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.methods import Merging
 from gqa.convert.plan import Plan, rules_beside
-from gqa.convert.procrustes import procrustes_key, procrustes_value
-from gqa.convert.symmetries import Symmetry, find_symmetry
 
 if TYPE_CHECKING:
     from gqa.convert.layout import Merge

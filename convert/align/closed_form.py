@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.convert.alignment import ridge, shared_key, shared_value
+from gqa.convert.align.alignment import ridge, shared_key, shared_value
+from gqa.convert.align.grouping import LayerMoments, find_order
+from gqa.convert.align.layerwise import Stop, watched
+from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
+from gqa.convert.align.symmetries import Rotary, Symmetry
 from gqa.convert.attention import AttentionModule
-from gqa.convert.grouping import LayerMoments, find_order
-from gqa.convert.layerwise import Stop, watched
 from gqa.convert.layout import Conv1D, LayerHeads
 from gqa.convert.maps import HeadMaps, query_order
-from gqa.convert.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
-from gqa.convert.symmetries import Rotary, Symmetry
 
 
 @dataclass
@@ -130,7 +130,7 @@ def closed_form(
     Args:
         own, attention: The source's layer and its attention, with their weights.
         targets: (N, T, H * e) what the source's W_O is given on the source's own stream.
-        drift: (N, T, D) what W_O should give beside that, see `gqa.convert.calibration`.
+        drift: (N, T, D) what W_O should give beside that, see `gqa.convert.align.calibration`.
         strength: Of the ridge.
         search: Whether heads are regrouped, all of them being moved together with what belongs to them.
     """

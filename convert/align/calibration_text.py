@@ -12,7 +12,7 @@ from torch import Tensor
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError
 from gqa.convert.model_config import read_config
-from gqa.convert.tokenizer_files import load_tokenizer
+from gqa.convert.recast.tokenizer_files import load_tokenizer
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens
@@ -94,8 +94,8 @@ class CalibrationText:
         return blocks
 
     def _sampled(self, checkpoint: Checkpoint, tokens: int, device: str, progress: Callable[[int], None]) -> Tensor:
+        from gqa.convert.align.self_samples import sampled_blocks
         from gqa.convert.loading import load_model
-        from gqa.convert.self_samples import sampled_blocks
 
         stored = read_config(checkpoint.config, checkpoint.name).text.dtype
         dtype = torch.float32 if stored is None else stored

@@ -15,14 +15,14 @@ from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.convert.layout import LayerHeads
 from gqa.convert.model_config import read_config, read_top, transformers_config, valid_groups
-from gqa.convert.native import NATIVE
-from gqa.convert.parts import Stored, all_recipes
-from gqa.convert.recasting import ANY, REMOTE_CODE, Recasting, Target
-from gqa.convert.remote import REMOTE
-from gqa.convert.remote_code import MODEL_TYPES, stand_in
-from gqa.convert.remote_families import DEFAULT_KINDS, PREFIX, REMOTE_FAMILIES, query_heads
-from gqa.convert.tokenizer_files import tokenizer_edits
-from gqa.convert.view import Recipe, make_view
+from gqa.convert.recast.native import NATIVE
+from gqa.convert.recast.parts import Stored, all_recipes
+from gqa.convert.recast.recasting import ANY, REMOTE_CODE, Recasting, Target
+from gqa.convert.recast.remote import REMOTE
+from gqa.convert.recast.remote_code import MODEL_TYPES, stand_in
+from gqa.convert.recast.remote_families import DEFAULT_KINDS, PREFIX, REMOTE_FAMILIES, query_heads
+from gqa.convert.recast.tokenizer_files import tokenizer_edits
+from gqa.convert.recast.view import Recipe, make_view
 
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *REMOTE)
 ENCODER_DECODERS = frozenset(

@@ -1,7 +1,7 @@
 """Generalised Procrustes alignment: heads are turned onto each other, averaged, and given their norm back.
 
 The best published way of merging heads without data (arXiv 2412.20677, section 3); here from second moments, so that it
-can be compared with the closed form of `gqa.convert.alignment`, of which it is the special case of rotations only.
+can be compared with the closed form of `alignment.py`, of which it is the special case of rotations only.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gqa.convert.alignment import KeyMaps, ValueMaps, complex_moments, pairs, put_complex
-from gqa.convert.symmetries import Rotary
+from gqa.convert.align.alignment import KeyMaps, ValueMaps, complex_moments, pairs, put_complex
+from gqa.convert.align.symmetries import Rotary
 
 _ROUNDS = 50
 

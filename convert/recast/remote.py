@@ -1,16 +1,16 @@
 """Models that stay what they are but for the attention class, which travels with the checkpoint as remote code.
 
-Every entry is exact, for any G: with as many heads as before the classes of `convert/modelling` give the source's
-logits. `tests/test_remote_code.py` holds every entry against the source's class.
+Every entry is exact, for any G: with as many heads as before the classes of `modelling/` give the source's logits.
+`tests/test_remote_code.py` holds every entry against the source's class.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from gqa.convert.recasting import REMOTE_CODE, Recasting
-from gqa.convert.remote_code import auto_map, file_of
-from gqa.convert.remote_families import PREFIX, REMOTE_FAMILIES, query_heads
+from gqa.convert.recast.recasting import REMOTE_CODE, Recasting
+from gqa.convert.recast.remote_code import auto_map, file_of
+from gqa.convert.recast.remote_families import PREFIX, REMOTE_FAMILIES, query_heads
 
 _WHICH = {
     "gpt2": "GPT-2, Cerebras-GPT, DialoGPT, distilgpt2",

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa.convert.align.layerwise import Layerwise, Read, Stop, run_layer
 from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError, listing
-from gqa.convert.layerwise import Layerwise, Read, Stop, run_layer
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import Merging
 from gqa.convert.model_config import transformers_config

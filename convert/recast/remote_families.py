@@ -1,4 +1,4 @@
-"""Families whose classes travel with the checkpoint, as data: of `convert/modelling`, named after the class of
+"""Families whose classes travel with the checkpoint, as data: of `convert/recast/modelling`, named after the class of
 transformers that they extend.
 """
 

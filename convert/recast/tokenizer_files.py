@@ -15,7 +15,7 @@ from typing import Any
 
 from gqa.convert.checkpoint import Checkpoint, read_json
 from gqa.convert.errors import RefusedError, explain
-from gqa.convert.remote_code import register
+from gqa.convert.recast.remote_code import register
 
 _FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 _LIKE = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")

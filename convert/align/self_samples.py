@@ -16,14 +16,14 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
+from gqa.convert.align.sampling import first_token, samples
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import RefusedError
 from gqa.convert.kv_cache import checkpoint_cache
 from gqa.convert.maps_file import digest_of
 from gqa.convert.model_config import read_config
-from gqa.convert.recast import as_it_is
-from gqa.convert.sampling import first_token, samples
-from gqa.convert.tokenizer_files import load_tokenizer
+from gqa.convert.recast.targets import as_it_is
+from gqa.convert.recast.tokenizer_files import load_tokenizer
 from gqa.corpus.tokens import Block
 
 _BATCH = 64  # sequences sampled together at most

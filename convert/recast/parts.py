@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.errors import CorruptError, RefusedError, listing
 from gqa.convert.layout import LayerHeads
+from gqa.convert.recast.view import Recipe
 from gqa.convert.safetensors_header import TensorSpec
-from gqa.convert.view import Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The classes of `convert/modelling`: known to transformers while this tool runs, and to checkpoints that carry them.
+"""The classes of `modelling/`: known to transformers while this tool runs, and to checkpoints that carry them.
 
 A checkpoint names them in `auto_map`, so that transformers loads it with `trust_remote_code=True`. This tool's own
 commands need no such trust: they run the file that is installed, never the one beside the weights.
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gqa.convert.remote_families import PREFIX, REMOTE_FAMILIES
+from gqa.convert.recast.remote_families import PREFIX, REMOTE_FAMILIES
 
 MODEL_TYPES = frozenset(model_type for family in REMOTE_FAMILIES for model_type in family.model_types)
 SOURCES = frozenset(model_type.removeprefix(PREFIX) for model_type in MODEL_TYPES)
@@ -39,7 +39,7 @@ def _register(model_type: str) -> None:
 
 @cache
 def _module(model_type: str) -> Any:
-    return importlib.import_module(f"gqa.convert.modelling.modeling_{model_type}")
+    return importlib.import_module(f"gqa.convert.recast.modelling.modeling_{model_type}")
 
 
 def _config_class(model_type: str) -> Any:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa.convert.align.closed_form import closed_form, position_weights
+from gqa.convert.align.layerwise import Stop, run_layer
+from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
+from gqa.convert.align.refine import Calls, Refinement, refine
+from gqa.convert.align.symmetries import Symmetry, find_symmetry
 from gqa.convert.attention import AttentionModule
-from gqa.convert.closed_form import closed_form, position_weights
-from gqa.convert.layerwise import Stop, run_layer
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import mean
 from gqa.convert.naming import stored_tensors
-from gqa.convert.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
 from gqa.convert.plan import Plan
-from gqa.convert.refine import Calls, Refinement, refine
-from gqa.convert.symmetries import Symmetry, find_symmetry
 
 Progress = Callable[[int], None]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa.convert.family import Kind
-from gqa.convert.parts import Part
+from gqa.convert.recast.parts import Part
 
 NATIVE_CLASS, REMOTE_CODE = "native", "remote code"
 

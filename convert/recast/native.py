@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gqa.convert.layout import Fused
-from gqa.convert.parts import Linear, NeutralNorm, Norm, Part, Place, Renamed, Rows
-from gqa.convert.recasting import Recasting
+from gqa.convert.recast.parts import Linear, NeutralNorm, Norm, Part, Place, Renamed, Rows
+from gqa.convert.recast.recasting import Recasting
 
 if TYPE_CHECKING:
     from torch import Tensor

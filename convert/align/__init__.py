@@ -1,0 +1,1 @@
+"""Heads brought into one basis before they are merged: from weights, or layer by layer from text."""
