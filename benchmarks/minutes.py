@@ -82,10 +82,9 @@ def train(options: dict[str, Any], start: Path, out: Path, steps: int, precision
 
 
 def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    texts = {text: windows_of(text, tokenizer, options["windows"], options["length"]) for text in options["texts"]}
+    texts = {
+        text: windows_of(text, options["model"], options["windows"], options["length"]) for text in options["texts"]
+    }
 
     def measured(stage: str, steps: int, precision: str, seconds: float, directory: str | Path) -> Point:
         return Point(stage, steps, precision, seconds, {text: nats(directory, ids) for text, ids in texts.items()})

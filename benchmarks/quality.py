@@ -28,11 +28,10 @@ METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
 
 def sampled(model: str, count: int, length: int) -> Any:
     """(count, length) token ids that the model writes itself, at temperature 1."""
-    from gqa.convert.align.sampling import sample_blocks
+    from gqa.convert.align.sampling import samples
     from gqa.convert.loading import load_model
 
-    source = load_model(model, dtype="float32")
-    return sample_blocks(source, count * length, length, seed=1, batch=count, progress=lambda tokens: None)
+    return next(samples(load_model(model, dtype="float32"), length, seed=1, batch=count))
 
 
 def windows_of(text: str, model: str, count: int, length: int) -> Any:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions
-from gqa.convert.align.sampling import sample_blocks
+from gqa.convert.align.sampling import samples
 
 pytestmark = pytest.mark.real
 
@@ -61,7 +61,7 @@ def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.fixture(scope="module")
 def text(source: Path) -> Tensor:
     """(SEQUENCES, LENGTH) ids that the source samples at temperature 1."""
-    return sample_blocks(load(source), SEQUENCES * LENGTH, LENGTH, seed=0, batch=SEQUENCES, progress=lambda n: None)
+    return next(samples(load(source), LENGTH, seed=0, batch=SEQUENCES))
 
 
 @torch.no_grad()
