@@ -166,7 +166,7 @@ def _errors(results: Results) -> Iterable[Table]:
 def _lead(results: Results) -> str:
     runs = [run for run in results.record["runs"] if run["cells"]]
     seconds = sum(run["seconds"] for run in runs)
-    commands = "\n".join(f"    {one_line(run['command'], 4000)}" for run in runs)
+    commands = "\n".join(f"    {command}" for command in dict.fromkeys(one_line(run["command"], 4000) for run in runs))
     return f"{commands}\n\n{len(results.rows)} cells, measured in {seconds:,.0f} seconds."
 
 
