@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -15,19 +14,15 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_json, run, snapshot
+from remote_copies import COPIES, MODELLING, copy_of, file_of
 from test_families import error, load, write_checkpoint
 from test_remote_code import ENCODER_DECODERS, OURS, REMOTE_CODE, THEIRS, TOLERANCE, ours
 from tiny_models import QUERY_HEADS, build, inputs, logits
-from tiny_remote import COPIES
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert.recast.remote_code import auto_classes, register
-
-MODELLING = Path(__file__).parent.parent / "convert" / "recast" / "modelling"
-NAMES = {"bart": "BART|Bart", "mbart": "mBART|MBart", "marian": "Marian", "pegasus": "Pegasus", "m2m_100": "M2M-?100",
-         "t5": "T5", "mt5": "mT5|MT5"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +37,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 # ------------------------------------------------------------------------------------------------- the files
-
-
-def file_of(name: str) -> Path:
-    return MODELLING / f"modeling_gqa_{name}.py"
 
 
 def test_every_file_belongs_to_a_family() -> None:
@@ -64,17 +55,10 @@ def test_files_need_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_copies_differ_in_names_only(name: str) -> None:
-    """Each file travels alone, so what several need is in each; here it is kept the same, up to the list of models."""
-
-    def body(name: str) -> list[str]:
-        text = re.sub(NAMES[name], "NAME", file_of(name).read_text()).replace(f"gqa_{name}", "gqa_name")
-        parts = ast.parse(text).body
-        own = [part for part in parts if isinstance(part, ast.FunctionDef | ast.ClassDef) and len(part.body) > 1]
-        return [" ".join(ast.dump(part).replace("\\n", " ").split()) for part in own]
-
-    assert body(name) == body(COPIES[name])
-    assert len(body(name)) == 4
+def test_copies_are_what_they_are_made_of(name: str) -> None:
+    """Each file travels alone, so what several need is in each; `python tests/remote_copies.py` writes them."""
+    assert file_of(name).read_text() == copy_of(name)
+    assert copy_of(name) != file_of(COPIES[name][0].modules).read_text()
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -53,8 +53,6 @@ SOURCES: tuple[Tiny, ...] = (
         float_inputs={"input_features": (8, 16)}, token_inputs={"decoder_input_ids": ()},
     ),
 )  # fmt: skip
-# Whose file differs from another one's in names only, which a test holds: not all tests have to be repeated.
-COPIES = {"mbart": "bart", "marian": "bart", "pegasus": "bart", "m2m_100": "bart", "mt5": "t5"}
 # The same in the classes that travel, with 4, 2 or 1 key/value heads.
 REMOTE: tuple[Tiny, ...] = tuple(
     Tiny(
