@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.convert.console import CONTEXT_SETTINGS, progress_bar, run, version_option
+from gqa.convert.console import CONTEXT_SETTINGS, progress_bar, run, version_option, with_options
 from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
@@ -45,19 +44,12 @@ _DEVICE = [
 ]  # fmt: skip
 
 
-_TARGET_OPTIONS = [
+_TARGET = [
     click.option("--remote-code/--no-remote-code", default=None, help="Whether a model whose class cannot have fewer "
                  "heads gets one that travels with it.  [default: where no class of transformers will do]"),
     click.option("--attention", metavar="KIND[,...]", help="Whose heads become fewer, in an encoder-decoder that gets "
                  "such a class: decoder-self, cross, encoder.  [default: decoder-self,cross]"),
 ]  # fmt: skip
-
-
-def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options about the class that a model is written for."""
-    for option in reversed(_TARGET_OPTIONS):
-        command = option(command)
-    return command
 
 
 def read_target(options: dict[str, Any]) -> Target:
@@ -72,20 +64,9 @@ def read_target(options: dict[str, Any]) -> Target:
     return Target(options["remote_code"], tuple(kind for kind in KINDS if kind in named) or None)
 
 
-def maps_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of finding maps."""
-    return _with(_TEXT + _SEARCH + _DEVICE, command)
-
-
-def search_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Those of them that say neither on which text nor where."""
-    return _with(_SEARCH, command)
-
-
-def _with(options: list[Any], command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(options):
-        command = option(command)
-    return command
+maps_options = with_options(_TEXT, _SEARCH, _DEVICE)  # of finding maps
+search_options = with_options(_SEARCH)  # those of them that say neither on which text nor where
+target_options = with_options(_TARGET)  # about the class that a model is written for
 
 
 def read_options(options: dict[str, Any]) -> MapsOptions:

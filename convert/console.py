@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -14,6 +14,7 @@ import click
 from gqa.convert.errors import RefusedError, explain, one_line
 from gqa.corpus.document import CorpusError
 
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -29,6 +30,17 @@ class ByteSize(click.ParamType[int]):
             self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
         size = float(match[1]) * _UNITS[match[2].upper()]
         return int(min(max(size, 1), 2**62))
+
+
+def with_options(*groups: Sequence[Option]) -> Option:
+    """Groups of click options as one decorator; --help lists them in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed([option for group in groups for option in group]):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def version_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

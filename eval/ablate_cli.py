@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.convert.calibrate_cli import read_refinement, search_options
-from gqa.convert.console import CONTEXT_SETTINGS, fail, progress_bar, run, version_option
+from gqa.convert.console import CONTEXT_SETTINGS, fail, progress_bar, run, version_option, with_options
 from gqa.convert.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -125,20 +125,11 @@ _RUN = [
 ]  # fmt: skip
 
 
-def _with(*groups: list[Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for option in reversed([option for group in groups for option in group]):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="[MODEL]", required=False)
-@_with(_GRID, _DATA, _TRAINING)
+@with_options(_GRID, _DATA, _TRAINING)
 @search_options
-@_with(_MEASURE, _RUN)
+@with_options(_MEASURE, _RUN)
 @version_option("gqa-ablate")
 def command(model: str | None, output: Path, quiet: bool, **options: Any) -> None:
     """Which method, how many groups, how much further training? Measures every combination for MODEL.

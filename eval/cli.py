@@ -7,16 +7,16 @@ import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from gqa.convert.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option
+from gqa.convert.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option, with_options
 from gqa.convert.errors import RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from gqa.corpus.document import Document
     from gqa.eval.evaluate import Options
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from gqa.eval.subjects import Subject
     from gqa.eval.tasks import Harness
 
-Command = TypeVar("Command")
 Records = list[dict[str, Any]]
 
 _EPILOG = """\b
@@ -133,19 +132,10 @@ _NEEDS = {
 }
 
 
-def _with(options: list[Any]) -> Callable[[Command], Command]:
-    def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("baseline", metavar="BASELINE")
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@_with([*_TEXT, *_MEASURE, *_RUN])
+@with_options(_TEXT, _MEASURE, _RUN)
 @version_option("gqa-eval")
 def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
     """Compare checkpoints on the same text: quality, memory and speed side by side.

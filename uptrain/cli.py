@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from gqa.convert.console import CONTEXT_SETTINGS, fail, run, version_option
+from gqa.convert.console import CONTEXT_SETTINGS, fail, run, version_option, with_options
 
 _EPILOG = """\b
 Examples:
@@ -119,18 +118,9 @@ _RUN = [
 ]  # fmt: skip
 
 
-def _with(*groups: list[Any]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for option in reversed([option for group in groups for option in group]):
-            command = option(command)
-        return command
-
-    return decorate
-
-
 @click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
-@_with(_DATA, _TRAINING, _TEACHER, _RUN)
+@with_options(_DATA, _TRAINING, _TEACHER, _RUN)
 @version_option("gqa-uptrain")
 def command(resume: bool, dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     """Train the converted checkpoint MODEL further, on a fraction of the data, and write a plain checkpoint.
