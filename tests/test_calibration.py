@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibration, Calibrator
+from gqa.convert.align.closed_form import closed_form, position_weights
 from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.align.refine import Calls, Refinement, refine
 from gqa.convert.align.sampling import samples
@@ -175,6 +177,54 @@ def test_refinement_is_never_worse_than_its_start() -> None:
         module, start, calls, targets, torch.ones(targets.shape[:2]), Refinement(steps=100, batch=8, learning_rate=1e-2)
     )
     assert least < first
+
+
+def test_refinement_looks_where_errors_count() -> None:
+    """Targets that are wrong at one position: nothing is learnt from them where it counts nothing."""
+    torch.manual_seed(0)
+    module, hidden = torch.nn.Linear(4, 4), torch.randn(32, 5, 4)
+    calls = Calls([hidden], {32: ((), {})})
+    start = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    targets, counts = module(hidden).detach(), torch.ones(32, 5)
+    targets[:, 0] += 100.0
+    counts[:, 0] = 0.0
+    how = Refinement(steps=16, batch=8)
+    _, first, _ = refine(module, start, calls, targets, counts, how)
+    assert first < 1e-12
+    _, first, least = refine(module, start, calls, targets, torch.ones(32, 5), how)
+    assert least < first, "there is something to learn where it counts"
+
+
+# ------------------------------------------------------------------------------------- positions out of the ordinary
+
+
+def test_an_error_counts_by_the_size_of_the_stream() -> None:
+    stream = torch.randn(3, 7, 16)
+    stream[:, 0] *= 100
+    counts = position_weights(stream)
+    assert float(counts.mean()) == pytest.approx(1.0)
+    assert torch.allclose(counts * stream.square().mean(-1), (counts * stream.square().mean(-1))[0, 0])
+
+
+@pytest.mark.parametrize("counted", [0.0, 1.0])
+def test_the_closed_form_looks_where_errors_count(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: float
+) -> None:
+    """What is wanted at the first position is spoiled: it decides nothing where it counts nothing."""
+    written = []
+    for spoil in (0.0, 100.0):
+
+        def spoiled(*given: Any, spoil: float = spoil) -> Any:
+            *before, wanted, strength, search = given
+            inputs, counts = wanted.inputs.clone(), wanted.counts.clone()
+            inputs[:, 0] += spoil
+            counts[:, 0] *= counted
+            return closed_form(*before, replace(wanted, inputs=inputs, counts=counts), strength, search)
+
+        monkeypatch.setattr("gqa.convert.align.calibration.closed_form", spoiled)
+        out = convert_checkpoint(source, 2, tmp_path / str(spoil), method="calibrated", calibration=on_ids()).out
+        written.append(load_tiny(TINY["llama+bias"], out).get_parameter("model.layers.0.self_attn.o_proj.weight"))
+    assert torch.equal(*written) is (counted == 0)
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(0, 8), (-1, 8), (8, 0)])

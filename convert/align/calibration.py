@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.convert.align.closed_form import closed_form, position_weights
+from gqa.convert.align.closed_form import Wanted, closed_form, position_weights
 from gqa.convert.align.layerwise import Stop, run_layer
 from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
 from gqa.convert.align.refine import Calls, Refinement, refine
@@ -53,12 +53,11 @@ def calibrate_layer(
         return None
     attention = attention_of(own, module)
     symmetry = find_symmetry(pair.plan.config.text)
-    drift = _drift(pair, streams, layer, own, attention)
+    drift, counts = _drift(pair, streams, layer, own, attention), position_weights(streams.converted)
     seen = _run_source(pair, streams, module, own, attention, symmetry)
     if symmetry:
-        maps, error = closed_form(
-            pair, streams, module, own, attention, symmetry, seen.inputs, drift, how.ridge, how.search
-        )
+        wanted = Wanted(seen.inputs, drift, counts)
+        maps, error = closed_form(pair, streams, module, own, attention, symmetry, wanted, how.ridge, how.search)
     else:
         heads = pair.plan.config.heads(layer)
         maps, error = mean(heads.kv, heads.kv * pair.plan.groups // pair.plan.config.main.kv), float("nan")
@@ -67,7 +66,8 @@ def calibrate_layer(
     trained: dict[str, Tensor] = {}
     changed = pair.load_target(module, weights)
     if how.refine:
-        trained, error = _refine(pair, streams.converted, module, changed, seen.outputs + drift, how.refine, progress)
+        calls = _calls(pair, streams.converted, module, changed)
+        trained, error = _refine(pair, module, changed, calls, seen.outputs + drift, counts, how.refine, progress)
         changed = pair.load_target(module, weights | trained)
     for piece, hidden, given in pair.batches(streams.converted, layer):
         streams.converted[piece] = run_layer(changed, hidden, given).cpu()
@@ -138,16 +138,8 @@ def _first(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def _refine(
-    pair: Pair,
-    stream: Tensor,
-    module: AttentionModule,
-    changed: nn.Module,
-    targets: Tensor,
-    how: Refinement,
-    progress: Progress,
-) -> tuple[dict[str, Tensor], float]:
-    """The converted module's trained tensors by their stored names, and the error that is left."""
+def _calls(pair: Pair, stream: Tensor, module: AttentionModule, changed: nn.Module) -> Calls:
+    """What the converted attention module is called with on its stream."""
     attention, calls = attention_of(changed, module), Calls()
 
     def stop(*given: Any) -> None:
@@ -158,10 +150,25 @@ def _refine(
         for _, hidden, given in pair.batches(stream, module.layer):
             until_stop(changed, hidden, given)
     hook.remove()
+    return calls
+
+
+def _refine(
+    pair: Pair,
+    module: AttentionModule,
+    changed: nn.Module,
+    calls: Calls,
+    targets: Tensor,
+    counts: Tensor,
+    how: Refinement,
+    progress: Progress,
+) -> tuple[dict[str, Tensor], float]:
+    """The converted module's trained tensors by their stored names, and the error that is left."""
+    attention = attention_of(changed, module)
     names = pair.trainable(module, attention)
     start = {name: attention.get_parameter(name).detach() for name in names}
     with torch.enable_grad():
-        best, _, error = refine(attention, start, calls, targets, position_weights(stream), how, progress)
+        best, _, error = refine(attention, start, calls, targets, counts, how, progress)
     return stored_tensors(pair.target.model, {names[name]: tensor for name, tensor in best.items()}), error
 
 

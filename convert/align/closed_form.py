@@ -113,6 +113,20 @@ def stack_groups(heads: Tensor, groups: int) -> Tensor:
     return stacked.flatten(3)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What an attention layer should compute at N x T positions.
+
+    inputs: (N, T, H * e) what the source's W_O is given on the source's own stream.
+    drift: (N, T, D) what W_O should give beside that, see `gqa.convert.align.calibration`.
+    counts: (N, T) how much an error counts, see `position_weights`.
+    """
+
+    inputs: Tensor
+    drift: Tensor
+    counts: Tensor
+
+
 def closed_form(
     pair: Pair,
     streams: Streams,
@@ -120,8 +134,7 @@ def closed_form(
     own: nn.Module,
     attention: nn.Module,
     symmetry: Symmetry,
-    targets: Tensor,
-    drift: Tensor,
+    wanted: Wanted,
     strength: float,
     search: bool = False,
 ) -> tuple[HeadMaps, float]:
@@ -129,8 +142,6 @@ def closed_form(
 
     Args:
         own, attention: The source's layer and its attention, with their weights.
-        targets: (N, T, H * e) what the source's W_O is given on the source's own stream.
-        drift: (N, T, D) what W_O should give beside that, see `gqa.convert.align.calibration`.
         strength: Of the ridge.
         search: Whether heads are regrouped, all of them being moved together with what belongs to them.
     """
@@ -139,21 +150,29 @@ def closed_form(
     groups = heads.kv * pair.plan.groups // config.main.kv
     w_o = _output_weight(pair, module, symmetry).unflatten(0, (heads.query, heads.value_dim))
     moments = Moments.zeros(heads, 1 if search else groups)
-    values = _watch_source(pair, streams, layer, own, attention, moments, w_o)
+    values = _watch_source(pair, streams, layer, own, attention, moments, w_o, wanted.counts)
     rotary, free_keys = symmetry.rotary(config.text, layer, heads.key_dim), symmetry.free_keys(config.text)
     order = find_order(moments.of_layer(w_o), groups, rotary, free_keys) if search else None
     if search:
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         values, rows = [v[:, order] for v in values], query_order(order, heads.query)
-        w_o, targets = w_o[rows], targets.unflatten(-1, (heads.query, -1))[:, :, rows].flatten(2)
+        inputs = wanted.inputs.unflatten(-1, (heads.query, -1))[:, :, rows].flatten(2)
+        w_o, wanted = w_o[rows], replace(wanted, inputs=inputs)
     maps = replace(_key_maps(moments, heads, groups, rotary, free_keys), order=order)
-    maps = _value_maps(pair, streams, module, maps, moments, values, w_o.double())
-    return _refit(pair, streams, module, maps, symmetry, targets, drift, strength, w_o.double().flatten(0, 1))
+    maps = _value_maps(pair, streams, module, maps, moments, values, w_o.double(), wanted.counts)
+    return _refit(pair, streams, module, maps, symmetry, wanted, strength, w_o.double().flatten(0, 1))
 
 
 def _watch_source(
-    pair: Pair, streams: Streams, layer: int, own: nn.Module, attention: nn.Module, moments: Moments, w_o: Tensor
+    pair: Pair,
+    streams: Streams,
+    layer: int,
+    own: nn.Module,
+    attention: nn.Module,
+    moments: Moments,
+    w_o: Tensor,
+    counts: Tensor,
 ) -> list[Tensor]:
     """Adds up moments of the source's heads on the converted stream; returns all values (B, Hk, T, e)."""
     values: list[Tensor] = []
@@ -165,7 +184,7 @@ def _watch_source(
         values.append(v.cpu())
         raise Stop
 
-    weights = iter(position_weights(streams.converted).split(pair.batch))
+    weights = iter(counts.split(pair.batch))
     with watched(attention, attend), torch.no_grad():
         for _, hidden, given in pair.batches(streams.converted, layer):
             until_stop(own, hidden, given)
@@ -198,6 +217,7 @@ def _value_maps(
     moments: Moments,
     values: Sequence[Tensor],
     w_o: Tensor,
+    counts: Tensor,
 ) -> HeadMaps:
     """Shared values from what every query head sees of the stacked values under the merged attention; w_o (H, e, D)."""
     heads = pair.plan.config.heads(module.layer)
@@ -206,7 +226,7 @@ def _value_maps(
     seen = torch.zeros(heads.query, m * e, m * e, dtype=torch.float64)
     changed = pair.load_target(module, pair.weights(module, maps))
     attention = attention_of(changed, module)
-    waiting, weights = iter(values), iter(position_weights(streams.converted).split(pair.batch))
+    waiting, weights = iter(values), iter(counts.split(pair.batch))
 
     def attend(own: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         stacked = stack_groups(next(waiting).to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
@@ -243,8 +263,7 @@ def _refit(
     module: AttentionModule,
     maps: HeadMaps,
     symmetry: Symmetry,
-    targets: Tensor,
-    drift: Tensor,
+    wanted: Wanted,
     strength: float,
     w_o: Tensor,
 ) -> tuple[HeadMaps, float]:
@@ -255,30 +274,29 @@ def _refit(
     changed = pair.load_target(module, pair.weights(module, replace(maps, output=None)))
     output = pair.projection(pair.target, module, symmetry.output.tensor)
     width = len(maps.output)
-    inverse = torch.linalg.pinv(w_o).to(targets.dtype)  # what W_O turns into the drift is asked for on top
+    inverse = torch.linalg.pinv(w_o).to(wanted.inputs.dtype)  # what W_O turns into the drift is asked for on top
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
-    wanted = torch.zeros_like(gram)
-    waiting, missing = iter(targets.split(pair.batch)), iter(drift.split(pair.batch))
-    weights = iter(position_weights(streams.converted).split(pair.batch))
+    asked = torch.zeros_like(gram)
+    waiting = zip(*(part.split(pair.batch) for part in (wanted.inputs, wanted.drift, wanted.counts)), strict=True)
 
     def note(given: Tensor) -> None:
-        rows, target = given.flatten(0, 1).double(), next(waiting).to(given.device).flatten(0, 1).double()
-        target = target + (next(missing).flatten(0, 1) @ inverse).to(target)
-        weight = next(weights).flatten()[:, None].to(rows)
-        rows, target = rows * weight.sqrt(), target * weight.sqrt()
+        inputs, drift, counts = (part.flatten(0, 1) for part in next(waiting))
+        root = counts.sqrt()[:, None].to(given.device).double()
+        rows = given.flatten(0, 1).double() * root
+        target = (inputs + drift @ inverse).to(given.device).double() * root
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target).cpu())
-        wanted.add_((target.T @ target).cpu())
+        asked.add_((target.T @ target).cpu())
         raise Stop
 
     with inputs_of(output, note), torch.no_grad():
         for _, hidden, given in pair.batches(streams.converted, module.layer):
             until_stop(changed, hidden, given)
-    count = targets.shape[0] * targets.shape[1]
+    count = wanted.counts.numel()
     found = ridge(gram / count, cross / count, maps.output, strength)
 
     def energy(matrix: Tensor) -> float:
         return float((w_o.T @ matrix @ w_o).trace())
 
-    left = found @ gram @ found.T - found @ cross - cross.T @ found.T + wanted
-    return replace(maps, output=found), energy(left) / max(energy(wanted), 1e-300)
+    left = found @ gram @ found.T - found @ cross - cross.T @ found.T + asked
+    return replace(maps, output=found), energy(left) / max(energy(asked), 1e-300)
