@@ -44,7 +44,7 @@ def small(directory: Path, seed: int = 0) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not hasattr(os, "fork"):
-        pytest.skip("needs fork")
+        pytest.skip("a run is killed in a forked child, and this system (Windows) has no fork")
     directory = tmp_path_factory.mktemp("server")
     with Server(small(directory / "m"), directory) as made:
         yield made
@@ -224,7 +224,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     made.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(made)]
     if shutil.which("mount") is None or subprocess.run(words, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small tmpfs needs root")
+        pytest.skip("a full disk is a small tmpfs, which only root on Linux may mount")
     yield made
     subprocess.run(["umount", "-l", str(made)], check=True)
 

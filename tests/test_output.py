@@ -109,7 +109,7 @@ def test_model_is_a_file_or_nothing(model: Path, tmp_path: Path, monkeypatch: py
 
 def test_unreadable_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     if os.name != "posix":
-        pytest.skip("needs POSIX permissions")
+        pytest.skip("a directory is closed by POSIX permissions, which this system has not")
     root = tmp_path_factory.getbasetemp().parent / f"unreadable-{os.getpid()}"
     if os.geteuid() == 0:  # pytest's directory is closed to others
         root = Path(tempfile.gettempdir()) / f"gqa-unreadable-{os.getpid()}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from real_model import SMOLLM2, RealModelError, real_checkpoint
+from published import published
+from real_model import SMOLLM2
 from test_families import CONTROL, TOLERANCE, all_tensors, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -55,15 +55,8 @@ def sha256(path: Path) -> str:
 @pytest.fixture(scope="module")
 def source() -> Iterator[Path]:
     """The checkpoint; no test may change a byte of it."""
-    if os.environ.get("GQA_SKIP_REAL") == "1":
-        pytest.skip("GQA_SKIP_REAL=1: the tests on the published SmolLM2 weights are not wanted")
-    try:
-        directory = real_checkpoint(SMOLLM2)
-    except RealModelError as failure:
-        pytest.fail(str(failure), pytrace=False)
-    before = digests(directory)
-    yield directory
-    assert digests(directory) == before, f"{directory} was changed: remove it, the next run makes it again"
+    with published(SMOLLM2) as directory:
+        yield directory
 
 
 @pytest.fixture(scope="module")

