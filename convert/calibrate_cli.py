@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gqa.convert.align.refine import Refinement
     from gqa.convert.recast.recasting import Target
 
+_LOG_SECONDS = 30.0  # between two lines
+
 _TEXT = [
     click.option("--calibration", default="self", show_default=True, metavar="SOURCE[,...]", help="Text for calibrated "
                  "and refined: self (sampled from the model), self:TOKENS, a file, a hub data set, stdlib:train."),
@@ -97,27 +99,37 @@ def read_refinement(options: dict[str, Any], seed: int = 0) -> Refinement:
 
 
 class Bar:
-    """Progress of finding maps on stderr, and the table of what each layer lost."""
+    """Progress of finding maps on stderr, and the table of what each layer lost.
+
+    A bar where a person looks at it, and a line now and then in the log of a job.
+    """
 
     def __init__(self, quiet: bool) -> None:
         self._quiet = quiet
         self._bar: Any = None
         self._errors: list[tuple[int, float]] = []
+        self._state, self._tokens, self._began, self._told = "sampling", 0, time.monotonic(), time.monotonic()
 
     def stage(self, name: str, tokens: int) -> None:
         self.close()
         self._bar = progress_bar(tokens, "tok", name, self._quiet)
+        self._state, self._tokens, self._began = name, 0, time.monotonic()
 
     def update(self, tokens: int) -> None:
         if self._bar is None:
-            self._bar = progress_bar(0, "tok", "sampling", self._quiet)
+            self._bar = progress_bar(0, "tok", self._state, self._quiet)
         self._bar.update(tokens)
+        self._tokens, now = self._tokens + tokens, time.monotonic()
+        if self._bar.disable and not self._quiet and now - self._told >= _LOG_SECONDS:
+            self._told, rate = now, self._tokens / (now - self._began)
+            click.echo(f"{self._state} | {self._tokens:,} tokens | {rate:,.0f} tok/s", err=True)
 
     def layer(self, index: int, layers: int, error: float) -> None:
         if error == error:
             self._errors.append((index - 1, error))
+        self._state = f"layer {index}/{layers}, error {error:.3g}"
         if self._bar is not None:
-            self._bar.set_postfix_str(f"layer {index}/{layers}, error {error:.3g}")
+            self._bar.set_postfix_str(self._state)
 
     def __enter__(self) -> Bar:
         return self

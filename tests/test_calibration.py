@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from embedded import SOURCE, copy_source, load
+from embedded import SOURCE
 from safetensors.torch import load_file, save_file
 from scrambled import Ids, on_ids, relative
 from test_families import attention_of, write_checkpoint
@@ -27,7 +26,6 @@ from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.closed_form import closed_form, position_weights
 from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.align.refine import Calls, Refinement, refine
-from gqa.convert.align.sampling import samples
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 
@@ -241,25 +239,6 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
         convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
     assert "\n" not in str(told.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-# ------------------------------------------------------------------------------------------------- sampling
-
-
-def test_samples_are_the_models_own(tmp_path: Path) -> None:
-    """The same for a seed; what generation_config.json asks for (top-p, penalties, an end) is not done."""
-    plain = next(samples(load(SOURCE), 16, seed=1, batch=6))
-    assert plain.shape == (6, 16)
-    assert (plain[:, 0] == 1).all(), "BOS"
-    habits = copy_source(tmp_path)
-    (habits / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "top_p": 0.1, "top_k": 2, "temperature": 0.3, "repetition_penalty": 1.5,
-                    "max_length": 5, "eos_token_id": [2, 3]})
-    )  # fmt: skip
-    same = next(samples(load(habits), 16, seed=1, batch=6))
-    assert torch.equal(plain, same)
-    other = next(samples(load(SOURCE), 16, seed=2, batch=6))
-    assert not torch.equal(plain, other)
 
 
 def test_calibrated_on_its_own_samples(tmp_path: Path) -> None:
