@@ -74,7 +74,8 @@ target_options = with_options(_TARGET)  # about the class that a model is writte
 def read_options(options: dict[str, Any]) -> MapsOptions:
     """What the options say."""
     from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.find_maps import MapsOptions, find_device
+    from gqa.convert.align.find_maps import MapsOptions
+    from gqa.convert.devices import find_device
 
     sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
     return MapsOptions(

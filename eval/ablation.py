@@ -67,6 +67,11 @@ class Study:
         return self.grid.cells(self.heads)
 
     @property
+    def timed(self) -> list[int]:
+        """Numbers of heads whose memory and speed the rows need."""
+        return sorted({*self.grid.groups, self.heads})
+
+    @property
     def directory(self) -> Path:
         return self.options.output
 
@@ -214,7 +219,8 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         rows = Rows(directory)
         done = rows.done()
         left = [cell for cell in study.cells if cell not in done]
-        if not left:
+        known = _known_speeds(directory)
+        if not left and not set(map(str, study.timed)) - known.keys():
             return rows
         environment = evaluate.environment(study.options.devices[0])
         this: Row = {"command": command, **environment, **git(), "cells": 0, "seconds": 0.0}
@@ -227,9 +233,14 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
             told(row)
 
         _write(directory, RECORD, record)
-        shared = _share(study, record)
-        _write(directory, RECORD, record)
-        _measure(study, shared, left, keep)
+        speeds = _speeds(study, known)
+        rows.update(speeds)
+        if left:
+            shared = _share(study, record, speeds)
+            _write(directory, RECORD, record)
+            _measure(study, shared, left, keep)
+        else:
+            record["source"].update(speeds[study.heads])
         rows.finish()
         this["seconds"] = time.perf_counter() - start
         _write(directory, RECORD, record)
@@ -264,17 +275,25 @@ def _write(directory: Path, name: str, record: Row) -> None:
         raise no_place(directory, error) from None
 
 
-def _share(study: Study, record: Row) -> Shared:
-    """The source's evaluation and the speeds; the former is added to the record too."""
+def _known_speeds(directory: Path) -> dict[str, Row]:
+    path = directory / SPEEDS
+    known: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
+    return known
+
+
+def _speeds(study: Study, known: dict[str, Row]) -> dict[int, Row]:
+    """Columns by the number of heads: what is known, and what is measured now."""
+    speeds = measure_speeds(study.subject, study.options, study.timed, known, study.directory / WORK)
+    _write(study.directory, SPEEDS, speeds)
+    return {int(groups): columns for groups, columns in speeds.items()}
+
+
+def _share(study: Study, record: Row, speeds: dict[int, Row]) -> Shared:
+    """The source's evaluation, which is added to the record too."""
     subject, options = study.subject, study.options
     start = time.perf_counter()
     source = evaluate.measure_quality([subject], study.text, study.evaluation)[0]
     assert source.scores is not None
-    path = study.directory / SPEEDS
-    known = json.loads(path.read_text()) if path.exists() else {}
-    speeds = measure_speeds(subject, options, sorted({*study.grid.groups, study.heads}), known, study.directory / WORK)
-    _write(study.directory, SPEEDS, speeds)
-    by_groups = {int(groups): columns for groups, columns in speeds.items()}
     quality = source.record["quality"]
     lost = None
     if options.kl:
@@ -289,7 +308,7 @@ def _share(study: Study, record: Row) -> Shared:
         "kl_lost_to_rounding": lost,
         "text": study.text.record(),
         "seconds": time.perf_counter() - start,
-        **by_groups[study.heads],
+        **speeds[study.heads],
     }
     identity = {k: v for k, v in study.identity.items() if not k.startswith("content")}
     environment = evaluate.environment(options.devices[0])
@@ -299,7 +318,7 @@ def _share(study: Study, record: Row) -> Shared:
     cache = study.evaluation.baseline_cache
     return Shared(
         options, study.directory / WORK, study.text, np.asarray(source.scores.nats), (cache, key) if cache else None,
-        study.steps, by_groups, constant,
+        study.steps, speeds, constant,
     )  # fmt: skip
 
 

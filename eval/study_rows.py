@@ -12,7 +12,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,11 @@ class Rows:
             self._write_tables()
         except OSError as error:
             raise no_place(self._directory, error) from None
+
+    def update(self, columns: Mapping[int, Row]) -> None:
+        """Columns of all rows with so many heads, anew. They are on disk after `finish`."""
+        for row in self._found.values():
+            row.update(plain(columns.get(row["groups"], {})))
 
     def finish(self) -> None:
         """rows.jsonl in the order of the grid, one row a cell. Raises UnwrittenError."""

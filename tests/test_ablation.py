@@ -186,6 +186,23 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(after[name] == before[name] for name in ("rows.jsonl", "rows.csv", "rows.parquet", "study.json"))
 
 
+def test_decoding_is_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without speeds.json: in all rows, and nothing else is measured."""
+    out = shutil.copytree(study(), tmp_path / "study")
+    (out / "speeds.json").unlink()
+    monkeypatch.setattr(ablation, "_measure", lambda *given: pytest.fail("measured again"))
+    again = measured(out, groups="1,4", no_decode=None, decode_batch=1)
+    assert without_speed(out) == without_speed(study())
+    speeds = json.loads((out / "speeds.json").read_text())
+    for row, before in zip(again, rows(study()), strict=True):
+        assert row["decode_seconds_per_token"] != before["decode_seconds_per_token"]
+        assert speeds[str(row["groups"])].items() <= row.items()
+    assert speeds["4"].items() <= json.loads((out / "study.json").read_text())["source"].items()
+    with (out / "rows.csv").open() as file:
+        told = [float(row["decode_seconds_per_token"]) for row in csv.DictReader(file)]
+    assert told == [row["decode_seconds_per_token"] for row in again]
+
+
 def test_a_study_grows(tmp_path: Path) -> None:
     """Of more methods and alphas only the new cells are measured."""
     shutil.copytree(study(), tmp_path / "study")

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from embedded import SOURCE, copy_source, load
 
 import gqa.convert.align.self_samples as module
-from gqa.convert.align.sampling import samples
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.checkpoint import read_checkpoint
 from gqa.convert.errors import RefusedError
@@ -36,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def sampled(teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE) -> tuple[SampledBlocks, list[int]]:
     told: list[int] = []
-    found = sampled_blocks(lambda: teacher, teacher.dtype, read_checkpoint(source), SIZE, n_blocks, seed, told.append)
+    found = sampled_blocks(lambda dtype: teacher, "cpu", read_checkpoint(source), SIZE, n_blocks, seed, told.append)
     return found, told
 
 
@@ -89,17 +87,6 @@ def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path
     for file in plain.glob("*token*"):
         file.unlink()
     assert np.array_equal(ids(sampled(teacher, 4, source=plain)[0]), with_bos)
-
-
-def test_samples_look_like_what_the_model_predicts(teacher) -> None:
-    """Its own samples cost it about what it says they cost (its entropy); random tokens cost far more."""
-    blocks = next(samples(teacher, 64, seed=0, batch=32))
-    with torch.no_grad():
-        logits = teacher(input_ids=blocks).logits[:, :-1].float().log_softmax(-1)
-    cost = -logits.gather(-1, blocks[:, 1:, None]).mean()
-    entropy = -(logits.exp() * logits).sum(-1).mean()
-    assert float(cost) == pytest.approx(float(entropy), rel=0.05)
-    assert float(-logits.mean()) > 2 * float(cost)
 
 
 def test_what_is_asked_for() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -74,8 +74,10 @@ def open_feed(options: TrainOptions, tokenizer: Any, block_size: int) -> Feed:
     return Feed(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
 
 
-def open_self(options: TrainOptions, teacher: PreTrainedModel, checkpoint: Checkpoint, block_size: int) -> Feed:
-    """Blocks that the teacher writes. Raises RefusedError."""
+def open_self(
+    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, block_size: int
+) -> Feed:
+    """Blocks that the teacher, `checkpoint`, writes; `load` gives it in a dtype. Raises RefusedError."""
     data_tokens = self_tokens(options.data[0]) or 0
     everything = options.alpha is None and options.tokens is None and options.steps is None
     n_blocks = n_blocks_for(
@@ -89,7 +91,7 @@ def open_self(options: TrainOptions, teacher: PreTrainedModel, checkpoint: Check
         )
     steps = _steps(n_blocks, options, block_size)
     count = steps * options.batch_size
-    blocks = sampled_blocks(lambda: teacher, teacher.dtype, checkpoint, block_size, count, options.seed)
+    blocks = sampled_blocks(load, device, checkpoint, block_size, count, options.seed)
     told = f"{blocks.n_blocks:,} blocks of {block_size:,} that {checkpoint.name} writes"
     return Feed(blocks, options.batch_size, steps, blocks.fingerprint, told)
 

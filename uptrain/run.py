@@ -130,9 +130,14 @@ def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedMode
     teacher = _teacher(model, tokenizer, options, accelerator, teacher)
     with accelerator.main_process_first():  # one process tokenises, the others find it done
         if is_self(options.data[0]):
-            assert teacher is not None
             assert options.teacher is not None
-            feed = open_self(options, teacher, open_model(options.teacher), block_size)
+            writer, device = open_model(options.teacher), str(accelerator.device)
+
+            def load(dtype: str) -> PreTrainedModel:
+                with _loaded_on_every_rank():
+                    return _load(writer, options, device, dtype)
+
+            feed = open_self(options, load, device, writer, block_size)
         else:
             feed = open_feed(options, tokenizer, block_size)
         heldout = open_heldout(options, tokenizer, block_size)

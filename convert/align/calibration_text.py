@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from gqa.corpus.alpha import permutation
 from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens
 from gqa.corpus.tokens import Blocks, tokenise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,11 @@ class CalibrationText:
         from gqa.convert.align.self_samples import sampled_blocks
         from gqa.convert.loading import load_model
 
-        stored = read_config(checkpoint.config, checkpoint.name).text.dtype
-        dtype = torch.float32 if stored is None else stored
-        name = str(dtype).removeprefix("torch.")
-        found = sampled_blocks(
-            lambda: load_model(str(checkpoint.directory), dtype=name, device=device), dtype, checkpoint, self.length,
-            -(-tokens // self.length), self.seed, progress,
-        )  # fmt: skip
+        def load(dtype: str) -> PreTrainedModel:
+            return load_model(str(checkpoint.directory), dtype=dtype, device=device)
+
+        n_blocks = -(-tokens // self.length)
+        found = sampled_blocks(load, device, checkpoint, self.length, n_blocks, self.seed, progress)
         return torch.stack([torch.from_numpy(found[index]["input_ids"]) for index in range(len(found))])
 
 

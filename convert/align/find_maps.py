@@ -21,6 +21,7 @@ from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.pair import Streams
 from gqa.convert.align.refine import Refinement
 from gqa.convert.attention import attention_modules
+from gqa.convert.devices import default_device, native_bfloat16
 from gqa.convert.errors import RefusedError
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
@@ -54,7 +55,7 @@ class MapsOptions:
     text: CalibrationText = field(default_factory=CalibrationText)
     ridge: float = 1e-4
     refinement: Refinement = field(default_factory=Refinement)
-    device: str = field(default_factory=lambda: default_device())
+    device: str = field(default_factory=default_device)
     dtype: str = "float32"
     batch: int = 8
     grouping: str = "contiguous"
@@ -83,29 +84,6 @@ class MapsOptions:
         if self.refinement.autocast is not None:
             return self.refinement
         return replace(self.refinement, autocast=native_bfloat16(self.device))
-
-
-def default_device() -> str:
-    """A GPU where there is one."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found.type if found else "cpu"
-
-
-def native_bfloat16(device: str) -> bool:
-    """Whether the device multiplies bfloat16 by itself, not by way of float32."""
-    if device == "cpu":
-        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
-    return device.startswith("cuda") and torch.cuda.is_bf16_supported()
-
-
-def find_device(name: str | None) -> str:
-    """The device of that name, or the default. Raises RefusedError where there is none."""
-    try:
-        torch.empty(0, device=name or default_device())
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise RefusedError(f"--device {name} is not there; {default_device()} is") from None
-    return name or default_device()
 
 
 def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False) -> MapsFile:

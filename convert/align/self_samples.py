@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from gqa.convert.align.sampling import first_token, samples
 from gqa.convert.checkpoint import Checkpoint
+from gqa.convert.devices import native_bfloat16
 from gqa.convert.errors import RefusedError
 from gqa.convert.kv_cache import checkpoint_cache
 from gqa.convert.maps_file import digest_of
@@ -51,8 +52,8 @@ class SampledBlocks:
 
 
 def sampled_blocks(
-    load: Callable[[], PreTrainedModel],
-    dtype: torch.dtype,
+    load: Callable[[str], PreTrainedModel],
+    device: str,
     checkpoint: Checkpoint,
     size: int,
     n_blocks: int,
@@ -62,7 +63,7 @@ def sampled_blocks(
     """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
     token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used.
 
-    `load` gives the model, in `dtype`; it is called if some of them are not there yet.
+    `load` gives the model in the dtype of that name, on `device`; it is called if some of them are not there yet.
     Raises RefusedError where it cannot be sampled from.
     """
     from datasets.config import HF_DATASETS_CACHE
@@ -70,6 +71,8 @@ def sampled_blocks(
     known = as_it_is(checkpoint)
     start = first_token(read_config(known.config, known.name).text, known.name)
     lead = 0 if _begins(checkpoint, start) else 1
+    # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
+    dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch, whole = _batch(known, size, dtype), digest_of(checkpoint.origin, checkpoint.origin.tensors)
     told = f"{whole} {start} {lead} {seed} {size} {batch} {dtype}"
     name = hashlib.sha256(told.encode()).hexdigest()[:32]
@@ -80,7 +83,7 @@ def sampled_blocks(
         have = file.stat().st_size // (4 * size * batch) if file.exists() else 0
         wanted = -(-n_blocks // batch)
         if wanted > have:
-            model = load()
+            model = load(str(dtype).removeprefix("torch."))
         with file.open("r+b" if file.exists() else "w+b") as stream:
             stream.truncate(4 * size * batch * have)  # a batch that was not finished
             for number in range(have, wanted):
