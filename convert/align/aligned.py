@@ -1,8 +1,7 @@
-"""Maps from the weights alone: what heads compute is guessed from their projections and the norm before them.
+"""Maps from the weights alone: what heads compute is guessed from their projections and what they are given.
 
-Nothing is run: the moments of a layer's keys, queries and values are those that its projections give to inputs of
-independent components, each as large as the norm's gain makes it. Layers with outlier activations do not look like
-that; `calibrated` measures instead.
+Nothing is run: the moments of a layer's keys, queries and values are those that its projections give to inputs like
+those that the layers before it write (`Stream`). `calibrated` measures instead.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gqa.convert.align.alignment import add_plain_key, shared_value
+from gqa.convert.align.alignment import shared_key, shared_value
 from gqa.convert.align.grouping import LayerMoments, find_order
 from gqa.convert.align.procrustes import procrustes_key, procrustes_value
+from gqa.convert.align.stream import Stream, layer_of
 from gqa.convert.align.symmetries import Symmetry, find_symmetry
 from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.checkpoint import Checkpoint
@@ -34,9 +34,23 @@ def weight_maps(plan: Plan, search: bool = False) -> Iterator[tuple[str, HeadMap
     symmetry = find_symmetry(plan.config.text)
     assert symmetry is not None
     beside = rules_beside(plan.config, plan.merging.method, plan.checkpoint.name)
-    for module in attention_modules(plan.checkpoint, plan.config):
-        if changes := module_changes(module, plan.config, plan.groups, beside):
-            yield module.path, _module_maps(plan, module, changes, symmetry, search)
+    stream = None
+    for module in sorted(attention_modules(plan.checkpoint, plan.config), key=lambda module: module.layer):
+        if not (changes := module_changes(module, plan.config, plan.groups, beside)):
+            continue
+        stored = heads_of(plan.checkpoint, changes)
+        if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
+            raise RefusedError(
+                f"{module.path} of {plan.checkpoint.name} holds NaN or Inf; heads cannot be aligned by it"
+            )
+        width = stored["key"].shape[-1]
+        gain = norm_gain(plan.checkpoint, module, symmetry, width)
+        given = torch.diag(gain.square())
+        if plan.merging.method == "aligned":
+            stream = stream or Stream(plan.checkpoint, plan.config.text, symmetry, width)
+            given = gain[:, None] * stream.given(module) * gain
+            stream.add(module, gain, stored)
+        yield module.path, _module_maps(plan, module, changes[0].groups, stored, given, symmetry, search)
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
@@ -59,24 +73,26 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
 
 
 def _module_maps(
-    plan: Plan, module: AttentionModule, changes: list[Change], symmetry: Symmetry, search: bool
+    plan: Plan,
+    module: AttentionModule,
+    groups: int,
+    stored: dict[str, Tensor],
+    given: Tensor,
+    symmetry: Symmetry,
+    search: bool,
 ) -> HeadMaps:
+    """From the heads and the second moments (D, D) of what they are given."""
     heads = plan.config.heads(module.layer)
-    groups = changes[0].groups
     m, repeat = heads.kv // groups, heads.query // heads.kv
-    stored = heads_of(plan.checkpoint, changes)
-    if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
-        raise RefusedError(f"{module.path} of {plan.checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
-    gain = norm_gain(plan.checkpoint, module, symmetry, stored["key"].shape[-1])
     rotary = symmetry.rotary(plan.config.text, module.layer, heads.key_dim)
     free_keys = symmetry.free_keys(plan.config.text)
     order = None
     if search:
-        order = find_order(_layer_moments(stored, gain, heads), groups, rotary, free_keys)
+        order = find_order(_layer_moments(stored, given, heads), groups, rotary, free_keys)
         stored = _ordered(stored, order, heads)
-    keys, key_means = _moments(stored, "key", gain, groups)
-    values, _ = _moments(stored, "value", gain, groups)
-    queries, _ = _moments(stored, "query", gain, heads.query)
+    keys, key_means = _moments(stored, "key", given, groups)
+    values, _ = _moments(stored, "value", given, groups)
+    queries, _ = _moments(stored, "query", given, heads.query)
     queries = queries.unflatten(0, (heads.kv, repeat)).sum(1)
     owner = torch.arange(m).repeat_interleave(repeat)
     key, query, value, output = [], [], [], []
@@ -85,8 +101,7 @@ def _module_maps(
         if plan.merging.method == "procrustes":
             shared, seen = procrustes_key(keys[j], rotary, m), procrustes_value(values[j], m, repeat)
         else:
-            shared = procrustes_key(keys[j], rotary, m, sizes=True)
-            add_plain_key(shared, keys[j], queries[j * m : (j + 1) * m], key_means[j], rotary)
+            shared = shared_key(keys[j], queries[j * m : (j + 1) * m], key_means[j], rotary)
             w_o = stored["output"][of]  # (m r, e, D)
             seen = shared_value(values[j].expand(m * repeat, -1, -1), values[j], w_o @ w_o.mT, owner)
         key.append(shared.key)
@@ -99,12 +114,12 @@ def _module_maps(
     return HeadMaps(torch.full((groups, m), 1 / m), maps.value, None, maps.output, order)
 
 
-def _layer_moments(stored: dict[str, Tensor], gain: Tensor, heads: LayerHeads) -> LayerMoments:
+def _layer_moments(stored: dict[str, Tensor], given: Tensor, heads: LayerHeads) -> LayerMoments:
     """Of all heads of a layer."""
     repeat = heads.query // heads.kv
-    keys, key_means = _moments(stored, "key", gain, 1)
-    values, _ = _moments(stored, "value", gain, 1)
-    queries, _ = _moments(stored, "query", gain, heads.query)
+    keys, key_means = _moments(stored, "key", given, 1)
+    values, _ = _moments(stored, "value", given, 1)
+    queries, _ = _moments(stored, "query", given, heads.query)
     gains = (stored["output"] @ stored["output"].mT).unflatten(0, (heads.kv, repeat)).sum(1)
     return LayerMoments(keys[0], key_means[0], queries.unflatten(0, (heads.kv, repeat)).sum(1), values[0], gains)
 
@@ -116,20 +131,18 @@ def _ordered(stored: dict[str, Tensor], order: tuple[int, ...] | None, heads: La
     return {role: tensor[rows[len(tensor)]] for role, tensor in stored.items()}
 
 
-def _moments(stored: dict[str, Tensor], role: str, gain: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def _moments(stored: dict[str, Tensor], role: str, given: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """(groups, w, w) second moments and (groups, w) means of the heads of `role`, w rows of each group of heads."""
     weights = stored[role].unflatten(0, (groups, -1)).flatten(1, 2)  # (G, m d, D)
     bias = stored.get(f"{role}.bias")
     means = weights.new_zeros(weights.shape[:2]) if bias is None else bias.reshape(groups, -1)
-    spread = weights * gain
-    return spread @ spread.mT + means[:, :, None] * means[:, None, :], means
+    return weights @ given @ weights.mT + means[:, :, None] * means[:, None, :], means
 
 
 def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
     """What the norm before attention multiplies each component with, (D,): of what another sequence is, nothing."""
-    layer = module.path.split(f".{module.layer}.")[0] + f".{module.layer}"
     for norm in symmetry.norms if module.kind != "cross" else ():
-        spec = checkpoint.tensors.get(f"{layer}.{norm}.weight")
+        spec = checkpoint.tensors.get(f"{layer_of(module)}.{norm}.weight")
         if spec is not None and spec.shape == (width,):
             return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)
     return torch.ones(width, dtype=torch.float64)

@@ -45,15 +45,10 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     if rotary.dims:
         _rotated_key(keys, queries, rotary, key, query)
-    add_plain_key(KeyMaps(key, query), keys, queries, means, rotary)
+    if rotary.dims < dim:
+        centred = keys - means[:, None] * means  # a constant key shifts all scores of a query alike
+        _plain_key(centred, queries, torch.arange(rotary.dims, dim), key, query)
     return KeyMaps(key, query)
-
-
-def add_plain_key(maps: KeyMaps, keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> None:
-    """Fill in the dimensions that are not rotated. A constant key shifts all scores of a query alike: left out."""
-    if rotary.dims < queries.shape[1]:
-        dims = torch.arange(rotary.dims, queries.shape[1])
-        _plain_key(keys - means[:, None] * means, queries, dims, maps.key, maps.query)
 
 
 def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, query: Tensor) -> None:

@@ -41,13 +41,8 @@ def phases(moments: Tensor) -> Tensor:
     return found
 
 
-def procrustes_key(keys: Tensor, rotary: Rotary, heads: int, sizes: bool = False) -> KeyMaps:
-    """(m * d, m * d) moments of the keys of a group -> their aligned mean, and the turned queries.
-
-    With `sizes` a query also takes over how large its head's keys were at each frequency, and only rotated dimensions
-    are mapped. That loses nothing where heads differ by complex factors, and without data it loses less than least
-    squares, which shrink what does not match (docs/methods.md).
-    """
+def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> KeyMaps:
+    """(m * d, m * d) moments of the keys of a group -> their aligned mean, and the turned queries."""
     dim = len(keys) // heads
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     blocks = keys.view(heads, dim, heads, dim)
@@ -58,13 +53,12 @@ def procrustes_key(keys: Tensor, rotary: Rotary, heads: int, sizes: bool = False
         energy = moments.diagonal(dim1=1, dim2=2).real.clamp_min(0)  # (F, m)
         after = torch.einsum("fa,fab,fb->f", phase, moments, phase.conj()).real / heads**2
         scale = (energy.mean(1) / after.clamp_min(1e-300)).sqrt().where(after > 0, torch.ones_like(after))
-        size = (energy / energy.mean(1, keepdim=True).clamp_min(1e-300)).sqrt() if sizes else torch.ones_like(energy)
         for head in range(heads):
             part = key[:, head * dim : (head + 1) * dim]
             put_complex(part, scale / heads * phase[:, head], real, imaginary)
-            put_complex(query[head], size[:, head] * phase[:, head], real, imaginary)
+            put_complex(query[head], phase[:, head], real, imaginary)
     rest = torch.arange(rotary.dims, dim)
-    if len(rest) and not sizes:
+    if len(rest):
         moments = blocks[:, rest][:, :, :, rest]
         turned = rotations(moments)
         scale = _restored(torch.einsum("aij,ajbk->aibk", turned, moments), turned)

@@ -1,0 +1,123 @@
+"""What attention is given, guessed from weights: Gaussian integrals against samples, the guess against the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from embedded import SOURCE, load
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+from transformers import AutoTokenizer
+from transformers.activations import ACT2FN
+
+from gqa.convert import plan_conversion
+from gqa.convert.align import aligned
+from gqa.convert.align.aligned import weight_maps
+from gqa.convert.align.stream import Mlp, Stream
+from gqa.corpus.alpha import permutation
+from gqa.corpus.sources import parse_source
+from gqa.corpus.tokens import Blocks, tokenise
+
+KNOWN = ("llama", "phi3", "qwen2", "phi", "starcoder2", "nemotron", "gpt_bigcode", "gqa_gpt2", "gqa_opt")
+UNKNOWN = ("mixtral", "olmo2", "gemma2")  # experts; norms after attention; both
+
+
+def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What `aligned` takes each layer to be given."""
+    found: list[Tensor] = []
+
+    class Noted(Stream):
+        def given(self, module):
+            found.append(super().given(module))
+            return found[-1]
+
+    monkeypatch.setattr(aligned, "Stream", Noted)
+    assert list(weight_maps(plan_conversion(source, groups, method="aligned")))
+    return found
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_moments_of_an_mlp(gated: bool, act: str) -> None:
+    """Of one unit they are exact: its mean square over many Gaussian inputs, whatever gate and up have in common."""
+    torch.manual_seed(0)
+    root = torch.randn(6, 6, dtype=torch.float64)
+    inputs = torch.randn(1 << 19, 6, dtype=torch.float64) @ root.mT
+    up, act_fn = torch.randn(8, 6, dtype=torch.float64), ACT2FN[act]
+    gate = 0.7 * up + 0.5 * torch.randn_like(up) if gated else None
+    units = act_fn(inputs @ up.mT) if gate is None else act_fn(inputs @ gate.mT) * (inputs @ up.mT)
+    down = torch.eye(8, dtype=torch.float64)
+    moments = Mlp(gate, up, down, act_fn, beside=False).moments(root @ root.mT)
+    torch.testing.assert_close(moments.diagonal(), units.square().mean(0), rtol=0.03, atol=0)
+    beside, means = moments.clone().fill_diagonal_(0), units.mean(0)
+    torch.testing.assert_close(beside, torch.outer(means, means).fill_diagonal_(0), rtol=0.05, atol=0.01)
+    if gate is not None:
+        apart = Mlp(gate.flip(0), up, down, act_fn, beside=False).moments(root @ root.mT)
+        assert not torch.allclose(apart.diagonal(), moments.diagonal(), rtol=0.1)
+
+
+def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as like it as independent inputs are, in every layer; the embedded model's layers are real ones."""
+    guessed = given(SOURCE, 2, monkeypatch)
+    model = load(SOURCE)
+    width, seen = model.config.hidden_size, []
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 8:].flatten(0, 1).double()))
+    text = tokenise(parse_source("stdlib:train"), AutoTokenizer.from_pretrained(SOURCE))
+    blocks = Blocks(text, permutation(text.digests, 0), 128)
+    ids = torch.stack([torch.from_numpy(blocks[100 * index]["input_ids"]) for index in range(8)])
+    with torch.no_grad():
+        model(input_ids=ids)
+    for guess, stream in zip(guessed, seen, strict=True):
+        normed = stream / stream.square().mean(-1, keepdim=True).sqrt()
+        true = normed.mT @ normed / len(normed)
+        alike = float((guess * true).sum() / guess.norm() / true.norm())
+        assert float(guess.trace()) == pytest.approx(width)
+        assert alike > 1.5 * float(true.trace() / true.norm() / width**0.5)
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
+def test_layers_that_are_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, or from the first on none: then inputs are independent."""
+    found = given(write_checkpoint(build(TINY[name], 4), tmp_path), 1, monkeypatch)
+    independent = [torch.equal(one, torch.eye(len(one), dtype=one.dtype)) for one in found]
+    assert len(found) > 1
+    assert not independent[0]
+    assert independent[1:] == [name in UNKNOWN] * len(independent[1:])
+
+
+def test_layers_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten is not before two."""
+    tiny = replace(TINY["llama"], options=TINY["llama"].options | {"num_hidden_layers": 11})
+    found = given(write_checkpoint(build(tiny, 4), tmp_path), 2, monkeypatch)
+    assert len(found) == 11
+    assert all(not torch.equal(one, found[0]) for one in found[1:])
+    assert all(float(one.diagonal().std()) > 0 for one in found)
+
+
+def test_a_fused_gate_is_the_first_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model with two matrices and with one."""
+    model = build(TINY["phi3"], 4)
+    state = model.state_dict()
+    one = given(write_checkpoint(model, tmp_path / "one"), 2, monkeypatch)
+    llama = build(replace(TINY["llama"], options={"head_dim": None}), 4)
+    assert set(llama.state_dict()) > {"model.norm.weight"}
+    own = llama.state_dict()
+    for name in own:
+        layer = name.rpartition(".self_attn")[0] or name.rpartition(".mlp")[0]
+        heads, head = llama.config.num_attention_heads, own["model.layers.0.self_attn.k_proj.weight"].shape[0] // 4
+        if name in state:
+            own[name] = state[name]
+        elif "gate_proj" in name or "up_proj" in name:
+            own[name] = state[f"{layer}.mlp.gate_up_proj.weight"].chunk(2)["up_proj" in name]
+        else:
+            rows = state[f"{layer}.self_attn.qkv_proj.weight"].split([heads * head, 4 * head, 4 * head])
+            own[name] = rows["qkv".index(name.rpartition("_proj")[0][-1])]
+    llama.load_state_dict(own)
+    two = given(write_checkpoint(llama, tmp_path / "two"), 2, monkeypatch)
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b)
