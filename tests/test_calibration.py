@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibration, Calibrator
-from gqa.convert.align.closed_form import closed_form, position_weights
+from gqa.convert.align.closed_form import closed_form, output_roots, position_weights, significance_of
 from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.align.refine import Calls, Refinement, refine
 
@@ -194,6 +194,20 @@ def test_refinement_looks_where_errors_count() -> None:
 
 
 # ------------------------------------------------------------------------------------- positions out of the ordinary
+
+
+def test_scores_count_by_what_they_move() -> None:
+    """The sum over keys of |a W_O (v - o)|^2, from its parts; a hidden key counts nothing."""
+    torch.manual_seed(0)
+    q, k, v, w_o = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6), torch.randn(4, 6, 16)
+    mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
+    mask[1, :, 3:, 0] = False
+    found = significance_of(q, k, v, mask, 0.3, output_roots(w_o))
+    for head in range(4):
+        keys, values = k[:, head // 2], v[:, head // 2] @ w_o[head]
+        paid = (0.3 * q[:, head] @ keys.mT).masked_fill(~mask[:, 0], -torch.inf).softmax(-1)
+        away = (values[:, None] - (paid @ values)[:, :, None]).square().sum(-1)
+        torch.testing.assert_close(found[:, head], (paid.square() * away).sum(-1), rtol=1e-4, atol=1e-5)
 
 
 def test_an_error_counts_by_the_size_of_the_stream() -> None:

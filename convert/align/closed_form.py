@@ -74,12 +74,12 @@ class Moments:
         return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]), self.count)
 
 
-def significance_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, w_o: Tensor) -> Tensor:
+def significance_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor) -> Tensor:
     """(B, H, T) how far an error of one score of a query moves the layer's output, squared and summed over its keys.
 
     To first order a score that is off by s moves the output by a s W_O (v - o), a the attention paid to the key, v its
-    value and o what the query sees. Caps and sinks are left out: it is a weight. Shapes as in `Moments.add`;
-    w_o (H, e, D).
+    value and o what the query sees. Caps and sinks are left out: it is a weight. Shapes as in `Moments.add`; `roots`
+    (H, e, e) are `output_roots`.
     """
     repeat, length = q.shape[1] // k.shape[1], q.shape[2]
     causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
@@ -92,11 +92,18 @@ def significance_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scalin
         else:
             scores = scores + allowed
         paid = scores.softmax(-1).nan_to_num()
-        values = v[:, head // repeat].float() @ w_o[head].to(v.device)  # (B, T, D)
+        values = v[:, head // repeat].float() @ roots[head].to(v.device)  # (B, T, e)
         given = paid @ values
         away = values.square().sum(-1)[:, None] + given.square().sum(-1)[..., None] - 2 * given @ values.mT
         found[:, head] = (paid.square() * away.clamp_min(0)).sum(-1)
     return found
+
+
+def output_roots(w_o: Tensor) -> Tensor:
+    """(H, e, D) -> (H, e, e): R with |R x| = |W_O x| for each head, in fewer numbers."""
+    values, vectors = torch.linalg.eigh(w_o.double() @ w_o.double().mT)
+    roots: Tensor = vectors * values.clamp_min(0).sqrt()[:, None, :]
+    return roots.float()
 
 
 def position_weights(stream: Tensor) -> Tensor:
@@ -180,11 +187,11 @@ def _watch_source(
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         check_finite(layer, q, k, v)
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
-        moments.add(q, k, v, significance_of(q, k, v, mask, scaling, w_o) * next(weights)[:, None].to(q.device))
+        moments.add(q, k, v, significance_of(q, k, v, mask, scaling, roots) * next(weights)[:, None].to(q.device))
         values.append(v.cpu())
         raise Stop
 
-    weights = iter(counts.split(pair.batch))
+    weights, roots = iter(counts.split(pair.batch)), output_roots(w_o)
     with watched(attention, attend), torch.no_grad():
         for _, hidden, given in pair.batches(streams.converted, layer):
             until_stop(own, hidden, given)
@@ -286,7 +293,7 @@ def _refit(
         target = (inputs + drift @ inverse).to(given.device).double() * root
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target).cpu())
-        asked.add_((target.T @ target).cpu())
+        asked.add_((target.float().T @ target.float()).cpu())  # only told
         raise Stop
 
     with inputs_of(output, note), torch.no_grad():
