@@ -283,7 +283,7 @@ def _refit(
     width = len(maps.output)
     inverse = torch.linalg.pinv(w_o).to(wanted.inputs.dtype)  # what W_O turns into the drift is asked for on top
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
-    asked = torch.zeros_like(gram)
+    asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
     waiting = zip(*(part.split(pair.batch) for part in (wanted.inputs, wanted.drift, wanted.counts)), strict=True)
 
     def note(given: Tensor) -> None:
@@ -293,7 +293,7 @@ def _refit(
         target = (inputs + drift @ inverse).to(given.device).double() * root
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target).cpu())
-        asked.add_((target.float().T @ target.float()).cpu())  # only told
+        asked.add_((target.float() @ w_o.to(target.device).float()).double().square().sum().cpu())
         raise Stop
 
     with inputs_of(output, note), torch.no_grad():
@@ -305,5 +305,5 @@ def _refit(
     def energy(matrix: Tensor) -> float:
         return float((w_o.T @ matrix @ w_o).trace())
 
-    left = found @ gram @ found.T - found @ cross - cross.T @ found.T + asked
-    return replace(maps, output=found), energy(left) / max(energy(asked), 1e-300)
+    left = float(asked) + energy(found @ gram @ found.T - found @ cross - cross.T @ found.T)
+    return replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300)
