@@ -69,9 +69,12 @@ def convert(options: dict[str, Any], out: Path, steps: int, precision: str) -> f
 
 def train(options: dict[str, Any], start: Path, out: Path, steps: int, precision: str) -> float:
     """Seconds of training the whole model."""
+    from accelerate.state import AcceleratorState
+
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import prepare, run
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # the run before had another precision
     started = time.perf_counter()
     run(prepare(TrainOptions(
         model=str(start), output=out, data=(f"self:{options['train_tokens']}",), steps=steps, teacher=options["model"],
