@@ -115,7 +115,9 @@ def read_file(path: Path, field: str, separator: str | None = None) -> Iterator[
         else:
             yield from _read_columns(path, field)
     except OSError as error:  # also of compressed streams that are cut short or corrupt
-        raise CorpusError(f"{path} cannot be read: {error.strerror or explain(error)}") from None
+        # The system's own words where there is a number: Arrow wraps them in its own.
+        reason = os.strerror(error.errno) if error.errno else explain(error)
+        raise CorpusError(f"{path} cannot be read: {reason}") from None
 
 
 @contextmanager

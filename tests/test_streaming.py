@@ -72,7 +72,7 @@ def anonymous(process: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, which only Linux has")
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, jobs: int) -> None:
     """Shards of 770 MB: whoever reads one, or one embedding of 370 MB twice, is over the bound."""
