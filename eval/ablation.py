@@ -233,14 +233,16 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
             told(row)
 
         _write(directory, RECORD, record)
-        speeds = _speeds(study, known)
-        rows.update(speeds)
+        speeds = measure_speeds(study.subject, study.options, study.timed, known, directory / WORK)
+        by_groups = {int(groups): columns for groups, columns in speeds.items()}
+        rows.update(by_groups)  # before they are known: a run that is killed between times them again
+        _write(directory, SPEEDS, speeds)
         if left:
-            shared = _share(study, record, speeds)
+            shared = _share(study, record, by_groups)
             _write(directory, RECORD, record)
             _measure(study, shared, left, keep)
         else:
-            record["source"].update(speeds[study.heads])
+            record["source"].update(by_groups[study.heads])
         rows.finish()
         this["seconds"] = time.perf_counter() - start
         _write(directory, RECORD, record)
@@ -279,13 +281,6 @@ def _known_speeds(directory: Path) -> dict[str, Row]:
     path = directory / SPEEDS
     known: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
     return known
-
-
-def _speeds(study: Study, known: dict[str, Row]) -> dict[int, Row]:
-    """Columns by the number of heads: what is known, and what is measured now."""
-    speeds = measure_speeds(study.subject, study.options, study.timed, known, study.directory / WORK)
-    _write(study.directory, SPEEDS, speeds)
-    return {int(groups): columns for groups, columns in speeds.items()}
 
 
 def _share(study: Study, record: Row, speeds: dict[int, Row]) -> Shared:

@@ -70,9 +70,12 @@ class Rows:
             raise no_place(self._directory, error) from None
 
     def update(self, columns: Mapping[int, Row]) -> None:
-        """Columns of all rows with so many heads, anew. They are on disk after `finish`."""
+        """Columns of all rows with so many heads, anew; durable when this returns. Raises UnwrittenError."""
+        before = {cell: dict(row) for cell, row in self._found.items()}
         for row in self._found.values():
             row.update(plain(columns.get(row["groups"], {})))
+        if self._found != before:
+            self.finish()
 
     def finish(self) -> None:
         """rows.jsonl in the order of the grid, one row a cell. Raises UnwrittenError."""
