@@ -75,6 +75,11 @@ class AttentionModule:
     tensors: Mapping[str, TensorSpec]
     kind: Kind = "decoder-self"  # only this one's cache grows with the tokens written
 
+    @property
+    def layer_path(self) -> str:
+        """What the names of all tensors of its layer begin with."""
+        return f"{self.path.split(f'.{self.layer}.')[0]}.{self.layer}"
+
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""
         return next(spec.dtype for tail, spec in self.tensors.items() if self.rule_of(tail, config))

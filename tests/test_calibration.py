@@ -21,7 +21,7 @@ from test_families import load as load_tiny
 from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
-from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert import Plan, RefusedError, calibrate_cli, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.closed_form import closed_form, output_roots, position_weights, significance_of
 from gqa.convert.align.find_maps import Silent, find_maps
@@ -262,6 +262,23 @@ def test_calibrated_on_its_own_samples(tmp_path: Path) -> None:
         done = checkpoints.run(SOURCE, "-o", tmp_path / name, *words, program="gqa-calibrate")
         assert (done.code, done.err) == (0, "")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_job_tells_how_far_it_is(quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Lines on stderr where nobody looks at a bar, not more often than is said."""
+    monkeypatch.setattr(calibrate_cli, "_LOG_SECONDS", 0.0)
+    with calibrate_cli.Bar(quiet) as bar:
+        bar.update(64)
+        bar.stage("calibrating", 256)
+        bar.layer(1, 2, 0.25)
+        bar.update(128)
+        monkeypatch.setattr(calibrate_cli, "_LOG_SECONDS", 60.0)
+        bar.update(128)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" | ")[0] for line in lines] == (
+        [] if quiet else ["sampling | 64 tokens", "layer 1/2, error 0.25 | 128 tokens"]
+    )
 
 
 # ------------------------------------------------------------------------------------------------- refusals

@@ -61,7 +61,7 @@ def test_moments_of_an_mlp(gated: bool, act: str) -> None:
 
 
 def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as like it as independent inputs are, in every layer; the embedded model's layers are real ones."""
+    """Half again as like it as independent inputs are, in every layer; the embedded model's layers are real ones."""
     guessed = given(SOURCE, 2, monkeypatch)
     model = load(SOURCE)
     width, seen = model.config.hidden_size, []
@@ -82,7 +82,7 @@ def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 def test_layers_that_are_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, or from the first on none: then inputs are independent."""
+    """All of them, or the first alone (it is given embeddings): after it inputs are independent."""
     found = given(write_checkpoint(build(TINY[name], 4), tmp_path), 1, monkeypatch)
     independent = [torch.equal(one, torch.eye(len(one), dtype=one.dtype)) for one in found]
     assert len(found) > 1

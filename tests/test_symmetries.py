@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.align.aligned import norm_gain, weight_maps
+from gqa.convert.align.aligned import weight_maps
 from gqa.convert.align.calibration import Calibration, Calibrator
+from gqa.convert.align.stream import norm_gain
 from gqa.convert.align.symmetries import SYMMETRIES, find_symmetry
 from gqa.convert.attention import attention_modules
 from gqa.convert.families import FAMILIES

@@ -15,7 +15,7 @@ from torch import Tensor
 from gqa.convert.align.alignment import shared_key, shared_value
 from gqa.convert.align.grouping import LayerMoments, find_order
 from gqa.convert.align.procrustes import procrustes_key, procrustes_value
-from gqa.convert.align.stream import Stream, layer_of
+from gqa.convert.align.stream import Stream, norm_gain
 from gqa.convert.align.symmetries import Symmetry, find_symmetry
 from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.checkpoint import Checkpoint
@@ -137,12 +137,3 @@ def _moments(stored: dict[str, Tensor], role: str, given: Tensor, groups: int) -
     bias = stored.get(f"{role}.bias")
     means = weights.new_zeros(weights.shape[:2]) if bias is None else bias.reshape(groups, -1)
     return weights @ given @ weights.mT + means[:, :, None] * means[:, None, :], means
-
-
-def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
-    """What the norm before attention multiplies each component with, (D,): of what another sequence is, nothing."""
-    for norm in symmetry.norms if module.kind != "cross" else ():
-        spec = checkpoint.tensors.get(f"{layer_of(module)}.{norm}.weight")
-        if spec is not None and spec.shape == (width,):
-            return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)
-    return torch.ones(width, dtype=torch.float64)

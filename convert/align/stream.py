@@ -20,6 +20,7 @@ from gqa.convert.align.symmetries import Symmetry
 from gqa.convert.attention import AttentionModule
 from gqa.convert.checkpoint import Checkpoint
 from gqa.convert.layout import Conv1D
+from gqa.convert.safetensors_header import TensorSpec
 
 # What the matrices of an MLP are called: gate (or none), up, down. The same name twice: the halves of one matrix.
 _MLPS = (
@@ -59,6 +60,7 @@ class Stream:
             self._sum = None
         return independent if self._sum is None else (1 - _SHARE) * _normed(self._sum) + _SHARE * independent
 
+    @torch.no_grad()  # some activations have weights
     def add(self, module: AttentionModule, gain: Tensor, stored: Mapping[str, Tensor]) -> None:
         """Go through the layer of `module`, whose norm has `gain` (D,) and whose heads are `stored`: `output`
         (H, e, D) and `value` (Hk, e, D).
@@ -90,7 +92,7 @@ class Stream:
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
         """Of the layer of `module`, if that is all there is beside attention and norms."""
-        prefix, inside = f"{layer_of(module)}.", {spec.name for spec in module.tensors.values()}
+        prefix, inside = f"{module.layer_path}.", {spec.name for spec in module.tensors.values()}
         others = {n.removeprefix(prefix): s for n, s in self._checkpoint.tensors.items() if n.startswith(prefix)}
         others = {name: spec for name, spec in others.items() if spec.name not in inside}
         matrices = {
@@ -104,7 +106,7 @@ class Stream:
         if names is None or act is None or len(norms) > 1 or any(len(spec.shape) != 2 for spec in matrices.values()):
             return None
         if norms:
-            gain = self._checkpoint.read(others[norms[0]]).double() + (1.0 if self._symmetry.one_plus else 0.0)
+            gain = _gain(self._checkpoint, others[norms[0]], self._symmetry)
         gain = gain.float()
         read = {name: self._checkpoint.read(spec).float() for name, spec in matrices.items()}
         if isinstance(self._symmetry.output.layout, Conv1D):
@@ -151,9 +153,17 @@ class Mlp:
         ).double()
 
 
-def layer_of(module: AttentionModule) -> str:
-    """What the names of the layer's tensors begin with."""
-    return f"{module.path.split(f'.{module.layer}.')[0]}.{module.layer}"
+def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
+    """What the norm before attention multiplies each component with, (D,): of what another sequence is, nothing."""
+    for norm in symmetry.norms if module.kind != "cross" else ():
+        spec = checkpoint.tensors.get(f"{module.layer_path}.{norm}.weight")
+        if spec is not None and spec.shape == (width,):
+            return _gain(checkpoint, spec, symmetry)
+    return torch.ones(width, dtype=torch.float64)
+
+
+def _gain(checkpoint: Checkpoint, spec: TensorSpec, symmetry: Symmetry) -> Tensor:
+    return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)
 
 
 def _normed(moments: Tensor) -> Tensor:
