@@ -142,7 +142,7 @@ def report(figures: dict[str, Any]) -> None:
 @click.option("--calibration-length", type=int, default=256)
 @click.option("--refine-steps", type=int, default=200)
 @click.option("--refine-batch", type=int, default=16)
-@click.option("--refine-learning-rate", type=float, default=3e-3)
+@click.option("--refine-learning-rate", type=float, default=0.02)
 @click.option("--autocast/--no-autocast", default=None, help="Refine with products in bfloat16.")
 @click.option("--grouping", default="contiguous")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")

@@ -22,11 +22,13 @@ _CHECKS = 8  # times that the held-out error is looked at
 
 @dataclass(frozen=True)
 class Refinement:
-    """How long and how fast: steps of `batch` blocks of Adam, whose rate falls linearly to zero."""
+    """How long and how fast: steps of `batch` blocks; `learning_rate`, relative to the size of each tensor, falls
+    linearly to zero.
+    """
 
     steps: int = 200
     batch: int = 16
-    learning_rate: float = 3e-3
+    learning_rate: float = 0.02
     heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
     autocast: bool | None = None  # bfloat16 products; None: where the device is faster at them (`find_maps`)
     seed: int = 0
@@ -107,8 +109,8 @@ def refine(
     kept_out = max(1, round(len(hidden) * how.heldout)) if len(hidden) > 1 else 0
     heldout, train = order[:kept_out] if kept_out else order, order[kept_out:] if kept_out else order
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
-    optimizer = torch.optim.Adam(weights.values(), lr=how.learning_rate, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / max(how.steps, 1))
+    optimizers = _optimizers(list(weights.values()), how.learning_rate)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / how.steps) for each in optimizers]
     scale = (targets.float().square().mean(-1) * counts).mean().clamp_min(1e-30).to(device)
 
     def loss(rows: Tensor) -> Tensor:
@@ -131,11 +133,31 @@ def refine(
     every = max(1, how.steps // _CHECKS)
     for step in range(how.steps):
         rows = train[torch.randperm(len(train), generator=generator)[: how.batch]]
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss(rows).backward()
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         progress(len(rows) * hidden.shape[1])
         if (step + 1) % every == 0 and (found := error()) < least:
             best, least = copy(), found
     return best, first, least
+
+
+def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al., 2024) for matrices, Adam for the rest. Steps are `rate` of the size that a tensor has at the
+    start, the root mean square of its singular values or of its numbers: layers and models differ in size by tens.
+    """
+    matrices = [{"params": [p], "lr": rate * _size(p, min(p.shape))} for p in parameters if p.ndim == 2]
+    others = [{"params": [p], "lr": rate * _size(p, p.numel())} for p in parameters if p.ndim != 2]
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        found.append(torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.9))
+    if others:
+        found.append(torch.optim.Adam(others, betas=(0.9, 0.99)))
+    return found
+
+
+def _size(tensor: Tensor, count: int) -> float:
+    return float(tensor.detach().norm() / count**0.5)
