@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
     for module in attention_modules(checkpoint, config):
         heads = config.heads(module.layer)
         rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
-        rotary = Rotary(rotary.dims, pairing) if pairing else rotary  # type: ignore[arg-type]
+        rotary = replace(rotary, pairing=pairing) if pairing else rotary  # type: ignore[arg-type]
         free, swapped = symmetry.free_keys(config.text), config.text.model_type == "gqa_gpt2"
         _scramble_module(stored, module.path, heads, rotary, generator, stretch, free, swapped)
     for path, tensors in files.items():

@@ -7,6 +7,7 @@ those that the layers before it write (`Stream`). `calibrated` measures instead.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,7 +85,8 @@ def _module_maps(
     """From the heads and the second moments (D, D) of what they are given."""
     heads = plan.config.heads(module.layer)
     m, repeat = heads.kv // groups, heads.query // heads.kv
-    rotary = symmetry.rotary(plan.config.text, module.layer, heads.key_dim)
+    # Guessed moments do not say which slow frequencies could share: every frequency for itself loses less.
+    rotary = replace(symmetry.rotary(plan.config.text, module.layer, heads.key_dim), slow=())
     free_keys = symmetry.free_keys(plan.config.text)
     order = None
     if search:

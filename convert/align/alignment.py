@@ -21,7 +21,26 @@ def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
     """The two dimensions of every frequency, (n / 2,) each."""
     if rotary.pairing == "half":
         return torch.arange(rotary.dims // 2), torch.arange(rotary.dims // 2, rotary.dims)
-    return torch.arange(0, rotary.dims, 2), torch.arange(1, rotary.dims, 2)
+    first = torch.arange(0, rotary.dims, 2)
+    return first, first + 1
+
+
+def slow_dims(rotary: Rotary) -> Tensor:
+    """The dimensions of the slow pairs, the first of each before all second ones."""
+    return torch.cat([dims[len(dims) - len(rotary.slow) :] for dims in pairs(rotary)])
+
+
+def unturned(heads: Tensor, rotary: Rotary) -> Tensor:
+    """(B, H, T, d) rotated queries or keys of positions 0, 1, ... with the slow pairs as they were before."""
+    if not rotary.slow:
+        return heads
+    first, second = slow_dims(rotary).chunk(2)
+    speeds = torch.tensor(rotary.slow, device=heads.device)
+    angles = torch.arange(heads.shape[2], device=heads.device)[:, None] * speeds
+    cos, sin = angles.cos().to(heads), angles.sin().to(heads)  # (T, slow)
+    one, other, found = heads[..., first], heads[..., second], heads.clone()
+    found[..., first], found[..., second] = one * cos + other * sin, other * cos - one * sin
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,9 +64,10 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     if rotary.dims:
         _rotated_key(keys, queries, rotary, key, query)
-    if rotary.dims < dim:
-        centred = keys - means[:, None] * means  # a constant key shifts all scores of a query alike
-        _plain_key(centred, queries, torch.arange(rotary.dims, dim), key, query)
+    centred = keys - means[:, None] * means  # a constant key shifts all scores of a query alike
+    for dims in (slow_dims(rotary), torch.arange(rotary.dims, dim)):
+        if len(dims):
+            _plain_key(centred, queries, dims, key, query)
     return KeyMaps(key, query)
 
 
@@ -96,8 +116,9 @@ def put_complex(target: Tensor, factor: Tensor, real: Tensor, imaginary: Tensor)
 
 
 def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: Tensor) -> None:
-    """Dimensions without rotation: the subspace of the stacked keys that keeps most of the scores' energy,
-    the top eigenvectors U of S^1/2 B S^1/2 with B = blockdiag(E[q q^T]).
+    """Dimensions with little or no rotation: the subspace of the stacked keys that keeps most of the scores' energy,
+    the top eigenvectors U of S^1/2 B S^1/2 with B = blockdiag(E[q q^T]). It replaces what `key` and `query` have there,
+    in the basis that is nearest to that: what keeps to its frequencies rotates as it should.
     """
     heads, dim = queries.shape[:2]
     n = len(dims)
@@ -107,8 +128,14 @@ def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: 
     energy = torch.block_diag(*(queries[head][dims][:, dims] for head in range(heads)))
     vectors = torch.linalg.eigh(root @ energy @ root)[1][:, -n:]
     combine, restore = vectors.T @ inverse, root @ vectors  # (n, m n), (m n, n)
-    scale = _balance(covariance, combine, heads)
-    combine, restore = combine * scale, restore / scale
+    before = key[dims][:, stacked]
+    if before.any():
+        size, unsize = root_and_inverse(before @ covariance @ before.T)
+        left, _, right = torch.linalg.svd(unsize @ before @ covariance @ combine.T)
+        combine, restore = size @ left @ right @ combine, restore @ (left @ right).T @ unsize
+    else:
+        scale = _balance(covariance, combine, heads)
+        combine, restore = combine * scale, restore / scale
     key[dims[:, None], stacked] = combine
     for head in range(heads):
         query[head][dims[:, None], dims] = restore[head * n : (head + 1) * n].T

@@ -182,7 +182,7 @@ class Calibration:
     batch: Blocks that go through a layer at a time.
     """
 
-    ridge: float = 1e-4
+    ridge: float = 0.03
     refine: Refinement | None = None
     search: bool = False
     device: str = "cpu"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.convert.align.alignment import ridge, shared_key, shared_value
+from gqa.convert.align.alignment import ridge, shared_key, shared_value, unturned
 from gqa.convert.align.grouping import LayerMoments, find_order
 from gqa.convert.align.layerwise import Stop, watched
 from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
@@ -157,8 +157,8 @@ def closed_form(
     groups = heads.kv * pair.plan.groups // config.main.kv
     w_o = _output_weight(pair, module, symmetry).unflatten(0, (heads.query, heads.value_dim))
     moments = Moments.zeros(heads, 1 if search else groups)
-    values = _watch_source(pair, streams, layer, own, attention, moments, w_o, wanted.counts)
     rotary, free_keys = symmetry.rotary(config.text, layer, heads.key_dim), symmetry.free_keys(config.text)
+    values = _watch_source(pair, streams, layer, own, attention, moments, rotary, w_o, wanted.counts)
     order = find_order(moments.of_layer(w_o), groups, rotary, free_keys) if search else None
     if search:
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
@@ -178,6 +178,7 @@ def _watch_source(
     own: nn.Module,
     attention: nn.Module,
     moments: Moments,
+    rotary: Rotary,
     w_o: Tensor,
     counts: Tensor,
 ) -> list[Tensor]:
@@ -187,7 +188,8 @@ def _watch_source(
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         check_finite(layer, q, k, v)
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
-        moments.add(q, k, v, significance_of(q, k, v, mask, scaling, roots) * next(weights)[:, None].to(q.device))
+        significance = significance_of(q, k, v, mask, scaling, roots) * next(weights)[:, None].to(q.device)
+        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance)
         values.append(v.cpu())
         raise Stop
 

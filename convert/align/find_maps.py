@@ -53,7 +53,7 @@ class MapsOptions:
     """How maps are found; of the weights-only methods only `grouping` matters."""
 
     text: CalibrationText = field(default_factory=CalibrationText)
-    ridge: float = 1e-4
+    ridge: float = 0.03
     refinement: Refinement = field(default_factory=Refinement)
     device: str = field(default_factory=default_device)
     dtype: str = "float32"

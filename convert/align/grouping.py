@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from gqa.convert.align.alignment import complex_moments, key_weights, pairs
+from gqa.convert.align.alignment import complex_moments, key_weights, pairs, slow_dims
 from gqa.convert.align.symmetries import Rotary
 
 MOST_PARTITIONS = 20_000  # that are all looked at
@@ -130,12 +130,14 @@ def _lost_keys(moments: LayerMoments, group: Group, rotary: Rotary, free_keys: b
         real, imaginary = pairs(rotary)
         weight = key_weights(queries, real, imaginary)
         spread = weight[:, :, None] * complex_moments(keys.view(len(group), dim, -1, dim), real, imaginary)
-        lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[:, :-1].clamp_min(0).sum())
-    if rotary.dims < dim:
-        means = moments.key_means[rows]
-        plain = (torch.arange(len(group))[:, None] * dim + torch.arange(rotary.dims, dim)).flatten()
-        energy = queries[:, rotary.dims :, rotary.dims :]
-        lost += _beyond((keys - means[:, None] * means)[plain][:, plain], energy)
+        fast = slice(len(real) - len(rotary.slow))
+        lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[fast, :-1].clamp_min(0).sum())
+    means = moments.key_means[rows]
+    centred = keys - means[:, None] * means
+    for dims in (slow_dims(rotary), torch.arange(rotary.dims, dim)):
+        if len(dims):
+            plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
+            lost += _beyond(centred[plain][:, plain], queries[:, dims][:, :, dims])
     return lost
 
 

@@ -9,9 +9,13 @@ transformers class by the tests: scrambled within the symmetry the logits stay, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Literal
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gqa.convert.family import Rule
 from gqa.convert.layout import Conv1D, Numbered, Separate
@@ -41,11 +45,13 @@ def _gated_by_head(config: Any) -> bool:
 @dataclass(frozen=True)
 class Rotary:
     """Which of a head's dimensions are rotated: the first `dims` = n, in pairs (f, f + n / 2) (`half`) or
-    (2 f, 2 f + 1) (`interleaved`).
+    (2 f, 2 f + 1) (`interleaved`). `slow`: radians a position of the last pairs, those that turn by less than half a
+    circle over the longest text.
     """
 
     dims: int
     pairing: Pairing = "half"
+    slow: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,17 +89,37 @@ class Symmetry:
         return config.model_type in self.model_types and self.holds(config)
 
     def rotary(self, config: Any, layer: int, dim: int) -> Rotary:
-        return Rotary(self.rotated(config, layer, dim), self.pairing)
+        dims = self.rotated(config, layer, dim)
+        longest = getattr(config, "max_position_embeddings", None)
+        slow: list[float] = []
+        if longest and self.free_keys(config):
+            slow.extend(takewhile(lambda speed: speed * longest < math.pi, reversed(_speeds(config, layer, dims))))
+        return Rotary(dims, self.pairing, tuple(reversed(slow)))
+
+
+def _parameters(config: Any, layer: int) -> dict[str, Any] | None:
+    """The layer's `rope_parameters`; None where its type of layers has none."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None)
+    return parameters[kinds[layer]] if kinds and kinds[layer] in parameters else parameters
+
+
+def _speeds(config: Any, layer: int, dims: int) -> list[float]:
+    """Radians a position of every pair, the fastest first; none where they are not known."""
+    parameters = _parameters(config, layer) or {}
+    base, kind = parameters.get("rope_theta"), parameters.get("rope_type")
+    if kind in ROPE_INIT_FUNCTIONS:
+        named = config.layer_types[layer] if parameters is not config.rope_parameters else None
+        found: list[float] = ROPE_INIT_FUNCTIONS[kind](config, layer_type=named)[0].tolist()
+        return found if 2 * len(found) == dims else []
+    return [base ** (-2 * pair / dims) for pair in range(dims // 2)] if base else []
 
 
 def _rotated(config: Any, layer: int, dim: int) -> int:
     """What `rope_parameters` says: all dimensions, or the first part of them; none where a type of layers has none."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[layer] in parameters:
-        parameters = parameters[kinds[layer]]
-        if parameters is None:
-            return 0
+    parameters = _parameters(config, layer)
+    if parameters is None:
+        return 0
     if parameters.get("rope_type") == "proportional":  # frequencies beyond the fraction are zero, the pairs stay
         return dim
     return int(dim * (parameters.get("partial_rotary_factor") or 1.0))
