@@ -76,8 +76,9 @@ def test_no_weights_are_read(converted: Callable[[int], Path], monkeypatch: pyte
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
 
+    place = str(converted(4))  # which may be made only now
     monkeypatch.setattr(Checkpoint, "read", read)
-    assert cache_of(str(converted(4))).bytes_per_token == LAYERS * 4 * 2 * DIM * 2
+    assert cache_of(place).bytes_per_token == LAYERS * 4 * 2 * DIM * 2
 
 
 # Falcon's new architecture; windows in all layers and in some; attention in some layers; shared keys and values.
