@@ -15,6 +15,8 @@ from torch import Tensor
 from gqa.convert.align.symmetries import Rotary
 
 CUT = 1e-6  # of the largest eigenvalue: what is below is rounding, and its inverse would be too
+_ROUNDS = 10  # of alternating least squares for values: further ones change the fourth digit of the error
+_LITTLE = 1e-6  # of the energy: a round that gains less is the last
 
 
 def pairs(rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -166,6 +168,9 @@ class ValueMaps:
 def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> ValueMaps:
     """The value that stands for the m values of one group.
 
+    By alternating least squares, from what is best where all query heads see the same: the shared value is moved down
+    the preconditioned gradient as far as that helps, then each head's way back to its own is solved for.
+
     Args:
         seen: (R, m * d, m * d) for each of the group's R = m r query heads, E[z z^T] of the attention-averaged stacked
             values that it sees.
@@ -173,20 +178,37 @@ def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -
         outputs: (R, d, d) W_O,i^T W_O,i of each query head.
         owner: (R,) which of the m heads a query head reads.
     """
-    count, width = seen.shape[:2]
-    heads = width // outputs.shape[1]
     dim = outputs.shape[1]
-    pooled = seen.mean(0)
-    root, inverse = root_and_inverse(pooled)
+    heads = seen.shape[1] // dim
+    root, inverse = root_and_inverse(seen.mean(0))
     gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
     vectors = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
-    project = vectors.T @ inverse  # (d, m d)
-    project = project * _balance(values, project, heads)
-    restore = []
-    for index in range(count):
-        own: Tensor = seen[index][int(owner[index]) * dim : (int(owner[index]) + 1) * dim]  # S_i Z_i
-        restore.append(own @ project.T @ pseudo_inverse(project @ seen[index] @ project.T))
-    return ValueMaps(project, torch.stack(restore))
+    project = vectors.T @ inverse  # (d, m d), the best where all heads see the same
+    own = owner[:, None] * dim + torch.arange(dim)
+    crossed = seen[torch.arange(len(seen))[:, None], own]  # (R, d, m d) E[z_own z^T]
+    energy = (outputs * crossed.take_along_dim(own[:, None], 2)).sum()
+    restore = _ways_back(project, seen, crossed)
+    for _ in range(_ROUNDS):
+        gains = restore.mT @ outputs @ restore
+        missing = (restore.mT @ outputs @ (crossed - restore @ project @ seen)).sum(0)
+        move = pseudo_inverse(gains.sum(0)) @ missing @ inverse @ inverse
+        slope, bend = (missing * move).sum(), (move * (gains @ move @ seen).sum(0)).sum()
+        if slope.square() <= _LITTLE * energy * bend:  # what the step would gain
+            break
+        project = project + slope / bend * move
+        restore = _ways_back(project, seen, crossed)
+    scale = _balance(values, project, heads)
+    return ValueMaps(project * scale, restore / scale)
+
+
+def _ways_back(project: Tensor, seen: Tensor, crossed: Tensor) -> Tensor:
+    """(R, d, d): the least-squares map of each query head from the shared value (d, m d) to its own; `crossed`
+    (R, d, m d) is E[z_own z^T].
+    """
+    shared = crossed @ project.T
+    return torch.stack(
+        [own @ pseudo_inverse(project @ all_of @ project.T) for own, all_of in zip(shared, seen, strict=True)]
+    )
 
 
 def pseudo_inverse(matrix: Tensor) -> Tensor:
