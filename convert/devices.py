@@ -22,6 +22,11 @@ def find_device(name: str | None) -> str:
     return name or default_device()
 
 
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in float64: on the CPU where the device has none (MPS)."""
+    return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
+
+
 def native_bfloat16(device: str) -> bool:
     """Whether the device multiplies bfloat16 by itself, not by way of float32."""
     if device == "cpu":

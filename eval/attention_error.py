@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gqa.convert.devices import as_float64
 from gqa.corpus.windows import Window
 
 
@@ -47,8 +48,8 @@ def attention_errors(baseline: PreTrainedModel, model: PreTrainedModel, windows:
 
     def of_baseline(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            outputs[name] = _first(output).double()
-            own = _first(ours[name].forward(*args, **kwargs)).double()  # forward: hooks are for its own run
+            outputs[name] = as_float64(_first(output))
+            own = as_float64(_first(ours[name].forward(*args, **kwargs)))  # forward: hooks are for its own run
             sums[name][0] += (own - outputs[name]).square().sum().cpu()
             sums[name][2] += outputs[name].square().sum().cpu()
 
@@ -56,7 +57,7 @@ def attention_errors(baseline: PreTrainedModel, model: PreTrainedModel, windows:
 
     def of_model(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            sums[name][1] += (_first(output).double() - outputs[name]).square().sum().cpu()
+            sums[name][1] += (as_float64(_first(output)) - outputs[name]).square().sum().cpu()
 
         return hook
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gqa.convert.devices import as_float64
 from gqa.convert.errors import OutputError
 from gqa.convert.writer import write_text
 from gqa.corpus.likelihood import kl_divergence
@@ -64,7 +65,7 @@ class Recorder:
         stored = exact.clamp_min(torch.finfo(torch.float16).min).to(torch.float16)
         self._data[rows] = stored.cpu().numpy()
         lost = kl_divergence(exact, stored.float())
-        self._sum += float(lost.sum(dtype=torch.float64))
+        self._sum += float(as_float64(lost).sum())
         self._worst = max(self._worst, float(lost.max()))
 
     def finish(self, nats: NDArray[np.float32]) -> None:

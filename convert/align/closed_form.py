@@ -15,6 +15,7 @@ from gqa.convert.align.layerwise import Stop, watched
 from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
 from gqa.convert.align.symmetries import Rotary, Symmetry
 from gqa.convert.attention import AttentionModule
+from gqa.convert.devices import as_float64
 from gqa.convert.layout import Conv1D, LayerHeads
 from gqa.convert.maps import HeadMaps, query_order
 
@@ -44,12 +45,12 @@ class Moments:
         """(B, H, T, d) queries, (B, Hk, T, d) keys, (B, Hk, T, e) values, (B, H, T) what errors of scores do."""
         groups = len(self.keys)  # one for the whole layer
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
-        rows = keys.flatten(1, 2).double()  # (G, n, m d)
+        rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
         self.keys += (rows.mT @ rows).cpu()
         self.key_means += rows.sum(1).cpu()
-        rows = values.flatten(1, 2).double()
+        rows = as_float64(values.flatten(1, 2))
         self.values += (rows.mT @ rows).cpu()
-        rows = (q * significance.sqrt().unsqueeze(-1)).transpose(0, 1).flatten(1, 2).double()  # (H, n, d)
+        rows = as_float64((q * significance.sqrt().unsqueeze(-1)).transpose(0, 1).flatten(1, 2))  # (H, n, d)
         self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1).cpu()
         self.count += q.shape[0] * q.shape[2]
 
@@ -242,7 +243,7 @@ def _value_maps(
         rows = pair.target.attend(own, q, k, stacked, mask, **options)  # (B, T, H, m e)
         rows = rows * next(weights).sqrt()[..., None, None].to(rows)
         for head in range(heads.query):
-            one = rows[:, :, head].flatten(0, 1).double()
+            one = as_float64(rows[:, :, head].flatten(0, 1))
             seen[head] += (one.T @ one).cpu()
         raise Stop
 
@@ -290,9 +291,9 @@ def _refit(
 
     def note(given: Tensor) -> None:
         inputs, drift, counts = (part.flatten(0, 1) for part in next(waiting))
-        root = counts.sqrt()[:, None].to(given.device).double()
-        rows = given.flatten(0, 1).double() * root
-        target = (inputs + drift @ inverse).to(given.device).double() * root
+        rows = as_float64(given.flatten(0, 1))
+        root = counts.sqrt()[:, None].to(rows)
+        rows, target = rows * root, (inputs + drift @ inverse).to(rows) * root
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target).cpu())
         asked.add_((target.float() @ w_o.to(target.device).float()).double().square().sum().cpu())

@@ -1,0 +1,26 @@
+"""Where numbers can be had in float64: everywhere but on MPS."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from gqa.convert import RefusedError
+from gqa.convert.devices import as_float64, find_device
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", "cpu"), ("cuda", "cuda"), ("mps", "cpu")])
+def test_float64_is_on_the_device_if_it_has_it(device: str, where: str) -> None:
+    with FakeTensorMode():
+        found = as_float64(torch.empty(3, 2, dtype=torch.bfloat16, device=device))
+    assert (found.device.type, found.dtype, tuple(found.shape)) == (where, torch.float64, (3, 2))
+
+
+def test_numbers_stay() -> None:
+    assert as_float64(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
+
+
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(RefusedError, match=r"^--device \w+ is not there; \w+ is$"):
+        find_device("xpu" if torch.cuda.is_available() else "cuda")
