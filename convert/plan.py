@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gqa.convert.align.symmetries import find_symmetry
 from gqa.convert.attention import Change, attention_modules, module_changes
@@ -22,9 +22,6 @@ from gqa.convert.recast.recasting import ANY, Target
 from gqa.convert.recast.remote_code import MODEL_TYPES
 from gqa.convert.recast.targets import recast
 from gqa.convert.safetensors_header import TensorSpec, byte_size
-
-if TYPE_CHECKING:
-    pass
 
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 

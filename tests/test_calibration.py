@@ -71,6 +71,21 @@ def test_batches_do_not_matter(name: str, tmp_path: Path) -> None:
     assert layer_errors(directory) == pytest.approx(layer_errors(directory, batch=24), rel=1e-4)
 
 
+def test_what_an_error_of_scores_does_without_a_mask() -> None:
+    """Causal layers are given no mask either; in others the first query sees all keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 4, 8, generator=generator) for _ in range(3))
+    roots = output_roots(torch.randn(2, 8, 8, generator=generator))
+    everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    for causal in (True, False):
+        mask = everything.tril() if causal else everything
+        assert torch.equal(
+            significance_of(q, k, v, None, 0.3, roots, causal), significance_of(q, k, v, mask, 0.3, roots)
+        )
+    assert significance_of(q, k, v, None, 0.3, roots)[0, :, 0].abs().max() < 1e-6  # one key takes all
+    assert significance_of(q, k, v, None, 0.3, roots, False)[0, :, 0].min() > 1e-6
+
+
 def test_the_refit_lowers_the_error(source: Path) -> None:
     """An endless ridge leaves the block-diagonal start."""
     for refitted, start in zip(layer_errors(source), layer_errors(source, ridge=1e9), strict=True):
@@ -194,6 +209,21 @@ def test_refinement_does_not_depend_on_the_size_of_weights() -> None:
     assert least < 0.5 * first
 
 
+@pytest.mark.parametrize("rows", [4, 64])
+def test_steps_are_as_large_as_said(rows: int) -> None:
+    """Of the size of a matrix, tall or wide; what is zero moves as well."""
+    torch.manual_seed(0)
+    module, hidden = torch.nn.Linear(16, rows), torch.randn(8, 5, 16)
+    start = {"weight": module.weight.detach(), "bias": torch.zeros(rows)}
+    calls, targets = Calls([hidden], {8: ((), {})}), hidden @ torch.randn(16, rows) + 1
+    how = Refinement(steps=1, batch=8, learning_rate=0.01)
+    found, first, least = refine(module, start, calls, targets, torch.ones(8, 5), how)
+    assert least < first
+    moved = (found["weight"] - start["weight"]).norm() / start["weight"].norm()
+    assert 0.5 * how.learning_rate < moved < 1.5 * how.learning_rate
+    assert found["bias"].abs().min() > 0
+
+
 def test_refinement_looks_where_errors_count() -> None:
     """Targets that are wrong at one position: nothing is learnt from them where it counts nothing."""
     torch.manual_seed(0)
@@ -279,6 +309,17 @@ def test_calibrated_on_its_own_samples(tmp_path: Path) -> None:
         done = checkpoints.run(SOURCE, "-o", tmp_path / name, *words, program="gqa-calibrate")
         assert (done.code, done.err) == (0, "")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_in_16_bits_are_refined(source: Path, tmp_path: Path, dtype: str, autocast: bool) -> None:
+    how = replace(SHORT, autocast=autocast)
+    before, after = Told(), Told()
+    for method, told in (("calibrated", before), ("refined", after)):
+        find_maps(plan_of(source, method), tmp_path / method, on_ids(refinement=how, dtype=dtype), told)
+    assert all(error < 1 for error in after.errors)
+    assert after.errors != before.errors
 
 
 @pytest.mark.parametrize("quiet", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from test_families import COPIED, write_checkpoint
 from test_symmetries import CASES, UNSERVED, attention
-from tiny_models import QUERY_HEADS, build
+from tiny_models import QUERY_HEADS, TINY, Tiny, build, config
 from torch import Tensor, nn
 
 from gqa.convert import plan_conversion
@@ -18,8 +19,6 @@ from gqa.convert.align.alignment import shared_key, slow_dims, unturned
 from gqa.convert.align.layerwise import Stop, watched
 from gqa.convert.align.pair import Pair, attention_of, until_stop
 from gqa.convert.align.symmetries import Rotary, find_symmetry
-
-LENGTH = 24
 
 
 @pytest.mark.parametrize(
@@ -45,24 +44,70 @@ def test_which_pairs_are_slow(base: float | None, longest: int | None, partial: 
     assert len(slow_dims(rotary)) == 2 * expected
 
 
+def _turned(name: str, rope_type: str, **options: Any) -> Tiny:
+    """A tiny model whose embedding is scaled, or chooses its speeds by the length of the text."""
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0}
+    return replace(
+        TINY[name],
+        name=f"{name}+{rope_type}",
+        options={"rope_parameters": rope | options, "original_max_position_embeddings": 16},
+    )
+
+
+BY_LENGTH = ("llama+dynamic", "phi3+longrope")
+_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+TURNED = {
+    tiny.name: tiny
+    for tiny in (
+        *(tiny for name, tiny in CASES.items() if name not in COPIED and tiny.model_type not in UNSERVED),
+        replace(TINY["stablelm"], name="stablelm+wide", options={"head_dim": 32, "hidden_size": 128}),
+        _turned("llama", "linear"),
+        _turned("llama", "dynamic"),
+        _turned("qwen2", "yarn", original_max_position_embeddings=16),
+        _turned("phi3", "longrope", original_max_position_embeddings=16, **_FACTORS),
+    )
+}
+# All of whose pairs turn by more, or nobody knows how far they turn.
+FAST = {
+    "mimo_v2_flash": "one pair of a head is turned",
+    "stablelm": "one pair of a head is turned",
+    "recurrent_gemma": "its config says nothing of a longest text",
+    "recurrent_gemma+bias": "its config says nothing of a longest text",
+}
+
+
+def _rotary(tiny: Tiny, length: int = 8) -> tuple[bool, dict[int, Rotary]]:
+    """Whether keys are free, and what is turned in the layers that turn anything."""
+    text = config(tiny, QUERY_HEADS).get_text_config(decoder=True)
+    symmetry = find_symmetry(text)
+    assert symmetry
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    found = {layer: symmetry.rotary(text, layer, dim, length) for layer in range(text.num_hidden_layers)}
+    return symmetry.free_keys(text), {layer: rotary for layer, rotary in found.items() if rotary.dims}
+
+
+SLOW = [name for name, tiny in TURNED.items() if any(rotary.slow for rotary in _rotary(tiny)[1].values())]
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_which_types_have_slow_pairs(name: str) -> None:
+    free, rotary = _rotary(TURNED[name])
+    assert (name in SLOW) == bool(free and rotary and name not in FAST)
+
+
 @pytest.mark.parametrize(
-    "name", [name for name, tiny in CASES.items() if name not in COPIED and tiny.model_type not in UNSERVED]
+    ("name", "length"),
+    [*((name, 24) for name in SLOW), *((name, length) for name in BY_LENGTH for length in (8, 100))],
 )
 @torch.no_grad()
-def test_queries_and_keys_are_turned_back(name: str, tmp_path: Path) -> None:
+def test_queries_and_keys_are_turned_back(name: str, length: int, tmp_path: Path) -> None:
     """A layer that is given the same at every position has the same queries and keys there, before they are turned."""
-    tiny = CASES[name]
+    tiny = TURNED[name]
     directory = write_checkpoint(build(tiny, QUERY_HEADS, attention=attention(tiny)), tmp_path / "source")
-    plan = plan_conversion(directory, 1, method="calibrated")
-    config, symmetry = plan.config, find_symmetry(plan.config.text)
-    assert symmetry
-    pair = Pair.open(plan, "cpu", torch.float32, 1)
-    module = next(found for layer in range(config.layers) if (found := pair.module_of(layer)))
-    rotary = symmetry.rotary(config.text, module.layer, config.heads(module.layer).key_dim)
-    if not rotary.slow:
-        assert torch.equal(unturned(torch.ones(1, 1, 2, 4), rotary), torch.ones(1, 1, 2, 4))
-        return
-    pair.arrive(torch.full((1, LENGTH), 5))  # what layers are given besides
+    pair = Pair.open(plan_conversion(directory, 1, method="calibrated"), "cpu", torch.float32, 1)
+    found = ((pair.module_of(layer), rotary) for layer, rotary in _rotary(tiny, length)[1].items() if rotary.slow)
+    module, rotary = next((module, rotary) for module, rotary in found if module)
+    pair.arrive(torch.full((1, length), 5))  # what layers are given besides
     own = pair.source.load(module.layer)
     seen: list[Tensor] = []
 
@@ -70,7 +115,7 @@ def test_queries_and_keys_are_turned_back(name: str, tmp_path: Path) -> None:
         seen.extend((q, k))
         raise Stop
 
-    same = torch.randn(pair.source.model.config.get_text_config(decoder=True).hidden_size).expand(1, LENGTH, -1)
+    same = torch.randn(pair.source.model.config.get_text_config(decoder=True).hidden_size).expand(1, length, -1)
     with watched(attention_of(own, module), attend):
         until_stop(own, same, next(pair.batches(same, module.layer))[2])
     for turned in seen:
@@ -79,6 +124,11 @@ def test_queries_and_keys_are_turned_back(name: str, tmp_path: Path) -> None:
         assert before < 1e-4 * after
         others = [dim for dim in range(turned.shape[-1]) if dim not in dims]
         assert torch.equal(unturned(turned, rotary)[..., others], turned[..., others])
+
+
+def test_what_is_not_slow_stays() -> None:
+    heads = torch.randn(1, 2, 5, 4)
+    assert torch.equal(unturned(heads, Rotary(4)), heads)
 
 
 def _spread(heads: Tensor) -> float:

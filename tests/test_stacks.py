@@ -61,6 +61,17 @@ def test_layers_that_predict_further_tokens_are_converted(source: Path, tmp_path
     assert after[f"{path}.{K}"].shape == after[f"{path}.{V}"].shape == (16, 32)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "smollm3", "cohere2", "gpt_oss"])
+@pytest.mark.parametrize("method", ["procrustes", "aligned"])
+def test_layers_that_predict_further_tokens_are_aligned(name: str, method: str, tmp_path: Path) -> None:
+    """Configs list kinds of layers, and not of those."""
+    source = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
+    last = {n: t for n, t in all_tensors(source).items() if ".layers.1." in n}
+    change(source, {n.replace(".layers.1.", ".layers.2."): t for n, t in last.items()})
+    after = all_tensors(convert_checkpoint(source, 2, tmp_path / "out", method=method).out)
+    assert after[f"model.layers.2.{K}"].shape == after[f"model.layers.1.{K}"].shape != last[f"model.layers.1.{K}"].shape
+
+
 @pytest.mark.parametrize("path", ["vision_tower.layers.0", "model.audio_encoder.layers.0", "visual.blocks.1"])
 def test_towers_are_left_alone(source: Path, tmp_path: Path, path: str) -> None:
     added = attention(path)

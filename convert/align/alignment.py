@@ -66,7 +66,9 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     if rotary.dims:
         _rotated_key(keys, queries, rotary, key, query)
-    centred = keys - means[:, None] * means  # a constant key shifts all scores of a query alike
+    centred = keys - means[:, None] * means  # a constant key shifts all scores of a query (nearly) alike
+    varies = centred.diagonal() > 1e-12 * keys.diagonal()  # more than by rounding
+    centred = centred * varies[:, None] * varies
     for dims in (slow_dims(rotary), torch.arange(rotary.dims, dim)):
         if len(dims):
             _plain_key(centred, queries, dims, key, query)
@@ -87,7 +89,7 @@ def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, que
     restore = vectors / weight  # k_a ~ restore_a k*
     before = moments.diagonal(dim1=1, dim2=2).real.mean(1)
     after = torch.einsum("fa,fab,fb->f", combine, moments, combine.conj()).real
-    scale = (before / after.clamp_min(1e-30)).sqrt().where(after > 0, torch.ones_like(after))
+    scale = (before / after.clamp_min(1e-300)).sqrt().where(after > 0, torch.ones_like(after))
     combine, restore = combine * scale[:, None], restore / scale[:, None]
     for head in range(heads):
         put_complex(key[:, head * dim : (head + 1) * dim], combine[:, head], real, imaginary)
@@ -132,7 +134,7 @@ def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: 
     combine, restore = vectors.T @ inverse, root @ vectors  # (n, m n), (m n, n)
     before = key[dims][:, stacked]
     if before.any():
-        size, unsize = root_and_inverse(before @ covariance @ before.T)
+        size, unsize = root_and_inverse(before @ covariance @ before.T, floored=True)  # none of the directions is lost
         left, _, right = torch.linalg.svd(unsize @ before @ covariance @ combine.T)
         combine, restore = size @ left @ right @ combine, restore @ (left @ right).T @ unsize
     else:
@@ -143,18 +145,20 @@ def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: 
         query[head][dims[:, None], dims] = restore[head * n : (head + 1) * n].T
 
 
-def root_and_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """S^1/2 and its pseudo-inverse, without the directions below CUT of the largest."""
+def root_and_inverse(matrix: Tensor, floored: bool = False) -> tuple[Tensor, Tensor]:
+    """S^1/2 and its pseudo-inverse, without the directions below CUT of the largest, or `floored` with that in them."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    kept = values > CUT * values[-1].clamp_min(1e-300)
-    values, vectors = values[kept].sqrt(), vectors[:, kept]
+    least = CUT * values[-1].clamp_min(1e-300)
+    kept = values > (-torch.inf if floored else least)
+    values, vectors = values[kept].clamp_min(least).sqrt(), vectors[:, kept]
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
 
 
 def _balance(covariance: Tensor, combine: Tensor, heads: int) -> Tensor:
-    """The factor that gives what is combined the mean energy of what it is combined of."""
+    """The factor that gives what is combined the mean energy of what it is combined of; 1 where that is nothing."""
     after = (combine @ covariance @ combine.T).trace()
-    return (covariance.trace() / heads / after.clamp_min(1e-300)).sqrt()
+    scale = (covariance.trace().clamp_min(0) / heads / after.clamp_min(1e-300)).sqrt()
+    return scale.where(scale > 0, torch.ones_like(scale))
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,7 @@ def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float) -> Te
         inputs: (n, n) E[a' a'^T]; targets: (n, n) E[a' a^T]; start: (n, n).
         strength: Of the ridge, relative to the mean of the diagonal of `inputs`.
     """
-    damping = strength * inputs.diagonal().mean()
+    damping = max(strength, 1e-12) * inputs.diagonal().mean().clamp_min(1e-200)  # where no input is, the start stays
     system = inputs + damping * torch.eye(len(inputs), dtype=inputs.dtype)
     solution: Tensor = torch.linalg.solve(system, targets + damping * start.T)
     return solution.T

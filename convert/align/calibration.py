@@ -101,7 +101,8 @@ def _drift(pair: Pair, streams: Streams, layer: int, own: nn.Module, attention: 
 
     one, other = forced(hidden + more, base), forced(hidden, base + more / scale)
     check_finite(layer, one, other)
-    added = torch.allclose(one, other, rtol=0, atol=1e-3 * float(one.abs().max()))
+    rounding = max(1e-3, 8 * torch.finfo(one.dtype).eps)
+    added = torch.allclose(one, other, rtol=0, atol=rounding * float(one.abs().max()))
     return difference / scale if added else torch.zeros_like(difference)
 
 

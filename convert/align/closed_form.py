@@ -75,21 +75,23 @@ class Moments:
         return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]), self.count)
 
 
-def significance_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor) -> Tensor:
+def significance_of(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor, causal: bool = True
+) -> Tensor:
     """(B, H, T) how far an error of one score of a query moves the layer's output, squared and summed over its keys.
 
     To first order a score that is off by s moves the output by a s W_O (v - o), a the attention paid to the key, v its
     value and o what the query sees. Caps and sinks are left out: it is a weight. Shapes as in `Moments.add`; `roots`
-    (H, e, e) are `output_roots`.
+    (H, e, e) are `output_roots`; `causal` is what no mask means.
     """
     repeat, length = q.shape[1] // k.shape[1], q.shape[2]
-    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    unmasked = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(0 if causal else length)
     found = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for head in range(q.shape[1]):
         scores = (q[:, head] @ k[:, head // repeat].mT).float() * scaling  # (B, T, T)
         allowed = None if mask is None else mask[:, min(head, mask.shape[1] - 1)]
         if allowed is None or allowed.dtype == torch.bool:
-            scores = scores.masked_fill(~(causal if allowed is None else allowed), -torch.inf)
+            scores = scores.masked_fill(~(unmasked if allowed is None else allowed), -torch.inf)
         else:
             scores = scores + allowed
         paid = scores.softmax(-1).nan_to_num()
@@ -158,7 +160,8 @@ def closed_form(
     groups = heads.kv * pair.plan.groups // config.main.kv
     w_o = _output_weight(pair, module, symmetry).unflatten(0, (heads.query, heads.value_dim))
     moments = Moments.zeros(heads, 1 if search else groups)
-    rotary, free_keys = symmetry.rotary(config.text, layer, heads.key_dim), symmetry.free_keys(config.text)
+    rotary = symmetry.rotary(config.text, layer, heads.key_dim, streams.source.shape[1])
+    free_keys = symmetry.free_keys(config.text)
     values = _watch_source(pair, streams, layer, own, attention, moments, rotary, w_o, wanted.counts)
     order = find_order(moments.of_layer(w_o), groups, rotary, free_keys) if search else None
     if search:
@@ -189,7 +192,8 @@ def _watch_source(
     def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         check_finite(layer, q, k, v)
         scaling = options.get("scaling") or q.shape[-1] ** -0.5
-        significance = significance_of(q, k, v, mask, scaling, roots) * next(weights)[:, None].to(q.device)
+        causal = getattr(module, "is_causal", True)
+        significance = significance_of(q, k, v, mask, scaling, roots, causal) * next(weights)[:, None].to(q.device)
         moments.add(unturned(q, rotary), unturned(k, rotary), v, significance)
         values.append(v.cpu())
         raise Stop

@@ -67,7 +67,8 @@ class Calls:
         """The output (B, T, D) for some of the hidden states, with other weights."""
         rows = len(hidden)
         args, kwargs = self.others[rows] if rows in self.others else self._cut(rows)
-        output = torch.func.functional_call(module, dict(weights), (hidden, *args), kwargs)
+        own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
+        output = torch.func.functional_call(module, own, (hidden, *args), kwargs)
         return output if isinstance(output, Tensor) else output[0]
 
     def _cut(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -140,24 +141,25 @@ def refine(
             optimizer.step()
             schedule.step()
         progress(len(rows) * hidden.shape[1])
-        if (step + 1) % every == 0 and (found := error()) < least:
+        if ((step + 1) % every == 0 or step + 1 == how.steps) and (found := error()) < least:
             best, least = copy(), found
     return best, first, least
 
 
 def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al., 2024) for matrices, Adam for the rest. Steps are `rate` of the size that a tensor has at the
-    start, the root mean square of its singular values or of its numbers: layers and models differ in size by tens.
+    start, the root mean square of its singular values or of its numbers: layers and models differ in size by tens. What
+    is zero has no size and is given that of the smallest.
     """
-    matrices = [{"params": [p], "lr": rate * _size(p, min(p.shape))} for p in parameters if p.ndim == 2]
-    others = [{"params": [p], "lr": rate * _size(p, p.numel())} for p in parameters if p.ndim != 2]
+    sizes = [float(p.detach().norm()) / (min(p.shape) if p.ndim == 2 else p.numel()) ** 0.5 for p in parameters]
+    least = min((size for size in sizes if size), default=1.0)
+    sized = [(p, rate * (size or least)) for p, size in zip(parameters, sizes, strict=True)]
+    # torch's Muon takes steps that are larger by a root where a matrix has more rows than columns
+    matrices = [{"params": [p], "lr": lr / max(1, len(p) / p.shape[1]) ** 0.5} for p, lr in sized if p.ndim == 2]
+    others = [{"params": [p], "lr": lr} for p, lr in sized if p.ndim != 2]
     found: list[torch.optim.Optimizer] = []
     if matrices:
         found.append(torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.9))
     if others:
         found.append(torch.optim.Adam(others, betas=(0.9, 0.99)))
     return found
-
-
-def _size(tensor: Tensor, count: int) -> float:
-    return float(tensor.detach().norm() / count**0.5)

@@ -10,12 +10,10 @@ transformers class by the tests: scrambled within the symmetry the logits stay, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal
-
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gqa.convert.family import Rule
 from gqa.convert.layout import Conv1D, Numbered, Separate
@@ -88,29 +86,39 @@ class Symmetry:
     def matches(self, config: Any) -> bool:
         return config.model_type in self.model_types and self.holds(config)
 
-    def rotary(self, config: Any, layer: int, dim: int) -> Rotary:
+    def rotary(self, config: Any, layer: int, dim: int, length: int = 1) -> Rotary:
+        """Of heads (dim) on a text of `length` tokens, by which some embeddings choose their speeds."""
         dims = self.rotated(config, layer, dim)
         longest = getattr(config, "max_position_embeddings", None)
         slow: list[float] = []
         if longest and self.free_keys(config):
-            slow.extend(takewhile(lambda speed: speed * longest < math.pi, reversed(_speeds(config, layer, dims))))
+            slow.extend(
+                takewhile(lambda speed: speed * longest < math.pi, reversed(_speeds(config, layer, dims, length)))
+            )
         return Rotary(dims, self.pairing, tuple(reversed(slow)))
+
+
+def _at(listed: Sequence[Any], layer: int) -> Any:
+    """What a config lists for a layer; layers beyond its own, which predict further tokens, are like the last."""
+    return listed[min(layer, len(listed) - 1)]
 
 
 def _parameters(config: Any, layer: int) -> dict[str, Any] | None:
     """The layer's `rope_parameters`; None where its type of layers has none."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None)
-    return parameters[kinds[layer]] if kinds and kinds[layer] in parameters else parameters
+    return parameters[_at(kinds, layer)] if kinds and _at(kinds, layer) in parameters else parameters
 
 
-def _speeds(config: Any, layer: int, dims: int) -> list[float]:
+def _speeds(config: Any, layer: int, dims: int, length: int) -> list[float]:
     """Radians a position of every pair, the fastest first; none where they are not known."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     parameters = _parameters(config, layer) or {}
     base, kind = parameters.get("rope_theta"), parameters.get("rope_type")
     if kind in ROPE_INIT_FUNCTIONS:
-        named = config.layer_types[layer] if parameters is not config.rope_parameters else None
-        found: list[float] = ROPE_INIT_FUNCTIONS[kind](config, layer_type=named)[0].tolist()
+        named = _at(config.layer_types, layer) if parameters is not config.rope_parameters else None
+        found: list[float] = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, layer_type=named)[0].tolist()
         return found if 2 * len(found) == dims else []
     return [base ** (-2 * pair / dims) for pair in range(dims // 2)] if base else []
 
@@ -128,12 +136,12 @@ def _rotated(config: Any, layer: int, dim: int) -> int:
 def _listed(config: Any, layer: int, dim: int) -> int:
     """`no_rope_layers` is 1 where a layer rotates."""
     listed = getattr(config, "no_rope_layers", None)
-    return _rotated(config, layer, dim) if not listed or listed[layer] else 0
+    return _rotated(config, layer, dim) if not listed or _at(listed, layer) else 0
 
 
 def _sliding(config: Any, layer: int, dim: int) -> int:
     """Only layers with a sliding window rotate."""
-    return _rotated(config, layer, dim) if config.layer_types[layer] == "sliding_attention" else 0
+    return _rotated(config, layer, dim) if _at(config.layer_types, layer) == "sliding_attention" else 0
 
 
 def _if_rope(config: Any, layer: int, dim: int) -> int:
