@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.convert.console import CONTEXT_SETTINGS, progress_bar, run, version_option, with_options
+from gqa.convert.errors import one_line
 from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ class Bar:
         self._state = f"layer {index}/{layers}, error {error:.3g}"
         if self._bar is not None:
             self._bar.set_postfix_str(self._state)
+
+    def warn(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        click.echo(one_line(f"warning: {text}"), err=True)
 
     def __enter__(self) -> Bar:
         return self

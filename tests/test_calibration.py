@@ -35,7 +35,11 @@ class Told(Silent):
 
     def __init__(self, stop_after: int = 0) -> None:
         self.errors: list[float] = []
+        self.warnings: list[str] = []
         self._stop_after = stop_after
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
     def layer(self, index: int, layers: int, error: float) -> None:
         self.errors.append(error)
@@ -337,6 +341,27 @@ def test_a_job_tells_how_far_it_is(quiet: bool, capsys: pytest.CaptureFixture[st
     assert [line.rpartition(" | ")[0] for line in lines] == (
         [] if quiet else ["sampling | 64 tokens", "layer 1/2, error 0.25 | 128 tokens"]
     )
+
+
+def test_what_the_text_does_not_determine_is_told(source: Path, tmp_path: Path) -> None:
+    """Two heads of the second layer see values that are zero; then fewer positions than W_O reads dimensions."""
+    dead = shutil.copytree(source, tmp_path / "dead")
+    for file in dead.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in ("weight", "bias"):
+            if (tensor := tensors.get(f"model.layers.1.self_attn.v_proj.{name}")) is not None:
+                tensor[: len(tensor) // 2] = 0
+        save_file(tensors, file, metadata={"format": "pt"})
+    told = [Told() for _ in range(3)]
+    find_maps(plan_of(source), tmp_path / "0", on_ids(), told[0])
+    find_maps(plan_of(dead), tmp_path / "1", on_ids(), told[1])
+    find_maps(plan_of(source), tmp_path / "2", on_ids(text=Ids(count=1)), told[2])
+    assert told[0].warnings == []
+    assert told[1].warnings == [
+        "layer 1: nothing comes from query heads 0, 1 on the calibration text; W_O is not fitted there"
+    ]
+    said = "W_O reads 32 dimensions and is fitted to 16 positions, the ridge decides the rest; give more"
+    assert told[2].warnings == [f"layer {layer}: {said} --calibration-tokens" for layer in (0, 1)]
 
 
 # ------------------------------------------------------------------------------------------------- refusals

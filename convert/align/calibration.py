@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.convert.align.closed_form import Wanted, closed_form, position_weights
+from gqa.convert.align.closed_form import ClosedForm, Wanted, closed_form, position_weights
 from gqa.convert.align.layerwise import Stop, run_layer
 from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
 from gqa.convert.align.refine import Calls, Refinement, refine
@@ -30,12 +30,14 @@ class LayerResult:
     error: Of its attention output, squares relative to the squares of the source's, after the refit of W_O (on the
         calibration text) or the refinement (on held-out blocks); NaN where nothing was measured.
     weights: What refinement trained, by stored names.
+    warning: What the text could not determine, in words.
     """
 
     module: AttentionModule
     maps: HeadMaps
     error: float
     weights: dict[str, Tensor] = field(default_factory=dict)
+    warning: str = ""
 
 
 def calibrate_layer(
@@ -57,12 +59,13 @@ def calibrate_layer(
     seen = _run_source(pair, streams, module, own, attention, symmetry)
     if symmetry:
         wanted = Wanted(seen.inputs, drift, counts)
-        maps, error = closed_form(pair, streams, module, own, attention, symmetry, wanted, how.ridge, how.search)
+        start = closed_form(pair, streams, module, own, attention, symmetry, wanted, how.ridge, how.search)
     else:
         heads = pair.plan.config.heads(layer)
-        maps, error = mean(heads.kv, heads.kv * pair.plan.groups // pair.plan.config.main.kv), float("nan")
+        start = ClosedForm(mean(heads.kv, heads.kv * pair.plan.groups // pair.plan.config.main.kv), float("nan"))
+    error = start.error
     pair.source.release(layer)
-    weights = pair.weights(module, maps)
+    weights = pair.weights(module, start.maps)
     trained: dict[str, Tensor] = {}
     changed = pair.load_target(module, weights)
     if how.refine:
@@ -73,7 +76,7 @@ def calibrate_layer(
         streams.converted[piece] = run_layer(changed, hidden, given).cpu()
         progress(hidden.shape[0] * hidden.shape[1])
     pair.target.release(layer)
-    return LayerResult(module, maps, error, trained)
+    return LayerResult(module, start.maps, error, trained, start.warning)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, in
 from gqa.convert.align.symmetries import Rotary, Symmetry
 from gqa.convert.attention import AttentionModule
 from gqa.convert.devices import as_float64
+from gqa.convert.errors import listing
 from gqa.convert.layout import Conv1D, LayerHeads
 from gqa.convert.maps import HeadMaps, query_order
 
@@ -137,6 +138,15 @@ class Wanted:
     counts: Tensor
 
 
+@dataclass(frozen=True)
+class ClosedForm:
+    """The maps of a layer, the relative error that is left, and what W_O could not be fitted to, in words."""
+
+    maps: HeadMaps
+    error: float
+    warning: str = ""
+
+
 def closed_form(
     pair: Pair,
     streams: Streams,
@@ -147,8 +157,8 @@ def closed_form(
     wanted: Wanted,
     strength: float,
     search: bool = False,
-) -> tuple[HeadMaps, float]:
-    """Keys, then values as the merged attention sees them, then the refit of W_O; with the relative error that is left.
+) -> ClosedForm:
+    """Keys, then values as the merged attention sees them, then the refit of W_O.
 
     Args:
         own, attention: The source's layer and its attention, with their weights.
@@ -280,10 +290,8 @@ def _refit(
     wanted: Wanted,
     strength: float,
     w_o: Tensor,
-) -> tuple[HeadMaps, float]:
-    """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give; with the error
-    left.
-    """
+) -> ClosedForm:
+    """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
     assert maps.output is not None
     changed = pair.load_target(module, pair.weights(module, replace(maps, output=None)))
     output = pair.projection(pair.target, module, symmetry.output.tensor)
@@ -313,4 +321,21 @@ def _refit(
         return float((w_o.T @ matrix @ w_o).trace())
 
     left = float(asked) + energy(found @ gram @ found.T - found @ cross - cross.T @ found.T)
-    return replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300)
+    warning = _undetermined(gram, count, pair.plan.config.heads(module.layer).value_dim)
+    return ClosedForm(replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300), warning)
+
+
+def _undetermined(gram: Tensor, count: int, dim: int) -> str:
+    """Why the moments (H e, H e) of `count` positions are singular, in words; nothing where no reason is known."""
+    if count < len(gram):
+        return (
+            f"W_O reads {len(gram)} dimensions and is fitted to {count} positions, the ridge decides the rest; "
+            "give more --calibration-tokens"
+        )
+    energy = gram.diagonal().view(-1, dim).sum(1)
+    dead = [str(head) for head, small in enumerate((energy <= 1e-12 * energy.max()).tolist()) if small]
+    return (
+        f"nothing comes from query heads {listing(dead)} on the calibration text; W_O is not fitted there"
+        if dead
+        else ""
+    )
