@@ -32,6 +32,11 @@ def slow_dims(rotary: Rotary) -> Tensor:
     return torch.cat([dims[len(dims) - len(rotary.slow) :] for dims in pairs(rotary)])
 
 
+def plain_dims(rotary: Rotary, dim: int) -> list[Tensor]:
+    """The dimensions that need not be shared pair by pair: the slow ones and those that are not rotated, if any."""
+    return [dims for dims in (slow_dims(rotary), torch.arange(rotary.dims, dim)) if len(dims)]
+
+
 def unturned(heads: Tensor, rotary: Rotary) -> Tensor:
     """(B, H, T, d) rotated queries or keys of positions 0, 1, ... with the slow pairs as they were before."""
     if not rotary.slow:
@@ -66,13 +71,17 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
     if rotary.dims:
         _rotated_key(keys, queries, rotary, key, query)
-    centred = keys - means[:, None] * means  # a constant key shifts all scores of a query (nearly) alike
-    varies = centred.diagonal() > 1e-12 * keys.diagonal()  # more than by rounding
-    centred = centred * varies[:, None] * varies
-    for dims in (slow_dims(rotary), torch.arange(rotary.dims, dim)):
-        if len(dims):
-            _plain_key(centred, queries, dims, key, query)
+    varying = without_means(keys, means)
+    for dims in plain_dims(rotary, dim):
+        _plain_key(varying, queries, dims, key, query)
     return KeyMaps(key, query)
+
+
+def without_means(keys: Tensor, means: Tensor) -> Tensor:
+    """Moments of keys without what is constant: it shifts all scores of a query (nearly) alike."""
+    centred = keys - means[:, None] * means
+    varies = centred.diagonal() > 1e-12 * keys.diagonal()  # more than by rounding
+    return centred * varies[:, None] * varies
 
 
 def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, query: Tensor) -> None:

@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from gqa.convert.align.alignment import complex_moments, key_weights, pairs, slow_dims
+from gqa.convert.align.alignment import complex_moments, key_weights, pairs, plain_dims, without_means
 from gqa.convert.align.symmetries import Rotary
 
 MOST_PARTITIONS = 20_000  # that are all looked at
@@ -132,12 +132,10 @@ def _lost_keys(moments: LayerMoments, group: Group, rotary: Rotary, free_keys: b
         spread = weight[:, :, None] * complex_moments(keys.view(len(group), dim, -1, dim), real, imaginary)
         fast = slice(len(real) - len(rotary.slow))
         lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[fast, :-1].clamp_min(0).sum())
-    means = moments.key_means[rows]
-    centred = keys - means[:, None] * means
-    for dims in (slow_dims(rotary), torch.arange(rotary.dims, dim)):
-        if len(dims):
-            plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
-            lost += _beyond(centred[plain][:, plain], queries[:, dims][:, :, dims])
+    varying = without_means(keys, moments.key_means[rows])
+    for dims in plain_dims(rotary, dim):
+        plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
+        lost += _beyond(varying[plain][:, plain], queries[:, dims][:, :, dims])
     return lost
 
 
