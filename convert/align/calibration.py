@@ -88,7 +88,7 @@ def _drift(pair: Pair, streams: Streams, layer: int, own: nn.Module, attention: 
     """
     difference = streams.source - streams.converted
     scale = float(getattr(pair.plan.config.text, "residual_multiplier", None) or 1.0)
-    _, hidden, given = next(pair.batches(streams.source, layer))
+    hidden, given = streams.source[:1].to(pair.source.device), pair.given[1][layer]
     generator = torch.Generator().manual_seed(0)
     base, more = (torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std() for _ in range(2))
 

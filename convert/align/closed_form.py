@@ -86,20 +86,20 @@ def significance_of(
     (H, e, e) are `output_roots`; `causal` is what no mask means.
     """
     repeat, length = q.shape[1] // k.shape[1], q.shape[2]
-    unmasked = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(0 if causal else length)
+    if mask is None:
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril(0 if causal else length)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, -torch.inf)
     found = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for head in range(q.shape[1]):
-        scores = (q[:, head] @ k[:, head // repeat].mT).float() * scaling  # (B, T, T)
-        allowed = None if mask is None else mask[:, min(head, mask.shape[1] - 1)]
-        if allowed is None or allowed.dtype == torch.bool:
-            scores = scores.masked_fill(~(unmasked if allowed is None else allowed), -torch.inf)
-        else:
-            scores = scores + allowed
+        added = mask[:, min(head, mask.shape[1] - 1)].float().expand(len(q), -1, -1)
+        scores = torch.baddbmm(added, q[:, head].float(), k[:, head // repeat].float().mT, alpha=scaling)  # (B, T, T)
         paid = scores.softmax(-1).nan_to_num()
         values = v[:, head // repeat].float() @ roots[head].to(v.device)  # (B, T, e)
-        given = paid @ values
-        away = values.square().sum(-1)[:, None] + given.square().sum(-1)[..., None] - 2 * given @ values.mT
-        found[:, head] = (paid.square() * away.clamp_min(0)).sum(-1)
+        given, sizes = paid @ values, values.square().sum(-1, keepdim=True)
+        sums = paid.square() @ torch.cat([values, sizes, torch.ones_like(sizes)], -1)  # of a^2 v, a^2 |v|^2 and a^2
+        away = sums[..., -2] + sums[..., -1] * given.square().sum(-1) - 2 * (given * sums[..., :-2]).sum(-1)
+        found[:, head] = away.clamp_min(0)
     return found
 
 
@@ -256,8 +256,8 @@ def _value_maps(
         stacked = stack_groups(next(waiting).to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
         rows = pair.target.attend(own, q, k, stacked, mask, **options)  # (B, T, H, m e)
         rows = rows * next(weights).sqrt()[..., None, None].to(rows)
-        for head in range(heads.query):
-            one = as_float64(rows[:, :, head].flatten(0, 1))
+        for head in range(heads.query):  # one by one: m times as wide as what W_O is given
+            one = as_float64(rows[:, :, head]).flatten(0, 1)
             seen[head] += (one.T @ one).cpu()
         raise Stop
 
@@ -296,19 +296,19 @@ def _refit(
     changed = pair.load_target(module, pair.weights(module, replace(maps, output=None)))
     output = pair.projection(pair.target, module, symmetry.output.tensor)
     width = len(maps.output)
-    inverse = torch.linalg.pinv(w_o).to(wanted.inputs.dtype)  # what W_O turns into the drift is asked for on top
+    inverse = _right_inverse(w_o).float()  # what W_O turns into the drift is asked for on top
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
     waiting = zip(*(part.split(pair.batch) for part in (wanted.inputs, wanted.drift, wanted.counts)), strict=True)
 
     def note(given: Tensor) -> None:
-        inputs, drift, counts = (part.flatten(0, 1) for part in next(waiting))
-        rows = as_float64(given.flatten(0, 1))
-        root = counts.sqrt()[:, None].to(rows)
-        rows, target = rows * root, (inputs + drift @ inverse).to(rows) * root
+        inputs, drift, counts = (part.flatten(0, 1).float() for part in next(waiting))
+        root = counts.sqrt()[:, None]
+        target = (inputs + drift @ inverse) * root
+        asked.add_((target @ w_o.float()).square().sum(dtype=torch.float64))
+        rows = as_float64(given.flatten(0, 1).float() * root.to(given.device))
         gram.add_((rows.T @ rows).cpu())
-        cross.add_((rows.T @ target).cpu())
-        asked.add_((target.float() @ w_o.to(target.device).float()).double().square().sum().cpu())
+        cross.add_((rows.T @ target.to(rows)).cpu())
         raise Stop
 
     with inputs_of(output, note), torch.no_grad():
@@ -323,6 +323,13 @@ def _refit(
     left = float(asked) + energy(found @ gram @ found.T - found @ cross - cross.T @ found.T)
     warning = _undetermined(gram, count, pair.plan.config.heads(module.layer).value_dim)
     return ClosedForm(replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300), warning)
+
+
+def _right_inverse(w_o: Tensor) -> Tensor:
+    """(D, H e) the pseudo-inverse of W_O (H e, D), by a rank-revealing QR: four times as fast as singular values."""
+    one = torch.eye(w_o.shape[1], dtype=w_o.dtype)
+    solved: Tensor = torch.linalg.lstsq(w_o.mT, one, driver="gelsy").solution
+    return solved.mT
 
 
 def _undetermined(gram: Tensor, count: int, dim: int) -> str:
