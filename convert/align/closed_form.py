@@ -316,11 +316,8 @@ def _refit(
             until_stop(changed, hidden, given)
     count = wanted.counts.numel()
     found = ridge(gram / count, cross / count, maps.output, strength)
-
-    def energy(matrix: Tensor) -> float:
-        return float((w_o.T @ matrix @ w_o).trace())
-
-    left = float(asked) + energy(found @ gram @ found.T - found @ cross - cross.T @ found.T)
+    fitted = found.T @ w_o  # the new W_O
+    left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
     warning = _undetermined(gram, count, pair.plan.config.heads(module.layer).value_dim)
     return ClosedForm(replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300), warning)
 
