@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gqa.corpus.messages import explain as explain
+from gqa.corpus.messages import listing as _listing
+from gqa.corpus.messages import one_line as one_line
+
 
 class RefusedError(ValueError):
     """A checkpoint or an option that cannot be converted; raised before a byte is written. Exit code 2."""
@@ -19,25 +23,10 @@ class OutputError(OSError):
 
 def listing(names: Iterable[object], limit: int = 5) -> str:
     """`a, b, c` in sorted order, truncated with a count: `a, b, c, d, e and 7 more`."""
-    ordered = sorted(str(n) for n in names)
-    shown = ", ".join(ordered[:limit])
-    return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
+    return _listing(sorted(str(name) for name in names), limit)
 
 
 def alternatives(numbers: Iterable[int]) -> str:
     """`1, 2, 4 or 8`."""
     texts = [str(n) for n in sorted(numbers)]
     return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
-
-
-def explain(error: BaseException, limit: int = 300) -> str:
-    """What an exception of a library says, in one line; its kind where it says nothing."""
-    text = " ".join(str(error).split())[:limit]
-    return text or type(error).__name__
-
-
-def one_line(text: str, limit: int = 1000) -> str:
-    """Text with names out of a hostile file, safe to print: no line breaks, no terminal escapes, not endless."""
-    if len(text) > limit:
-        text = f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from gqa.corpus.messages import listing, one_line
 
 
 @dataclass(frozen=True)
@@ -19,21 +20,7 @@ class CorpusError(ValueError):
     """Text that cannot be used. One line: what was given, what is wrong with it or allowed, what to do."""
 
     def __init__(self, message: str) -> None:
-        """Names out of hostile files are made safe to print: no line breaks, no terminal escapes, not endless."""
-        text = message if len(message) <= 1000 else f"{message[:700]} ... {message[-250:]}"
-        super().__init__("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text))
-
-
-def listing(names: Iterable[object], limit: int = 8) -> str:
-    """`a, b, c` in the order given, truncated with a count: `a, b and 7 more`."""
-    texts = [str(name) for name in names]
-    shown = ", ".join(texts[:limit])
-    return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
-
-
-def explain(error: BaseException, limit: int = 300) -> str:
-    """What an exception of a library says, in one line; its kind where it says nothing."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+        super().__init__(one_line(message))
 
 
 def document(name: str, value: Any, field: str) -> Document | None:

@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from gqa.corpus.document import CorpusError, Document, document, explain, listing, missing_field
+from gqa.corpus.document import CorpusError, Document, document, missing_field
+from gqa.corpus.messages import explain, listing
 
 FORMATS = {
     "text": (".txt", ".md"),
