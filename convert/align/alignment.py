@@ -224,10 +224,10 @@ def _ways_back(project: Tensor, seen: Tensor, crossed: Tensor) -> Tensor:
     )
 
 
-def pseudo_inverse(matrix: Tensor) -> Tensor:
-    """Of a symmetric positive semi-definite matrix."""
+def pseudo_inverse(matrix: Tensor, cut: float = CUT) -> Tensor:
+    """Of a symmetric positive semi-definite matrix, without the directions below `cut` of the largest."""
     values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    kept = values > CUT * values[-1].clamp_min(1e-300)
+    kept = values > cut * values[-1].clamp_min(1e-300)
     inverse: Tensor = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T
     return inverse
 
