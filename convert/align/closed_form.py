@@ -296,17 +296,19 @@ def _refit(
     changed = pair.load_target(module, pair.weights(module, replace(maps, output=None)))
     output = pair.projection(pair.target, module, symmetry.output.tensor)
     width = len(maps.output)
-    inverse = (pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T).float()  # what W_O turns into the drift is asked for on top
+    device, weight = pair.target.device, w_o.float().to(pair.target.device)
+    inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # what W_O turns into the drift is asked for on top
+    inverse = inverse.float().to(device)
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
     waiting = zip(*(part.split(pair.batch) for part in (wanted.inputs, wanted.drift, wanted.counts)), strict=True)
 
     def note(given: Tensor) -> None:
-        inputs, drift, counts = (part.flatten(0, 1).float() for part in next(waiting))
+        inputs, drift, counts = (part.flatten(0, 1).to(device, torch.float32) for part in next(waiting))
         root = counts.sqrt()[:, None]
         target = (inputs + drift @ inverse) * root
-        asked.add_((target @ w_o.float()).square().sum(dtype=torch.float64))
-        rows = as_float64(given.flatten(0, 1).float() * root.to(given.device))
+        asked.add_(as_float64((target @ weight).square().sum(1)).sum().cpu())
+        rows = as_float64(given.flatten(0, 1).float() * root)
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target.to(rows)).cpu())
         raise Stop
