@@ -1,0 +1,55 @@
+"""The refit of W_O against plain least squares on the numbers themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scrambled import Ids
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+
+from gqa.convert import plan_conversion
+from gqa.convert.align.calibration import Calibration, Calibrator
+from gqa.convert.align.closed_form import closed_form
+from gqa.convert.align.layerwise import run_layer
+from gqa.convert.align.pair import inputs_of
+
+
+def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towards the source's inputs of W_O and what W_O turns into the drift, each position by what it counts; and the
+    error that is said is the one that is left.
+    """
+    torch.manual_seed(0)
+    found: list[tuple[Tensor, Tensor, float, float]] = []
+
+    def compared(pair: Any, streams: Any, module: Any, own: Any, attention: Any, symmetry: Any, *rest: Any) -> Any:
+        wanted, _, search = rest
+        drift = torch.randn(wanted.drift.shape) * wanted.inputs.std()
+        wanted = replace(wanted, drift=drift, counts=torch.rand(wanted.counts.shape))
+        result = closed_form(pair, streams, module, own, attention, symmetry, wanted, 0.0, search)
+        w_o = pair.projection(pair.source, module, symmetry.output.tensor).weight.double().mT
+        merged = pair.load_target(module, pair.weights(module, replace(result.maps, output=None)))
+        given: list[Tensor] = []
+        with inputs_of(pair.projection(pair.target, module, symmetry.output.tensor), given.append):
+            for _, hidden, others in pair.batches(streams.converted, module.layer):
+                run_layer(merged, hidden, others)
+        root = wanted.counts.double().sqrt().flatten()[:, None]
+        rows = torch.cat(given).double().flatten(0, 1) * root
+        target = (wanted.inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
+        best = torch.linalg.lstsq(rows, target, driver="gelsd").solution
+        left = float(((rows @ best - target) @ w_o).square().sum() / (target @ w_o).square().sum())
+        found.append((result.maps.output, best.mT, result.error, left))
+        return result
+
+    monkeypatch.setattr("gqa.convert.align.calibration.closed_form", compared)
+    source = write_checkpoint(build(TINY["llama+bias"], 4), tmp_path / "source")
+    plan = plan_conversion(source, 2, method="calibrated", headers_only=False)
+    Calibrator(plan, Ids().ids(), Calibration(batch=24)).run(0)
+    output, best, error, left = found[0]
+    assert torch.allclose(output, best, rtol=0, atol=1e-5 * float(best.abs().max()))
+    assert error == pytest.approx(left, rel=1e-5)
