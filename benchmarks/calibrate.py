@@ -51,7 +51,7 @@ def _resident(key: str) -> int:
 def forward(options: dict[str, Any], blocks: Any) -> float:
     import torch
 
-    from gqa.convert.loading import load_model
+    from gqa.checkpoint.loading import load_model
 
     model = load_model(options["model"], dtype=options["dtype"], attention="sdpa")
     started = time.perf_counter()
@@ -64,8 +64,8 @@ def forward(options: dict[str, Any], blocks: Any) -> float:
 def calibrate(options: dict[str, Any], blocks: Any) -> float:
     import torch
 
+    from gqa.checkpoint.read import read_checkpoint
     from gqa.convert.align.calibration import Calibration, Calibrator
-    from gqa.convert.checkpoint import read_checkpoint
     from gqa.convert.plan import make_plan
 
     started = time.perf_counter()
@@ -83,9 +83,6 @@ CONTESTANTS = {"forward": forward, "calibrate": calibrate}
 def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
     import torch
     import transformers
-
-    import gqa.convert.align.calibration
-    import gqa.convert.loading  # noqa: F401
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options["threads"])

@@ -81,7 +81,7 @@ class Shape:
 
 def write_checkpoint(directory: Path, shape: Shape, shard_bytes: int, content: bool = True) -> None:
     """A sharded checkpoint in which K and V of a layer lie in different shards; without `content` sparse files."""
-    from gqa.convert.safetensors_header import byte_size, format_header
+    from gqa.checkpoint.headers import byte_size, format_header
 
     directory.mkdir()
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
@@ -161,9 +161,9 @@ def cp(source: Path, out: Path, options: dict[str, Any]) -> Callable[[], object]
 def gqa_convert(source: Path, out: Path, options: dict[str, Any]) -> Callable[[], object]:
     import torch  # noqa: F401
 
-    from gqa.convert import rewrite, verify  # noqa: F401
+    from gqa.convert import verify  # noqa: F401
     from gqa.convert.api import convert_checkpoint
-    from gqa.convert.model_config import read_config
+    from gqa.convert.heads.config import read_config
 
     read_config(json.loads((source / "config.json").read_text()), "imports what transformers imports lazily")
     return lambda: convert_checkpoint(source, options["groups"], out, jobs=options["jobs"], checksums=options["sums"])

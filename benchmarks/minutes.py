@@ -40,8 +40,8 @@ class Point:
 
 def sample(options: dict[str, Any], tokens: int) -> float:
     """Seconds of writing the text; what is kept from an earlier run counts as nothing."""
+    from gqa.checkpoint.hub import open_model
     from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.hub import open_model
 
     started = time.perf_counter()
     text = CalibrationText(("self",), tokens, options["length"])

@@ -28,8 +28,8 @@ METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
 
 def sampled(model: str, count: int, length: int) -> Any:
     """(count, length) token ids that the model writes itself, at temperature 1."""
+    from gqa.checkpoint.loading import load_model
     from gqa.convert.align.sampling import samples
-    from gqa.convert.loading import load_model
 
     return next(samples(load_model(model, dtype="float32"), length, seed=1, batch=count))
 
@@ -59,7 +59,7 @@ def nats(directory: str | Path, windows: Any) -> float:
     """Nats per predicted token, in float32."""
     import torch
 
-    from gqa.convert.loading import load_model
+    from gqa.checkpoint.loading import load_model
     from gqa.corpus.likelihood import ChunkedHead, chunks
     from gqa.corpus.likelihood import nats as nats_of
 

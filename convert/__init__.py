@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError
     from gqa.convert.api import Conversion, Plan, Target, convert_checkpoint, plan_conversion
-    from gqa.convert.errors import CorruptError, OutputError, RefusedError
 
 __all__ = [
     "Conversion",
@@ -30,5 +30,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    home = "gqa.convert.errors" if name.endswith("Error") else "gqa.convert.api"
+    home = "gqa.checkpoint.errors" if name.endswith("Error") else "gqa.convert.api"
     return getattr(import_module(home), name)

@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.hub import open_model
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.write import DEFAULT_JOBS
+from gqa.convert.merge import Conversion, run_plan
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.recasting import ANY, Target
-from gqa.convert.rewrite import Conversion, run_plan
-from gqa.convert.writer import DEFAULT_JOBS
 
 if TYPE_CHECKING:
     from gqa.convert.align.find_maps import MapsOptions

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.convert.console import CONTEXT_SETTINGS, progress_bar, run, version_option, with_options
-from gqa.convert.errors import one_line
+from gqa.checkpoint.console import CONTEXT_SETTINGS, progress_bar, run, version_option, with_options
+from gqa.checkpoint.errors import one_line
 from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ _TARGET = [
 
 def read_target(options: dict[str, Any]) -> Target:
     """What the options say. Raises RefusedError for a kind of attention that does not exist."""
-    from gqa.convert.errors import RefusedError
+    from gqa.checkpoint.errors import RefusedError
+    from gqa.convert.heads.custom_families import KINDS
     from gqa.convert.recast.recasting import Target
-    from gqa.convert.recast.remote_families import KINDS
 
     named = tuple(kind.strip() for kind in (options["attention"] or "").split(",") if kind.strip())
     if options["attention"] is not None and not (named and set(named) <= set(KINDS)):
@@ -74,9 +74,9 @@ target_options = with_options(_TARGET)  # about the class that a model is writte
 
 def read_options(options: dict[str, Any]) -> MapsOptions:
     """What the options say."""
+    from gqa.checkpoint.devices import find_device
     from gqa.convert.align.calibration_text import CalibrationText
     from gqa.convert.align.find_maps import MapsOptions
-    from gqa.convert.devices import find_device
 
     sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
     return MapsOptions(
@@ -182,9 +182,9 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
 
     Layers are done one after another and kept; the same command continues a run that was stopped.
     """
+    from gqa.checkpoint.errors import RefusedError
+    from gqa.checkpoint.hub import open_model
     from gqa.convert.align.find_maps import find_maps
-    from gqa.convert.errors import RefusedError
-    from gqa.convert.hub import open_model
     from gqa.convert.plan import make_plan
 
     source = open_model(model, options["revision"])
@@ -204,7 +204,7 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.convert.console.run` says."""
+    """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     run(command, "gqa-calibrate", "the same command continues after the last finished layer")
 
 

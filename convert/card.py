@@ -5,26 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import re
 import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from gqa.convert.checkpoint import TORCH_DTYPES
+from gqa.checkpoint.provenance import PROVENANCE, SOURCE_CARD, source_card, version, without_place
+from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.plan import Plan
 from gqa.convert.recast.recasting import REMOTE_CODE
 from gqa.convert.summary import kv_line, recast_record, size
 
-PROVENANCE = "gqa_conversion.json"
-SOURCE_CARD = "# The source model's card"
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
-
-
-def version() -> str:
-    """This tool's version."""
-    return importlib.metadata.version("gqa-convert")
 
 
 def command(plan: Plan) -> str:
@@ -40,12 +32,6 @@ def command(plan: Plan) -> str:
     words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
     words += ["--revision", plan.checkpoint.revision] if plan.checkpoint.revision else []
     return shlex.join([*words, plan.checkpoint.hub_id or plan.checkpoint.name])
-
-
-def without_place(word: str) -> str:
-    """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
-    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
-    return option + (Path(path).name if Path(path).is_absolute() else path)
 
 
 def _calibration(told: Mapping[str, Any]) -> list[str]:
@@ -105,7 +91,7 @@ def model_card(plan: Plan, name: str) -> str:
     """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    metadata, source_card = _source_card(plan)
+    metadata, original = source_card(plan.checkpoint)
     base = plan.checkpoint.hub_id
     kept = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
     kind = {1: "multi-query-attention", plan.config.main.query: "multi-head-attention"}
@@ -142,8 +128,8 @@ def model_card(plan: Plan, name: str) -> str:
     if plan.groups < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
     lines += ["", "```", command(plan), "```"]
-    if source_card:
-        lines += ["", SOURCE_CARD, "", source_card]
+    if original:
+        lines += ["", SOURCE_CARD, "", original]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"))
 
 
@@ -154,17 +140,3 @@ def _classes(plan: Plan) -> list[str]:
     source, target = plan.checkpoint.classes
     code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
     return [f"- Class: {target}, {code}; the source is {source}, which cannot have fewer key/value heads"]
-
-
-def _source_card(plan: Plan) -> tuple[dict[str, Any], str]:
-    from huggingface_hub import ModelCard
-
-    if "README.md" not in plan.checkpoint.side_files:
-        return {}, ""
-    text = plan.checkpoint.path("README.md").read_text(encoding="utf-8", errors="replace")
-    try:
-        loaded = ModelCard(text, ignore_metadata_errors=True)
-        # Of a conversion's card only the original part: cards do not grow with every step.
-        return dict(loaded.data.to_dict()), loaded.text.partition(SOURCE_CARD)[2].strip() or loaded.text.strip()
-    except Exception:  # a card that cannot be parsed is carried along as it is
-        return {}, text.strip()

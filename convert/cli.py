@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option
+from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.calibrate_cli import Bar, maps_options, read_options, read_target, target_options
-from gqa.convert.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option
-from gqa.convert.errors import one_line
 from gqa.convert.methods import METHODS
-from gqa.convert.writer import DEFAULT_JOBS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gqa.convert.checkpoint import Checkpoint
+    from gqa.checkpoint.read import Checkpoint
+    from gqa.convert.merge import Conversion
     from gqa.convert.plan import Plan
-    from gqa.convert.rewrite import Conversion
 
 
 def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
-        from gqa.convert.support import families_text
+        from gqa.convert.heads.support import families_text
 
         click.echo(families_text())
         ctx.exit()
@@ -111,7 +111,7 @@ def command(model: str, groups: int, **options: Any) -> None:
     """
     from pathlib import Path
 
-    from gqa.convert.hub import check_push, open_model
+    from gqa.checkpoint.hub import check_push, open_model
     from gqa.convert.maps_file import open_maps
     from gqa.convert.plan import check_grouping, make_plan
 
@@ -137,7 +137,7 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
     from pathlib import Path
 
     from gqa.convert.api import default_output
-    from gqa.convert.rewrite import run_plan
+    from gqa.convert.merge import run_plan
 
     out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
     start = time.monotonic()
@@ -156,7 +156,7 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
         )
     _report(plan, result, options, time.monotonic() - start)
     if options["push_to_hub"]:
-        from gqa.convert.hub import push
+        from gqa.checkpoint.hub import push
 
         try:
             address = push(result.out, options["push_to_hub"], private=not options["public"])
@@ -205,7 +205,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.convert.console.run` says."""
+    """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     run(command, "gqa-convert", "nothing half-written is left")
 
 

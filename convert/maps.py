@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gqa.convert.layout import QUERY_ROLES
+from gqa.convert.heads.layout import QUERY_ROLES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gqa.convert.layout import Role
+    from gqa.convert.heads.layout import Role
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import CorruptError, RefusedError, explain
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.write import replacing
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import ALIGNING
-from gqa.convert.writer import umask
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gqa.convert.attention import AttentionModule, Change
-    from gqa.convert.safetensors_header import TensorSpec
+    from gqa.checkpoint.headers import TensorSpec
+    from gqa.convert.heads.modules import AttentionModule, Change
 
 FORMAT = "gqa-maps-1"
 _METADATA = "gqa_maps"
@@ -85,13 +85,8 @@ def save_maps(
             named[f"{module}/order"] = torch.tensor(found.order)
     # One entry: the library writes several in any order, and the same maps shall be the same bytes.
     metadata = {_METADATA: json.dumps({"format": FORMAT} | dict(description), sort_keys=True)}
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
+    with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, temporary, metadata)
-        temporary.chmod(0o666 & ~umask())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def open_maps(path: Path) -> MapsFile:

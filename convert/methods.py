@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gqa.convert.layout import QUERY_ROLES
+from gqa.convert.heads.layout import QUERY_ROLES
 from gqa.convert.maps import HeadMaps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gqa.convert.layout import Merge, Role
+    from gqa.convert.heads.layout import Merge, Role
 
 
 def mean(kv: int, groups: int) -> HeadMaps:

@@ -7,21 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gqa.convert.align.symmetries import find_symmetry
-from gqa.convert.attention import Change, attention_modules, module_changes
-from gqa.convert.checkpoint import SINGLE, TORCH_DTYPES, Checkpoint
-from gqa.convert.engines import engine_notes
-from gqa.convert.errors import RefusedError, alternatives
-from gqa.convert.family import Rule
-from gqa.convert.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.layout import Untouched
+from gqa.checkpoint.custom_code import MODEL_TYPES
+from gqa.checkpoint.errors import RefusedError, alternatives
+from gqa.checkpoint.headers import TensorSpec, byte_size
+from gqa.checkpoint.read import SINGLE, TORCH_DTYPES, Checkpoint
+from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
+from gqa.convert.heads.engines import engine_notes
+from gqa.convert.heads.family import Rule
+from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
+from gqa.convert.heads.layout import Untouched
+from gqa.convert.heads.modules import Change, attention_modules, module_changes
+from gqa.convert.heads.symmetries import find_symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
-from gqa.convert.model_config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.recast.recasting import ANY, Target
-from gqa.convert.recast.remote_code import MODEL_TYPES
 from gqa.convert.recast.targets import recast
-from gqa.convert.safetensors_header import TensorSpec, byte_size
 
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 

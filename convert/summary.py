@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gqa.convert.errors import one_line
+from gqa.checkpoint.errors import one_line
 from gqa.convert.plan import OutputTensor, Plan
 
 

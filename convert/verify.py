@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from gqa.convert.checkpoint import Checkpoint, read_checkpoint, stored_as
-from gqa.convert.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
+from gqa.checkpoint.write import drop_written
 from gqa.convert.plan import OutputTensor, Plan, Shard, make_plan
-from gqa.convert.safetensors_header import TensorSpec
-from gqa.convert.writer import drop_written
 
 BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
@@ -126,7 +126,7 @@ def verify_load(directory: Path) -> None:
     """Load with transformers, no key missing or unexpected, and run one forward pass. Raises OutputError."""
     import torch
 
-    from gqa.convert.loading import load_model
+    from gqa.checkpoint.loading import load_model
 
     try:
         model = load_model(str(directory))

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.corpus.document import CorpusError, Document
+from gqa.checkpoint.errors import CorpusError
+from gqa.corpus.document import Document
 from gqa.corpus.sources import Source, hash_threshold, is_below, text_digest
 from gqa.corpus.tokens import AddBos, Block, Blocks, Encoder, Ints, TokenisedText, block_of
 

@@ -1,11 +1,11 @@
-"""What a corpus is made of, and the one way in which it refuses."""
+"""What a corpus is made of."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from gqa.corpus.messages import listing, one_line
+from gqa.checkpoint.errors import CorpusError, listing
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,6 @@ class Document:
 
     name: str
     text: str
-
-
-class CorpusError(ValueError):
-    """Text that cannot be used. One line: what was given, what is wrong with it or allowed, what to do."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
 
 
 def document(name: str, value: Any, field: str) -> Document | None:

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from gqa.corpus.document import CorpusError, Document, document, missing_field
-from gqa.corpus.messages import explain, listing
+from gqa.checkpoint.errors import CorpusError, explain, listing
+from gqa.corpus.document import Document, document, missing_field
 
 FORMATS = {
     "text": (".txt", ".md"),

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from gqa.corpus.document import CorpusError, Document, document, missing_field
-from gqa.corpus.messages import explain
+from gqa.checkpoint.errors import CorpusError, explain
+from gqa.corpus.document import Document, document, missing_field
 
 _BATCH_ROWS = 256
 _LOG_IN = "log in with `hf auth login` or set HF_TOKEN"

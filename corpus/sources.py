@@ -20,10 +20,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from gqa.corpus.document import CorpusError, Document
+from gqa.checkpoint.errors import CorpusError, listing
+from gqa.corpus.document import Document
 from gqa.corpus.files import find_files, is_local, read_file
 from gqa.corpus.hub import load_rows, read_rows
-from gqa.corpus.messages import listing
 from gqa.corpus.stdlib import Split, stdlib_documents
 
 Side = Literal["train", "heldout"]

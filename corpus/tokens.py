@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.corpus.document import CorpusError, Document
+from gqa.checkpoint.errors import CorpusError
+from gqa.corpus.document import Document
 from gqa.corpus.hub import quiet
 from gqa.corpus.sources import Source, text_digest
 

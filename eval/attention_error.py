@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gqa.convert.devices import as_float64
+from gqa.checkpoint.devices import as_float64
 from gqa.corpus.windows import Window
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from gqa.convert.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option, with_options
-from gqa.convert.errors import RefusedError
+from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option, with_options
+from gqa.checkpoint.errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -194,7 +194,7 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     """
     import transformers
 
-    from gqa.convert.loading import ranks
+    from gqa.checkpoint.loading import ranks
     from gqa.eval import evaluate
     from gqa.eval.subjects import open_subjects
 
@@ -274,7 +274,7 @@ def _read_text(subjects: list[Subject], options: dict[str, Any]) -> Text:
 
 
 def _quality(subjects: list[Subject], records: Records, text: Text, how: Options, quiet: bool) -> None:
-    from gqa.convert.loading import ranks
+    from gqa.checkpoint.loading import ranks
     from gqa.eval.evaluate import measure_quality
 
     share = text.tokens // ranks().num_processes
@@ -320,7 +320,7 @@ def _gate(results: dict[str, Any], limit: float | None) -> None:
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.convert.console.run` says, 3 where --fail-above finds more."""
+    """Entry point; exit codes as `gqa.checkpoint.console.run` says, 3 where --fail-above finds more."""
     run(command, "gqa-eval", "no report was written")
 
 

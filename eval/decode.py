@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.convert.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.eval.memory import check_length, last_logits, model_cache, model_name, random_tokens, vocabulary_size
 
 WARM_UP_STEPS = 2

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gqa.convert.errors import OutputError, RefusedError, explain
-from gqa.convert.loading import load_model, ranks
+from gqa.checkpoint.errors import OutputError, RefusedError, explain
+from gqa.checkpoint.loading import load_model, ranks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode

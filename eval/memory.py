@@ -1,8 +1,9 @@
 """KV-cache memory: by formula, as transformers really holds it, and what fits into a given memory.
 
-The formula is that of `gqa.convert.kv_cache`: bytes = sum over layers of heads x (key dim + value dim) x tokens x bytes
-per number, where a sliding-window layer holds at most its window. Budgets count weights and KV cache alone:
-activations, an engine's blocks and the allocator's losses are not modelled, so what fits here is an upper bound.
+The formula is that of `gqa.convert.heads.kv_cache`: bytes = sum over layers of heads x (key dim + value dim) x
+tokens x bytes per number, where a sliding-window layer holds at most its window. Budgets count weights and KV cache
+alone: activations, an engine's blocks and the allocator's losses are not modelled, so what fits here is an upper
+bound.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from gqa.convert.checkpoint import read_checkpoint
-from gqa.convert.errors import RefusedError
-from gqa.convert.kv_cache import KVCache, checkpoint_cache, kv_cache
-from gqa.convert.model_config import read_config
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.kv_cache import KVCache, checkpoint_cache, kv_cache
 
 SEED = 0
 

@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gqa.convert.errors import OutputError, RefusedError, listing, one_line
+from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
+from gqa.checkpoint.write import write_text
 from gqa.convert.summary import size
-from gqa.convert.writer import write_text
 
 Results = dict[str, Any]
 

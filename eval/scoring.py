@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gqa.convert.errors import RefusedError
-from gqa.convert.loading import ranks
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import ranks
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
 from gqa.corpus.windows import Window, batches
 

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gqa.convert.devices import as_float64
-from gqa.convert.errors import OutputError
-from gqa.convert.writer import write_text
+from gqa.checkpoint.devices import as_float64
+from gqa.checkpoint.errors import OutputError
+from gqa.checkpoint.write import write_text
 from gqa.corpus.likelihood import kl_divergence
 from gqa.corpus.windows import Window
 from gqa.eval.scoring import Batch

@@ -10,16 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gqa.convert.card import PROVENANCE
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError, explain, one_line
-from gqa.convert.hub import open_model
-from gqa.convert.kv_cache import KVCache, checkpoint_cache
-from gqa.convert.loading import read_auto_config
-from gqa.convert.model_config import read_config
-from gqa.convert.recast.remote_code import register
+from gqa.checkpoint.errors import RefusedError, explain, one_line
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.loading import read_auto_config
+from gqa.checkpoint.provenance import PROVENANCE
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.kv_cache import KVCache, checkpoint_cache
 from gqa.convert.recast.targets import as_it_is
-from gqa.convert.recast.tokenizer_files import has_tokenizer
 from gqa.uptrain.card import UPTRAINING
 
 
@@ -42,15 +41,7 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Any:
-        import transformers
-
-        register(self.checkpoint.config.get("model_type"))
-        if not has_tokenizer(self.path):
-            raise RefusedError(f"{self.path} has no tokenizer; copy its source's tokenizer files into it")
-        try:
-            return transformers.AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code)
-        except Exception as error:
-            raise RefusedError(f"transformers cannot load the tokenizer of {self.name}: {explain(error)}") from None
+        return load_tokenizer(self.checkpoint, self.trust_remote_code)
 
     @property
     def text_config(self) -> Any:

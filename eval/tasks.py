@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from gqa.convert.errors import RefusedError, explain, listing
+from gqa.checkpoint.errors import RefusedError, explain, listing
 
 
 class Harness:

@@ -19,15 +19,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from gqa.checkpoint.console import progress_bar
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions
 from gqa.convert.align.refine import Refinement
-from gqa.convert.console import progress_bar
 from gqa.convert.methods import METHODS
-from gqa.eval.ablation import forget, open_study, run_study
-from gqa.eval.study import Grid, StudyOptions
-from gqa.eval.study_report import open_results, short_table, write_study_report
+from gqa.eval.study.ablation import forget, open_study, run_study
+from gqa.eval.study.report import open_results, short_table, write_study_report
+from gqa.eval.study.study import Grid, StudyOptions
 
 SOURCE = Path(__file__).parent / "stdlib-mha"
 TEXT = ("stdlib:train",)

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.loading import load_model
 from gqa.corpus.stdlib import stdlib_documents
 
 SOURCE = Path(__file__).parents[1] / "examples" / "stdlib-mha"

@@ -363,9 +363,9 @@ class Machine:
         return result.err
 
     def push(self, directory: Path, repo: str, private: bool = True, **environment: str) -> str:
-        """What `gqa.convert.hub.push` returns or raises, as one text."""
+        """What `gqa.checkpoint.hub.push` returns or raises, as one text."""
         code = (
-            "import sys; from pathlib import Path; from gqa.convert.hub import push\n"
+            "import sys; from pathlib import Path; from gqa.checkpoint.hub import push\n"
             "try: print(push(Path(sys.argv[1]), sys.argv[2], private=bool(int(sys.argv[3]))))\n"
             "except Exception as error: print(type(error).__name__, error)"
         )

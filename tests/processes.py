@@ -15,7 +15,7 @@ from typing import Any
 # "exchange": false takes the atomic exchange of two names away, as on systems that have none.
 _SERVER = """
 import json, os, signal, sys, traceback
-from gqa.convert import writer
+from gqa.checkpoint import write as writer
 from gqa.convert.cli import main
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "ctypes.dlsym", "fcntl.flock"}

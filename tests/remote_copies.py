@@ -1,4 +1,4 @@
-"""Files of `convert/recast/modelling` that are others with other names: `python tests/remote_copies.py` writes them.
+"""Files of `checkpoint/modelling` that are others with other names: `python tests/remote_copies.py` writes them.
 
 A file travels alone, so what several need is in each of them; it is changed in one and written to the others here.
 """
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-MODELLING = Path(__file__).parent.parent / "convert" / "recast" / "modelling"
+MODELLING = Path(__file__).parent.parent / "checkpoint" / "modelling"
 
 
 @dataclass(frozen=True)

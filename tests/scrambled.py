@@ -1,6 +1,6 @@
 """Heads moved by random members of their symmetry group, written on stored tensors, without the code that undoes it.
 
-What may be done is what `gqa.convert.align.symmetries` says of a model type; how it is done is written here once more.
+What may be done is what `gqa.convert.heads.symmetries` says of a model type; how it is done is written here once more.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions
-from gqa.convert.align.symmetries import Rotary, find_symmetry
-from gqa.convert.attention import attention_modules
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.hub import open_model
-from gqa.convert.layout import LayerHeads
-from gqa.convert.model_config import read_config
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.symmetries import Rotary, find_symmetry
 
 # What the tensors of queries, keys, values and outputs are called, below an attention module.
 NAMES = {

@@ -15,7 +15,7 @@ import torch
 from checkpoints import Result, run
 from training import BLOCK, tiny_checkpoint, write_corpus
 
-from gqa.eval.study import Cell
+from gqa.eval.study.study import Cell
 
 # What depends on the machine or on when it was measured.
 TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating")

@@ -18,8 +18,10 @@ from pyarrow import parquet
 from studies import ALPHAS, Noted, ablate, dies, measured, place, quality, rows, study, words
 from training import words_for
 
-from gqa.eval import ablation, study_cells, study_jobs
-from gqa.eval.study import Cell
+from gqa.eval.study import ablation
+from gqa.eval.study import cells as study_cells
+from gqa.eval.study import jobs as study_jobs
+from gqa.eval.study.study import Cell
 
 
 def command(program: str, *given: object) -> str:
@@ -120,7 +122,8 @@ def test_the_three_tables_agree() -> None:
 
 _KILLED = """
 import os, signal, sys
-from gqa.eval import ablate_cli, study_rows
+from gqa.eval.study import cli as ablate_cli
+from gqa.eval.study import rows as study_rows
 add, count = study_rows.Rows.add, [0]
 def killing(self, row):
     add(self, row)

@@ -13,9 +13,9 @@ from checkpoints import edit_json, run, snapshot
 from studies import ablate, measured, place, rows, study, words
 from training import tiny_checkpoint
 
-from gqa.convert.errors import OutputError
-from gqa.eval import study_rows
-from gqa.eval.study_rows import Rows
+from gqa.checkpoint.errors import OutputError
+from gqa.eval.study import rows as study_rows
+from gqa.eval.study.rows import Rows
 
 
 def refused(out: Path, *says: str, code: int = 2, **options: Any) -> None:
@@ -163,7 +163,7 @@ def test_an_interrupted_write_keeps_the_tables(tmp_path: Path, monkeypatch: pyte
 
 
 def test_two_runs_of_one_study(tmp_path: Path) -> None:
-    from gqa.eval.ablation import _held
+    from gqa.eval.study.ablation import _held
 
     with _held(tmp_path / "study"):
         result = ablate(tmp_path / "study", alphas="0")

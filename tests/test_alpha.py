@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.alpha import Selection, StreamedBlocks, heldout_mask, n_blocks_for, permutation, select
-from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import Source, parse_source, parse_sources, text_digest
 from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, concatenate, tokenise
 

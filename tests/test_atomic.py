@@ -21,8 +21,10 @@ from checkpoints import leftovers, llama, run, snapshot, weights
 from processes import Running, Server
 from test_hostile import check_refused
 
-from gqa.convert import convert_checkpoint, rewrite, verify, writer
-from gqa.convert.errors import OutputError
+from gqa.checkpoint import write as writer
+from gqa.checkpoint.errors import OutputError
+from gqa.convert import convert_checkpoint, verify
+from gqa.convert import merge as rewrite
 
 
 def contents(directory: Path) -> dict[str, str]:

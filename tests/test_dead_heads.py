@@ -15,7 +15,7 @@ from torch import nn
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.alignment import ridge, shared_key, shared_value
 from gqa.convert.align.refine import Refinement
-from gqa.convert.align.symmetries import Rotary
+from gqa.convert.heads.symmetries import Rotary
 
 HEADS, DIM = 2, 6
 

@@ -14,8 +14,8 @@ from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.convert import convert_checkpoint
-from gqa.convert.errors import RefusedError
 from gqa.eval import decode
 from gqa.eval.decode import DecodePoint, greedy_decode, measure_decode, memory_bandwidth, weights_read
 

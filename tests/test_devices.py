@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from gqa.checkpoint.devices import as_float64, find_device
 from gqa.convert import RefusedError
-from gqa.convert.devices import as_float64, find_device
 
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", "cpu"), ("cuda", "cuda"), ("mps", "cpu")])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from checkpoints import llama, run
 
-from gqa.convert.engines import LIMITS, engine_notes
-from gqa.convert.families import FAMILIES
-from gqa.convert.kv_cache import kv_cache
-from gqa.convert.model_config import read_config
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.engines import LIMITS, engine_notes
+from gqa.convert.heads.families import FAMILIES
+from gqa.convert.heads.kv_cache import kv_cache
 
 
 def notes(model_type: str, kv: int = 2, **changes: Any) -> tuple[str, ...]:

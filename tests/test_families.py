@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.families import FAMILIES, NESTED
-from gqa.convert.layout import QUERY_ROLES
+from gqa.convert.heads.families import FAMILIES, NESTED
+from gqa.convert.heads.layout import QUERY_ROLES
+from gqa.convert.heads.refused import REFUSED
 from gqa.convert.methods import Merging
-from gqa.convert.refused import REFUSED
 
 TOLERANCE = 2e-5
 CONTROL = 100  # a wrong head order must be this many times worse than the tolerance
@@ -113,7 +113,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def smaller_groups(directory: Path) -> list[int]:
     plan = plan_conversion(directory, QUERY_HEADS)
-    from gqa.convert.model_config import valid_groups
+    from gqa.convert.heads.config import valid_groups
 
     return [g for g in valid_groups(plan.config) if g < QUERY_HEADS]
 

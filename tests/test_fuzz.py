@@ -21,10 +21,10 @@ from checkpoints import INDEX, config, llama, weights
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from gqa.convert.checkpoint import check_index, index_files, merge_tables, read_checkpoint, read_json
-from gqa.convert.errors import CorruptError, RefusedError, one_line
+from gqa.checkpoint.errors import CorruptError, RefusedError, one_line
+from gqa.checkpoint.headers import BITS, TensorSpec, format_header, parse_header, read_header
+from gqa.checkpoint.read import check_index, index_files, merge_tables, read_checkpoint, read_json
 from gqa.convert.plan import make_plan
-from gqa.convert.safetensors_header import BITS, TensorSpec, format_header, parse_header, read_header
 
 SCALE = int(os.environ.get("GQA_FUZZ", "1"))
 

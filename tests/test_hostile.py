@@ -362,7 +362,7 @@ def test_duplicate_names_are_found_in_linear_time(tmp_path: Path) -> None:
 
 
 def test_too_large_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa.convert.checkpoint.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr("gqa.checkpoint.read.MAX_JSON_BYTES", 100)
     refused(llama(tmp_path / "m"), "--groups", 2, says=("config.json has", "at most 100 are allowed"))
 
 

@@ -142,7 +142,7 @@ def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine
 
 
 def test_server_without_ranges(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gqa.convert import hub as client
+    from gqa.checkpoint import hub as client
 
     source = tmp_path / SINGLE
     source.write_bytes(bytes(range(256)) * 2**17)

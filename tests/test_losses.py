@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import gqa.corpus.likelihood
-from gqa.convert.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import nats
 from gqa.uptrain.losses import chunked_sum, distillation
 from gqa.uptrain.scope import unreached

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tiny_models import TINY, build
 from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import Checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError
-from gqa.convert.kv_cache import CachedLayer, KVCache
+from gqa.convert.heads.kv_cache import CachedLayer, KVCache
 from gqa.eval.memory import cache_of, largest_batch, largest_context, measured_cache_bytes, model_cache, rank_cache
 
 SOURCE = Path(__file__).parent.parent / "examples" / "stdlib-mha"

@@ -12,7 +12,7 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.convert import convert_checkpoint
-from gqa.convert.layout import Fused, LayerHeads, ReadsValues, Separate
+from gqa.convert.heads.layout import Fused, LayerHeads, ReadsValues, Separate
 from gqa.convert.methods import ALIGNING, METHODS, POOLING, Merging
 
 DIM = 8

@@ -22,16 +22,17 @@ from tiny_models import TINY, build, config, inputs
 from tiny_native import CASES, tie_heads
 from torch import Tensor
 
-from gqa.convert import OutputError, RefusedError, convert_checkpoint, rewrite
-from gqa.convert.align.symmetries import Rotary
-from gqa.convert.families import FAMILIES
-from gqa.convert.hub import open_model
-from gqa.convert.kv_cache import checkpoint_cache
-from gqa.convert.layout import LayerHeads
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.write import write_tensor
+from gqa.convert import OutputError, RefusedError, convert_checkpoint
+from gqa.convert import merge as rewrite
+from gqa.convert.heads.families import FAMILIES
+from gqa.convert.heads.kv_cache import checkpoint_cache
+from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.refused import REFUSED
+from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.plan import make_plan
 from gqa.convert.recast.targets import RECASTINGS
-from gqa.convert.refused import REFUSED
-from gqa.convert.writer import write_tensor
 from gqa.eval.memory import measured_cache_bytes
 
 # ------------------------------------------------------------------------------------------------------- refused

@@ -195,7 +195,7 @@ def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str
 
 def test_a_plan_from_headers_alone(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """As a dry run has them of a model at the hub: nothing is read, and the plan is that of the conversion."""
-    from gqa.convert.checkpoint import read_checkpoint
+    from gqa.checkpoint.read import read_checkpoint
     from gqa.convert.plan import make_plan
 
     for name in ("gpt_neox", "codegen", "gpt2"):

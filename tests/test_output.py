@@ -15,8 +15,8 @@ import pytest
 from checkpoints import INDEX, Result, leftovers, llama, run, snapshot
 from test_hostile import check_refused, check_untouched
 
-from gqa.convert.errors import OutputError, RefusedError
-from gqa.convert.writer import OutputDirectory
+from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.write import OutputDirectory
 
 COMMAND = [sys.executable, "-m", "gqa.convert.cli"]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from gqa.convert import Conversion, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.model_config import valid_groups
+from gqa.convert.heads.config import valid_groups
 from gqa.corpus.stdlib import stdlib_documents
 
 pytestmark = pytest.mark.real

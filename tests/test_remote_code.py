@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from gqa.convert import Target, convert_checkpoint, plan_conversion
+from gqa.convert.heads.custom_families import KINDS
 from gqa.convert.recast.recasting import ANY
-from gqa.convert.recast.remote_families import KINDS
 
 TOLERANCE = 1e-5
 OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in REMOTE}

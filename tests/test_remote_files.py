@@ -21,8 +21,8 @@ from tiny_models import QUERY_HEADS, build, inputs, logits
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.custom_code import auto_classes, register
 from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert.recast.remote_code import auto_classes, register
 
 
 @pytest.fixture(scope="module")
@@ -311,5 +311,5 @@ def test_registered_classes_are_those_of_the_file() -> None:
     for name in THEIRS:
         register(f"gqa_{name}")
         assert {made.__module__ for _, made in auto_classes(f"gqa_{name}")} == {
-            f"gqa.convert.recast.modelling.modeling_gqa_{name}"
+            f"gqa.checkpoint.modelling.modeling_gqa_{name}"
         }

@@ -10,9 +10,9 @@ import torch
 from embedded import SOURCE, copy_source, load
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.convert.align import sampling
 from gqa.convert.align.sampling import Draw, attend_one, samples
-from gqa.convert.errors import RefusedError
 
 
 def test_samples_are_the_models_own(tmp_path: Path) -> None:

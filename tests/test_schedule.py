@@ -10,7 +10,7 @@ import pytest
 from tiny_models import TINY, build
 from torch import nn
 
-from gqa.convert.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.schedule import SCHEDULES, Schedule, rate_factor, warmup_steps
 from gqa.uptrain.scope import decay_groups

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, build, inputs
 
 import gqa.corpus.likelihood
-from gqa.convert.errors import RefusedError
-from gqa.convert.loading import load_model
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import load_model
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
@@ -344,7 +344,7 @@ from embedded import SOURCE, load, texts, tokenizer
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.perplexity import make_text
 from gqa.eval.scoring import LiveBaseline, score
-from gqa.convert.loading import ranks
+from gqa.checkpoint.loading import ranks
 text = make_text(texts(5), tokenizer(), protocol="rolling", context=128)
 model = load(SOURCE)
 found = score(ChunkedHead(model), text.windows, batch_size=4, baseline=LiveBaseline(ChunkedHead(model)))

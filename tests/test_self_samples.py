@@ -10,10 +10,9 @@ import pytest
 from embedded import SOURCE, copy_source, load
 
 import gqa.convert.align.self_samples as module
+from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
-from gqa.convert.checkpoint import read_checkpoint
-from gqa.convert.errors import RefusedError
-from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import is_self, self_tokens
 from gqa.uptrain.options import TrainOptions
 

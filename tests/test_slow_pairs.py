@@ -18,7 +18,7 @@ from gqa.convert import plan_conversion
 from gqa.convert.align.alignment import shared_key, slow_dims, unturned
 from gqa.convert.align.layerwise import Stop, watched
 from gqa.convert.align.pair import Pair, attention_of, until_stop
-from gqa.convert.align.symmetries import Rotary, find_symmetry
+from gqa.convert.heads.symmetries import Rotary, find_symmetry
 
 
 @pytest.mark.parametrize(

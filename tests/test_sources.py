@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gqa.corpus.document import CorpusError
+from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.files import ALLOWED
 from gqa.corpus.sources import parse_source, parse_sources, text_digest
 from gqa.corpus.stdlib import stdlib_documents

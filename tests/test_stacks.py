@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa.convert import CorruptError, OutputError, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.families import FAMILIES, NESTED
-from gqa.convert.model_config import read_config
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.families import FAMILIES, NESTED
 
 K, V = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
 TYPES = sorted({t for family in FAMILIES for t in family.model_types} & set(CONFIG_MAPPING) | set(NESTED))

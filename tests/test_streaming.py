@@ -17,9 +17,11 @@ import torch
 from checkpoints import config, llama
 from torch import Tensor
 
-from gqa.convert import convert_checkpoint, plan_conversion, rewrite, writer
+from gqa.checkpoint import write as writer
+from gqa.checkpoint.headers import format_header
+from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert import merge as rewrite
 from gqa.convert.maps import HeadMaps
-from gqa.convert.safetensors_header import format_header
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("corpus", "convert", "uptrain", "eval")  # each may import those before it
+PACKAGES = ("checkpoint", "corpus", "convert", "uptrain", "eval")  # each may import those before it
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -66,7 +66,7 @@ def test_functions_and_files_stay_small(path: Path) -> None:
 
 def test_readme_shows_the_families_table() -> None:
     """`python tests/test_structure.py` writes it anew."""
-    from gqa.convert.support import families_markdown
+    from gqa.convert.heads.support import families_markdown
 
     assert families_markdown() in (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -82,7 +82,7 @@ def test_readme_speaks_of_options_that_exist() -> None:
 
 
 def write_readme_table() -> None:
-    from gqa.convert.support import families_markdown
+    from gqa.convert.heads.support import families_markdown
 
     path = ROOT / "README.md"
     before, _, rest = path.read_text(encoding="utf-8").partition("<!-- families -->\n")

@@ -19,16 +19,16 @@ from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.names import parameter_names
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.align.aligned import weight_maps
 from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.stream import norm_gain
-from gqa.convert.align.symmetries import SYMMETRIES, find_symmetry
-from gqa.convert.attention import attention_modules
-from gqa.convert.families import FAMILIES
+from gqa.convert.heads.families import FAMILIES
+from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.symmetries import SYMMETRIES, find_symmetry
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import Merging
-from gqa.convert.naming import parameter_names
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
 RECOVERED = 1e-4

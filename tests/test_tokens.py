@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gqa.corpus.document import CorpusError, Document
+from gqa.checkpoint.errors import CorpusError
+from gqa.corpus.document import Document
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, adds_bos, block_of, concatenate, tokenise
 

@@ -15,9 +15,9 @@ from checkpoints import run
 from studies import row, rows, study
 
 from gqa.eval.report import Table
-from gqa.eval.study_checks import checks
-from gqa.eval.study_page import page
-from gqa.eval.tradeoff import pareto_front, points, recommend
+from gqa.eval.study.checks import checks
+from gqa.eval.study.page import page
+from gqa.eval.study.tradeoff import pareto_front, points, recommend
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # A source of 2 nats and 4 heads of 100 bytes.

@@ -18,12 +18,12 @@ from torch import Tensor
 from training import alone, tiny_checkpoint, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.names import stored_tensors
+from gqa.checkpoint.provenance import without_place
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.card import without_place
-from gqa.convert.checkpoint import read_checkpoint
-from gqa.convert.errors import OutputError, RefusedError
-from gqa.convert.loading import load_model
-from gqa.convert.naming import stored_tensors
 from gqa.uptrain.export import _write_weights, check_exportable
 from gqa.uptrain.lora import merged
 from gqa.uptrain.options import TrainOptions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from training import Runs, metrics, shared_runs, state_files, write_corpus
 
-from gqa.convert.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.state import States
 
 STEPS = 4

@@ -11,8 +11,9 @@ import torch
 from checkpoints import llama, weights
 from test_edges import save_bin
 
-from gqa.convert import OutputError, convert_checkpoint, rewrite, verify
-from gqa.convert.writer import write_tensor
+from gqa.checkpoint.write import write_tensor
+from gqa.convert import OutputError, convert_checkpoint, verify
+from gqa.convert import merge as rewrite
 
 
 def damage(directory: Path, offset: int) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from gqa.convert.card import PROVENANCE, SOURCE_CARD, version, without_place
-from gqa.convert.checkpoint import Checkpoint
+from gqa.checkpoint.provenance import PROVENANCE, SOURCE_CARD, source_card, version, without_place
+from gqa.checkpoint.read import Checkpoint
 
 UPTRAINING = "gqa_uptraining.json"
 _TAG = "gqa-uptrain"
@@ -44,7 +44,7 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
     """README.md: the source card's metadata kept, what was trained on how much, and the source's card below it."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    metadata, text = _source_card(source)
+    metadata, text = source_card(source)
     metadata.pop("model-index", None)  # results of other weights
     data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata.get("tags", []), _TAG]))})
     lines = [f"# {name}", "", _told(source, record), "", "```", record["command"], "```"]
@@ -65,21 +65,3 @@ def _told(source: Checkpoint, record: dict[str, Any]) -> str:
         f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
         f"`{UPTRAINING}`)."
     )
-
-
-def _source_card(source: Checkpoint) -> tuple[dict[str, Any], str]:
-    """Metadata and text. Of a card that this module made only the part below its own: cards do not grow endlessly."""
-    from huggingface_hub import ModelCard
-
-    if "README.md" not in source.side_files:
-        return {}, ""
-    text = source.path("README.md").read_text(encoding="utf-8", errors="replace")
-    metadata: dict[str, Any] = {}
-    try:
-        loaded = ModelCard(text, ignore_metadata_errors=True)
-        metadata, text = dict(loaded.data.to_dict()), loaded.text
-    except Exception:  # a card that cannot be parsed is carried along as it is
-        pass
-    if UPTRAINING in source.side_files:
-        text = text.partition(SOURCE_CARD)[2]
-    return metadata, text.strip()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from gqa.convert.console import CONTEXT_SETTINGS, fail, run, version_option, with_options
+from gqa.checkpoint.console import CONTEXT_SETTINGS, fail, run, version_option, with_options
 
 _EPILOG = """\b
 Examples:
@@ -166,7 +166,7 @@ def _leave(main: bool, message: str, code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point; exit codes as `gqa.convert.console.run` says."""
+    """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     run(command, "gqa-uptrain", "nothing half-written is left")
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from transformers import PreTrainedModel
 
-from gqa.convert.checkpoint import INDEX, SINGLE, TORCH_DTYPES, Checkpoint, holds_weights, read_checkpoint
-from gqa.convert.errors import OutputError, RefusedError, listing
-from gqa.convert.loading import load_model
-from gqa.convert.naming import stored_shapes, stored_tensors, tied_names
-from gqa.convert.safetensors_header import TensorSpec, format_header
-from gqa.convert.writer import OutputDirectory, copy_file, copy_range, write_bytes, write_text
+from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.headers import TensorSpec, format_header
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.names import stored_shapes, stored_tensors, tied_names
+from gqa.checkpoint.read import INDEX, SINGLE, TORCH_DTYPES, Checkpoint, holds_weights, read_checkpoint
+from gqa.checkpoint.write import OutputDirectory, copy_file, copy_range, write_bytes, write_text
 from gqa.uptrain.card import UPTRAINING, card
 
 if TYPE_CHECKING:

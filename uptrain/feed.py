@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.sources import Source, parse_source, parse_sources, self_tokens
 from gqa.corpus.tokens import Block, Blocks, concatenate, tokenise

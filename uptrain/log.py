@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.writer import write_text
+from gqa.checkpoint.write import finite, replacing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -72,7 +72,7 @@ class Log:
         record["memory_bytes"] = memory()
         if self._path:
             with self._path.open("a") as stream:
-                stream.write(json.dumps(plain(record)) + "\n")
+                stream.write(json.dumps(finite(record)) + "\n")
         if self._accelerator.trackers:
             self._accelerator.log({k: v for k, v in record.items() if k != "step"}, step=step)
         self._bar.update()
@@ -119,15 +119,6 @@ class Log:
         self._bar.close()
 
 
-def plain(record: dict[str, Any]) -> dict[str, Any]:
-    """With null for what is not finite: JSON has no other word for it."""
-    return {
-        key: plain(value) if isinstance(value, dict)
-        else None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }  # fmt: skip
-
-
 def _cut(path: Path, step: int) -> None:
     """Keep what a file of records tells of steps up to `step`; a run may have been killed in the middle of a line."""
     kept = []
@@ -138,9 +129,8 @@ def _cut(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             break
         kept.append(f"{line}\n")
-    fresh = path.with_suffix(".new")
-    write_text(fresh, "".join(kept))
-    fresh.replace(path)
+    with replacing(path) as fresh:
+        fresh.write_text("".join(kept))
 
 
 def memory() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gqa.convert.errors import OutputError, RefusedError
+from gqa.checkpoint.errors import OutputError, RefusedError
 
 ALPHA = 32  # adapters are scaled by ALPHA / rank
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"

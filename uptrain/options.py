@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gqa.convert.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.sources import is_self, self_tokens
 from gqa.uptrain.schedule import Schedule
 from gqa.uptrain.scope import Scope

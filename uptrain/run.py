@@ -20,21 +20,20 @@ from accelerate.utils import (
     LoggerType,
     set_seed,
 )
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from gqa.convert.card import without_place
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError, explain
-from gqa.convert.hub import open_model
-from gqa.convert.loading import load_model, ranks
-from gqa.convert.recast.remote_code import register
-from gqa.convert.recast.tokenizer_files import has_tokenizer
-from gqa.convert.writer import OutputDirectory
+from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.provenance import without_place
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.checkpoint.write import OutputDirectory, finite
 from gqa.corpus.sources import is_self
 from gqa.uptrain.card import provenance
 from gqa.uptrain.export import ADAPTER, METRICS, check_exportable, export, require_space
 from gqa.uptrain.feed import Feed, open_feed, open_heldout, open_self
-from gqa.uptrain.log import Log, plain
+from gqa.uptrain.log import Log
 from gqa.uptrain.loop import AfterStep, Progress, Weights, train
 from gqa.uptrain.lora import merged, save_adapter
 from gqa.uptrain.options import TrainOptions
@@ -124,7 +123,7 @@ def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedMode
         )
     if resume:
         states.latest(whole=False)
-    tokenizer = _tokenizer(checkpoint, options)
+    tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     model = _model(checkpoint, options, accelerator)
     block_size = find_block_size(model.config, tokenizer, checkpoint, options)
     teacher = _teacher(model, tokenizer, options, accelerator, teacher)
@@ -144,16 +143,6 @@ def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedMode
     return Setup(
         options, accelerator, checkpoint, tokenizer, model, teacher, feed, heldout, micro, block_size, states
     )  # fmt: skip
-
-
-def _tokenizer(checkpoint: Checkpoint, options: TrainOptions) -> Any:
-    register(checkpoint.config.get("model_type"))
-    if not has_tokenizer(str(checkpoint.directory)):
-        raise RefusedError(f"{checkpoint.name} has no tokenizer; copy its source's tokenizer files into it")
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint.directory, trust_remote_code=options.trust_remote_code)
-    except Exception as error:  # whatever a library raises about a tokenizer it cannot read
-        raise RefusedError(f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}") from None
 
 
 def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator) -> PreTrainedModel:
@@ -228,7 +217,7 @@ def _teacher(
             f"the teacher {checkpoint.name} predicts {theirs:,} tokens, the model {ours:,}; give the checkpoint from "
             "which the model was converted"
         )
-    if _tokenizer(checkpoint, options).get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(checkpoint, options.trust_remote_code).get_vocab() != tokenizer.get_vocab():
         raise RefusedError(
             f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's; give the checkpoint "
             "from which the model was converted"
@@ -273,7 +262,7 @@ def run(
     """See `uptrain`. Raises what `train` and `export` raise."""
     with held(setup):
         progress, found = train_prepared(setup, resume=resume, quiet=quiet, after_step=after_step)
-        record = plain(provenance(setup.checkpoint, words, facts(setup, progress)))
+        record = finite(provenance(setup.checkpoint, words, facts(setup, progress)))
         if setup.accelerator.is_main_process:
             _write(setup, found, record)
         setup.accelerator.wait_for_everyone()

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from gqa.convert.attention import attention_modules
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError, listing
-from gqa.convert.model_config import read_config
-from gqa.convert.naming import parameter_names
+from gqa.checkpoint.errors import RefusedError, listing
+from gqa.checkpoint.names import parameter_names
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.modules import attention_modules
 from gqa.uptrain.lora import add_adapters
 
 Scope = Literal["all", "attention", "kv", "lora"]

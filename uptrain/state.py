@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from gqa.convert.errors import OutputError, RefusedError, explain, listing
-from gqa.convert.writer import fsync_directory, write_text
+from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
+from gqa.checkpoint.write import fsync_directory, write_text
 from gqa.uptrain.options import differences
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gqa.convert.errors import RefusedError, listing
+from gqa.checkpoint.errors import RefusedError, listing
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.uptrain.losses import chunked_sum, next_token_loss
 

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.alignment import shared_key, shared_value
 from gqa.convert.align.grouping import LayerMoments, find_order
 from gqa.convert.align.procrustes import procrustes_key, procrustes_value
 from gqa.convert.align.stream import Stream, norm_gain
-from gqa.convert.align.symmetries import Symmetry, find_symmetry
-from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError
-from gqa.convert.layout import QUERY_ROLES, LayerHeads, Role
+from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Role
+from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
+from gqa.convert.heads.symmetries import Symmetry, find_symmetry
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.methods import Merging
 from gqa.convert.plan import Plan, rules_beside
 
 if TYPE_CHECKING:
-    from gqa.convert.layout import Merge
+    from gqa.convert.heads.layout import Merge
 
 
 def weight_maps(plan: Plan, search: bool = False) -> Iterator[tuple[str, HeadMaps]]:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa.checkpoint.names import stored_tensors
 from gqa.convert.align.closed_form import ClosedForm, Wanted, closed_form, position_weights
 from gqa.convert.align.layerwise import Stop, run_layer
 from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
 from gqa.convert.align.refine import Calls, Refinement, refine
-from gqa.convert.align.symmetries import Symmetry, find_symmetry
-from gqa.convert.attention import AttentionModule
+from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.heads.symmetries import Symmetry, find_symmetry
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import mean
-from gqa.convert.naming import stored_tensors
 from gqa.convert.plan import Plan
 
 Progress = Callable[[int], None]

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError
-from gqa.convert.model_config import read_config
-from gqa.convert.recast.tokenizer_files import load_tokenizer
+from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
-from gqa.corpus.document import CorpusError
 from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens
 from gqa.corpus.tokens import Blocks, tokenise
 
@@ -77,7 +76,7 @@ class CalibrationText:
         return self._parse(source).weight or 1.0
 
     def _read(self, checkpoint: Checkpoint, source: str, tokens: int) -> Tensor:
-        tokenizer = load_tokenizer(checkpoint)
+        tokenizer = load_tokenizer(checkpoint, instead="use self")
         found = self._parse(source)
         text = tokenise(found, tokenizer)
         if int(text.lengths.sum()) < self.length:
@@ -98,8 +97,8 @@ class CalibrationText:
         return blocks
 
     def _sampled(self, checkpoint: Checkpoint, tokens: int, device: str, progress: Callable[[int], None]) -> Tensor:
+        from gqa.checkpoint.loading import load_model
         from gqa.convert.align.self_samples import sampled_blocks
-        from gqa.convert.loading import load_model
 
         def load(dtype: str) -> PreTrainedModel:
             return load_model(str(checkpoint.directory), dtype=dtype, device=device)

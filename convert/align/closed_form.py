@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa.checkpoint.devices import as_float64
+from gqa.checkpoint.errors import listing
 from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, shared_key, shared_value, unturned
 from gqa.convert.align.grouping import LayerMoments, find_order
 from gqa.convert.align.layerwise import Stop, watched
 from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
-from gqa.convert.align.symmetries import Rotary, Symmetry
-from gqa.convert.attention import AttentionModule
-from gqa.convert.devices import as_float64
-from gqa.convert.errors import listing
-from gqa.convert.layout import Conv1D, LayerHeads
+from gqa.convert.heads.layout import Conv1D, LayerHeads
+from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps, query_order
 
 

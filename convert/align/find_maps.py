@@ -15,19 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gqa.checkpoint.devices import default_device, native_bfloat16
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.write import OutputDirectory
 from gqa.convert.align.aligned import weight_maps
 from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.pair import Streams
 from gqa.convert.align.refine import Refinement
-from gqa.convert.attention import attention_modules
-from gqa.convert.devices import default_device, native_bfloat16
-from gqa.convert.errors import RefusedError
+from gqa.convert.heads.config import transformers_config
+from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
-from gqa.convert.model_config import transformers_config
 from gqa.convert.plan import Plan, check_grouping
-from gqa.convert.writer import OutputDirectory
 
 FROM_WEIGHTS = ("procrustes", "aligned")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gqa.convert.align.alignment import complex_moments, key_weights, pairs, plain_dims, without_means
-from gqa.convert.align.symmetries import Rotary
+from gqa.convert.heads.symmetries import Rotary
 
 MOST_PARTITIONS = 20_000  # that are all looked at
 Group = tuple[int, ...]

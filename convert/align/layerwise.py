@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gqa.convert.errors import RefusedError
-from gqa.convert.loading import model_class
-from gqa.convert.naming import parameter_names
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import model_class
+from gqa.checkpoint.names import parameter_names
 
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]

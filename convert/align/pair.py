@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa.checkpoint.errors import RefusedError, listing
+from gqa.checkpoint.names import assembled, parameter_names, shared_names, stored_parts
+from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.layerwise import Layerwise, Read, Stop, run_layer
-from gqa.convert.attention import AttentionModule, Change, attention_modules, module_changes
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import RefusedError, listing
+from gqa.convert.heads.config import transformers_config
+from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import Merging
-from gqa.convert.model_config import transformers_config
-from gqa.convert.naming import assembled, parameter_names, shared_names, stored_parts
 from gqa.convert.plan import Plan, rules_beside
 
 

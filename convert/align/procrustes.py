@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gqa.convert.align.alignment import KeyMaps, ValueMaps, complex_moments, pairs, put_complex
-from gqa.convert.align.symmetries import Rotary
+from gqa.convert.heads.symmetries import Rotary
 
 _ROUNDS = 50
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.convert.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError
 
 Progress = Callable[[int], None]
 _CHECKS = 8  # times that the held-out error is looked at

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gqa.convert.errors import RefusedError, explain
+from gqa.checkpoint.errors import RefusedError, explain
 
 
 def first_token(config: Any, name: str) -> int:

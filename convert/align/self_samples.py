@@ -16,15 +16,15 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.devices import native_bfloat16
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.sampling import first_token, samples
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.devices import native_bfloat16
-from gqa.convert.errors import RefusedError
-from gqa.convert.kv_cache import checkpoint_cache
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.kv_cache import checkpoint_cache
 from gqa.convert.maps_file import digest_of
-from gqa.convert.model_config import read_config
 from gqa.convert.recast.targets import as_it_is
-from gqa.convert.recast.tokenizer_files import load_tokenizer
 from gqa.corpus.tokens import Block
 
 _BATCH = 64  # sequences sampled together at most
@@ -99,7 +99,7 @@ def sampled_blocks(
 def _begins(checkpoint: Checkpoint, token: int) -> bool:
     """Whether the tokenizer begins a text with that token; a model without one is taken to need it."""
     try:
-        found = load_tokenizer(checkpoint)("a")["input_ids"]
+        found = load_tokenizer(checkpoint, instead="use self")("a")["input_ids"]
     except RefusedError:
         return True
     return bool(found) and found[0] == token

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from gqa.convert.align.symmetries import Symmetry
-from gqa.convert.attention import AttentionModule
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.layout import Conv1D
-from gqa.convert.safetensors_header import TensorSpec
+from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.heads.layout import Conv1D
+from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.heads.symmetries import Symmetry
 
 # What the matrices of an MLP are called: gate (or none), up, down. The same name twice: the halves of one matrix.
 _MLPS = (

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.layout import Fused
+from gqa.convert.heads.layout import Fused
 from gqa.convert.recast.parts import Linear, NeutralNorm, Norm, Part, Place, Renamed, Rows
 from gqa.convert.recast.recasting import Recasting
 

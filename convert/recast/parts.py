@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import CorruptError, RefusedError, listing
-from gqa.convert.layout import LayerHeads
+from gqa.checkpoint.errors import CorruptError, RefusedError, listing
+from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.recast.view import Recipe
-from gqa.convert.safetensors_header import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gqa.convert.family import Kind
+from gqa.convert.heads.family import Kind
 from gqa.convert.recast.parts import Part
 
 NATIVE_CLASS, REMOTE_CODE = "native", "remote code"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gqa.checkpoint.custom_code import PREFIX, auto_map, file_of
+from gqa.convert.heads.custom_families import REMOTE_FAMILIES, query_heads
 from gqa.convert.recast.recasting import REMOTE_CODE, Recasting
-from gqa.convert.recast.remote_code import auto_map, file_of
-from gqa.convert.recast.remote_families import PREFIX, REMOTE_FAMILIES, query_heads
 
 _WHICH = {
     "gpt2": "GPT-2, Cerebras-GPT, DialoGPT, distilgpt2",

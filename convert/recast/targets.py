@@ -11,16 +11,16 @@ import json
 from fnmatch import fnmatchcase
 from typing import Any
 
-from gqa.convert.checkpoint import Checkpoint
-from gqa.convert.errors import CorruptError, RefusedError, alternatives, explain, listing
-from gqa.convert.layout import LayerHeads
-from gqa.convert.model_config import read_config, read_top, transformers_config, valid_groups
+from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, stand_in
+from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
+from gqa.convert.heads.custom_families import DEFAULT_KINDS, REMOTE_FAMILIES, query_heads
+from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.parts import Stored, all_recipes
 from gqa.convert.recast.recasting import ANY, REMOTE_CODE, Recasting, Target
 from gqa.convert.recast.remote import REMOTE
-from gqa.convert.recast.remote_code import MODEL_TYPES, stand_in
-from gqa.convert.recast.remote_families import DEFAULT_KINDS, PREFIX, REMOTE_FAMILIES, query_heads
 from gqa.convert.recast.tokenizer_files import tokenizer_edits
 from gqa.convert.recast.view import Recipe, make_view
 

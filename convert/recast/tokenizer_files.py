@@ -10,38 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from gqa.convert.checkpoint import Checkpoint, read_json
-from gqa.convert.errors import RefusedError, explain
-from gqa.convert.recast.remote_code import register
+from gqa.checkpoint.read import Checkpoint, read_json
 
 _FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
-_LIKE = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 _CONFIG, _WHOLE = "tokenizer_config.json", "tokenizer.json"
 # transformers takes these for whatever a checkpoint names.
 _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
-
-
-def has_tokenizer(directory: str | Path) -> bool:
-    """Whether any file looks like a tokenizer's: without one some classes of transformers load an empty one."""
-    return any(found for pattern in _LIKE for found in Path(directory).glob(pattern))
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's tokenizer. Raises RefusedError where it has none."""
-    from transformers import AutoTokenizer
-
-    register(checkpoint.config.get("model_type"))
-    try:
-        if not has_tokenizer(str(checkpoint.directory)):
-            raise FileNotFoundError("none of its files is there")
-        return AutoTokenizer.from_pretrained(str(checkpoint.directory))
-    except Exception as error:  # whatever a library raises about files that it cannot read
-        raise RefusedError(
-            f"the tokenizer of {checkpoint.name} cannot be loaded ({explain(error)}); add its files, or use self"
-        ) from None
 
 
 @dataclass(frozen=True)

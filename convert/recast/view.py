@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from gqa.convert.checkpoint import TORCH_DTYPES, Checkpoint, ModelClass
-from gqa.convert.errors import CorruptError, RefusedError
-from gqa.convert.safetensors_header import TensorSpec, byte_size
+from gqa.checkpoint.errors import CorruptError, RefusedError
+from gqa.checkpoint.headers import TensorSpec, byte_size
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, ModelClass
 
 if TYPE_CHECKING:
     import numpy as np

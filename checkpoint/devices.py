@@ -1,0 +1,35 @@
+"""Where a model runs, and what runs fast there."""
+
+from __future__ import annotations
+
+import torch
+
+from gqa.checkpoint.errors import RefusedError
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found else "cpu"
+
+
+def find_device(name: str | None) -> str:
+    """The device of that name, or the default. Raises RefusedError where there is none."""
+    try:
+        torch.empty(0, device=name or default_device())
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise RefusedError(f"--device {name} is not there; {default_device()} is") from None
+    return name or default_device()
+
+
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in float64: on the CPU where the device has none (MPS)."""
+    return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
+
+
+def native_bfloat16(device: str) -> bool:
+    """Whether the device multiplies bfloat16 by itself, not by way of float32."""
+    if device == "cpu":
+        able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        return bool(able.get("avx512_bf16") or able.get("amx_bf16") or able.get("bf16"))
+    return device.startswith("cuda") and torch.cuda.is_bf16_supported()

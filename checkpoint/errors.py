@@ -1,0 +1,49 @@
+"""What a user can cause, and how it is said: one clear line each, never a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RefusedError(ValueError):
+    """A checkpoint, a text or an option that cannot be used; raised before a byte is written. Exit code 2."""
+
+
+class CorruptError(RefusedError):
+    """A checkpoint whose files are broken or hostile."""
+
+
+class CorpusError(RefusedError):
+    """Text that cannot be used. One line: what was given, what is wrong with it or allowed, what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class OutputError(OSError):
+    """The output could not be written or did not verify. Exit code 1."""
+
+
+def listing(names: Iterable[object], limit: int = 8) -> str:
+    """`a, b, c` in sorted order, truncated with a count: `a, b, c and 7 more`."""
+    texts = sorted(str(name) for name in names)
+    shown = ", ".join(texts[:limit])
+    return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
+
+
+def alternatives(numbers: Iterable[int]) -> str:
+    """`1, 2, 4 or 8`."""
+    texts = [str(n) for n in sorted(numbers)]
+    return " or ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+
+
+def explain(error: BaseException, limit: int = 300) -> str:
+    """What an exception of a library says, in one line; its kind where it says nothing."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def one_line(text: str, limit: int = 1000) -> str:
+    """Text with names out of a hostile file, safe to print: no line breaks, no terminal escapes, not endless."""
+    if len(text) > limit:
+        text = f"{text[: limit * 2 // 3]} ... {text[-limit // 3 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

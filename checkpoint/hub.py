@@ -1,0 +1,345 @@
+"""Where a model comes from: a local directory, or the Hugging Face hub through huggingface_hub and nothing else."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from functools import partial
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain
+from gqa.checkpoint.headers import MAX_HEADER_BYTES, TensorSpec, read_header
+from gqa.checkpoint.read import (
+    INDEX,
+    SINGLE,
+    TORCH_INDEX,
+    TORCH_SINGLE,
+    WEIGHT_SUFFIXES,
+    Checkpoint,
+    check_index,
+    holds_weights,
+    index_files,
+    merge_tables,
+    read_checkpoint,
+    read_json,
+)
+
+# Weights are fetched by name; the same model in other formats is not fetched at all.
+_NO_SIDE_FILES = [f"*{suffix}" for suffix in sorted(WEIGHT_SUFFIXES)]
+_OTHER_FORMATS = ["original/*", "onnx/*", "openvino/*"]
+_NO_SIDE_FILES += ["*.index.json", *_OTHER_FORMATS]
+_REPLACED = ["model*.safetensors", INDEX, "pytorch_model*.bin", TORCH_INDEX]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_FIRST_BYTES = 2**16  # of a remote shard: nearly always its whole header
+_LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+_WANTED = (
+    "give a repository with config.json and safetensors or .bin weights "
+    "(GGUF and ONNX are made from one, an adapter is merged into one)"
+)
+
+
+def open_model(
+    model: str,
+    revision: str | None = None,
+    headers_only: bool = False,
+    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
+) -> Checkpoint:
+    """The checkpoint of a directory or hub id. `headers_only` fetches config and headers of a hub id, no weights.
+
+    `check` is called with what the headers say before any weights are fetched, and may refuse.
+    Raises RefusedError for whatever keeps the model from being fetched, OSError where this machine is the cause.
+    """
+    if os.path.lexists(model):
+        if revision is not None:
+            raise RefusedError(f"--revision is for hub ids; {model} is a local path")
+        return read_checkpoint(Path(model))
+    if not _HUB_ID.fullmatch(model):
+        raise RefusedError(f"there is no directory {model}, and it is no hub id (owner/name); give one of them")
+    if revision is not None and (not revision.strip() or ".." in revision):
+        raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
+    try:
+        with _quiet():
+            return _from_hub(model, revision, headers_only, check)
+    except RefusedError:
+        raise
+    except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
+        if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
+            raise
+        raise RefusedError(f"there is no directory {model}, and {_reason(error, model, revision)}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without huggingface_hub's warnings and progress bars where nobody sits before them, or as its variables say."""
+    from huggingface_hub import constants, utils
+    from huggingface_hub.utils import logging as hub_logging
+
+    bars: Any = utils  # it does not export their names for type checkers
+    level, shown = hub_logging.get_verbosity(), not bars.are_progress_bars_disabled()
+    silent = not sys.stderr.isatty()
+    if silent and level == logging.WARNING:
+        hub_logging.set_verbosity_error()
+    if silent and shown and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        bars.disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(level)
+        if shown:
+            bars.enable_progress_bars()
+
+
+def _from_hub(
+    model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object]
+) -> Checkpoint:
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        info = HfApi().model_info(model, revision=revision)
+    except Exception as error:
+        if not _unreachable(error):
+            raise
+        with suppress(LocalEntryNotFoundError):
+            return _cached(model, revision)
+        raise
+    present = {sibling.rfilename for sibling in info.siblings or []}
+    if "config.json" not in present:
+        raise RefusedError(f"{model} has no config.json; {_WANTED}")
+
+    def read(name: str) -> dict[str, Any]:
+        return read_json(Path(hf_hub_download(model, name, revision=info.sha)).parent, name)
+
+    files, index = _weight_files(present, read)
+    if not files:
+        raise RefusedError(f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
+    if missing := set(files) - present:
+        raise CorruptError(f"the index of {model} names {min(missing)}, which is not there; tell its owner")
+    if headers_only and files[0].endswith(".bin"):
+        raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
+    cached = all(isinstance(try_to_load_from_cache(model, file, revision=info.sha), str) for file in files)
+    if files[0].endswith(".safetensors") and (headers_only or not cached):
+        described = _remote_headers(model, info.sha, files, index, read("config.json"))
+        if headers_only:
+            return described
+        check(described)
+    side = (name for name in present if not any(fnmatch(name, pattern) for pattern in _OTHER_FORMATS))
+    needed = files + [name for name in side if not holds_weights(name)]
+    if index is not None:
+        needed.append(INDEX if files[0].endswith(".safetensors") else TORCH_INDEX)
+    # By the name that was asked for, so that the cache knows it offline; the commit is that of the headers.
+    directory = Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in needed]))
+    if directory.name != info.sha:
+        raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
+    return read_checkpoint(directory, model.split("/")[-1], revision=info.sha, hub_id=model)
+
+
+def _weight_files(
+    present: AbstractSet[str], read: Callable[[str], dict[str, Any]]
+) -> tuple[list[str], dict[str, Any] | None]:
+    """The files that hold the weights, chosen as transformers chooses, and their index; none where there are none."""
+    for single, index, suffix in ((SINGLE, INDEX, ".safetensors"), (TORCH_SINGLE, TORCH_INDEX, ".bin")):
+        if single in present:
+            return [single], None
+        if index in present:
+            value = read(index)
+            return index_files(value, index, suffix), value
+    return [], None
+
+
+def _cached(model: str, revision: str | None) -> Checkpoint:
+    """The model as the cache holds it. Raises LocalEntryNotFoundError when anything of it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    directory = Path(snapshot_download(model, revision=revision, ignore_patterns=_NO_SIDE_FILES, local_files_only=True))
+    present = {path.name for path in directory.iterdir()}
+    files, _ = _weight_files(present, partial(read_json, directory))
+    if not files or not present.issuperset([*files, "config.json"]):
+        raise LocalEntryNotFoundError(f"not all of {model} is in the cache")
+    return read_checkpoint(directory, model.split("/")[-1], revision=directory.name, hub_id=model)
+
+
+def _remote_headers(
+    model: str, commit: str | None, files: list[str], index: dict[str, Any] | None, config: dict[str, Any]
+) -> Checkpoint:
+    with ThreadPoolExecutor(8) as pool:
+        tables = dict(zip(files, pool.map(partial(_remote_table, model, commit), files), strict=True))
+    tensors = merge_tables(tables)
+    if index is not None:
+        check_index(index, tensors)
+    return Checkpoint(model.split("/")[-1], None, config, tensors, tuple(files), revision=commit, hub_id=model)
+
+
+def _remote_table(model: str, commit: str | None, file: str) -> list[TensorSpec]:
+    """The tensors of a file at the hub, as strictly read as those of a local one."""
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(model, file, revision=commit)
+    start, size = _byte_range(url, 0, _FIRST_BYTES)
+    if len(start) >= 8:
+        end = 8 + int(struct.unpack("<Q", start[:8])[0])
+        if len(start) < end <= min(size, 8 + MAX_HEADER_BYTES):
+            start += _byte_range(url, len(start), end)[0]
+    return read_header(io.BytesIO(start), file, size)
+
+
+def _byte_range(url: str, begin: int, end: int) -> tuple[bytes, int]:
+    """Bytes `[begin, end)` of a remote file and its size; no more is read where a server knows no ranges."""
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
+
+    headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+    with http_stream_backoff("GET", url, headers=headers, timeout=30) as response:
+        if response.status_code == 416:  # it has no such bytes: it is empty
+            return b"", 0
+        hf_raise_for_status(response)
+        ranged = response.status_code == 206
+        size = int(response.headers["Content-Range"].split("/")[1] if ranged else response.headers["Content-Length"])
+        skip = 0 if ranged else begin
+        data = bytearray()
+        for chunk in response.iter_bytes():
+            data += chunk
+            if len(data) >= skip + end - begin:
+                break
+    return bytes(data[skip : skip + end - begin]), size
+
+
+def check_push(repo: str, private: bool = True) -> None:
+    """Find out before a long conversion what would stop the upload after it. Raises RefusedError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if not _HUB_ID.fullmatch(repo):
+        raise RefusedError(f"--push-to-hub {repo!r} is no repository name (owner/name)")
+    api = HfApi()
+    try:
+        with _quiet():
+            api.whoami()
+            with suppress(RepositoryNotFoundError):
+                if private and api.model_info(repo).private is False:
+                    raise RefusedError(f"--push-to-hub: {repo} is public; allow that with --public")
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise RefusedError(f"--push-to-hub: {_reason(error, repo, None)}") from None
+
+
+def push(directory: Path, repo: str, private: bool = True) -> str:
+    """Upload a finished checkpoint; the repository is made if it is not there. Returns its address.
+
+    Weights that the repository had before are deleted (its history keeps them): they would be loaded instead of the
+    new ones, or beside them. Raises OSError with one line; the checkpoint stays where it is.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        with _quiet():
+            address = api.create_repo(repo, private=private, exist_ok=True)
+            if private and api.model_info(repo).private is False:
+                raise OSError(f"{directory} is complete but was not pushed: {repo} is public; allow that with --public")
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=directory,
+                commit_message="Converted with gqa-convert",
+                delete_patterns=_REPLACED,
+            )
+    except Exception as error:
+        if type(error) is OSError and error.errno is None:
+            raise
+        again = f"hf upload {repo} {directory} .{' --private' if private else ''}"
+        raise OSError(
+            f"{directory} is complete, but pushing it failed: {_reason(error, repo, None)}; push it with: {again}"
+        ) from None
+    return str(address)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        if cause in chain:
+            break
+        chain.append(cause)
+    return chain
+
+
+def _unreachable(error: BaseException) -> bool:
+    """Offline, or the client (httpx, or httpx2 from huggingface_hub 2 on) failed before there was an answer."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    chain = _chain(error)
+    answered = any(isinstance(e, HfHubHTTPError) for e in chain)
+    return not answered and any(isinstance(e, OfflineModeIsEnabled) or _is_transport(e) for e in chain)
+
+
+def _is_transport(error: BaseException) -> bool:
+    return type(error).__module__.startswith("httpx")
+
+
+def _reason(error: BaseException, repo: str, revision: str | None) -> str:
+    """What stands between here and the repository, and what to do about it."""
+    from huggingface_hub import constants, errors, get_token
+
+    chain = _chain(error)
+    endpoint = constants.ENDPOINT
+    has_token = get_token() is not None
+    texts = {
+        errors.OfflineModeIsEnabled: f"{repo} is not completely in the cache {constants.HF_HUB_CACHE} while "
+        "HF_HUB_OFFLINE is set; unset it to use the hub",
+        errors.GatedRepoError: f"{repo} is gated: accept its terms at {endpoint}/{repo}, then "
+        + (f"use a token of that account (the present one has no access): {_LOG_IN}" if has_token else _LOG_IN),
+        errors.RevisionNotFoundError: f"{repo} at the hub has no revision {revision!r}; {_revisions(chain, repo)}",
+        errors.RepositoryNotFoundError: f"the hub shows no repository {repo}: check the name; if it is private, "
+        + (f"the present token has no access, {_LOG_IN} of one that has" if has_token else _LOG_IN),
+        errors.LocalTokenNotFoundError: f"there is no token to use {repo} with: {_LOG_IN}",
+        errors.HFValidationError: f"{repo!r} is no hub id (owner/name of letters, digits, '-', '_' and '.')",
+    }
+    for kind, text in texts.items():
+        if any(isinstance(e, kind) for e in chain):
+            return text
+    said = next((e for e in chain if isinstance(e, errors.HfHubHTTPError)), None)
+    if said is not None:
+        status = said.response.status_code
+        return f"the hub answered {status} for {repo}: {_advice(status)}"
+    if _unreachable(error):
+        failure = explain(next(e for e in chain if _is_transport(e)))
+        return f"the hub at {endpoint} cannot be reached ({failure}); check the connection, HF_ENDPOINT and the proxy"
+    return f"{repo} at {endpoint}: {type(error).__name__}: {explain(error)}"
+
+
+def _advice(status: int) -> str:
+    if status == 401:
+        return f"the token is not valid, or there is none: {_LOG_IN}"
+    if status == 403:
+        return f"the token may not do that: {_LOG_IN} with one that has the permission (writing, to push)"
+    if status == 429:
+        return f"too many requests; wait, or {_LOG_IN}"
+    return "the hub is in trouble; try again later" if status >= 500 else "see its status page and try again"
+
+
+def _revisions(chain: list[BaseException], repo: str) -> str:
+    """The branches and tags that there are; asked for only where a revision was not found."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    general = "give a branch, a tag or a whole commit id"
+    if not any(isinstance(e, RevisionNotFoundError) for e in chain):
+        return general
+    try:
+        refs = HfApi().list_repo_refs(repo)
+    except Exception:  # whatever the hub answers: this is only advice
+        return general
+    names = [ref.name for ref in [*refs.branches, *refs.tags]]
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"{general}; it has {shown}" if names else general

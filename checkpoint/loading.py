@@ -1,0 +1,84 @@
+"""Load a checkpoint with transformers, strictly: what transformers only warns of is refused here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gqa.checkpoint.custom_code import register, remote_class
+from gqa.checkpoint.errors import RefusedError, explain, listing
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+    from transformers import PreTrainedModel
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    attention: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model at `name` (a directory or a hub id) in the class that its config names, in evaluation mode.
+
+    Args:
+        dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
+
+    Raises:
+        RefusedError: It cannot be loaded, or loads with keys missing, unexpected or of another shape.
+    """
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = read_auto_config(name, **hub)
+        options = hub | {"ignore_mismatched_sizes": True} | ({"attn_implementation": attention} if attention else {})
+        made = model_class(config, trust_remote_code)
+        model, info = made.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+    except RefusedError:
+        raise
+    except Exception as error:  # whatever a library raises about a checkpoint it cannot read
+        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := info.get(kind):
+            what = f"{kind.replace('_', ' ')}: {listing(keys)}"
+            raise RefusedError(f"{name} loads with {what}; its weights do not belong to its config")
+    return model.to(device).eval()
+
+
+def read_auto_config(name: str, **hub: Any) -> Any:
+    """transformers' config object of the model at `name`, whose classes may be ours. Raises what transformers does."""
+    import transformers
+
+    raw, _ = transformers.PreTrainedConfig.get_config_dict(name, revision=hub.get("revision"))
+    register(raw.get("model_type"))
+    return transformers.AutoConfig.from_pretrained(name, **hub)
+
+
+def model_class(config: Any, trust_remote_code: bool = False) -> Any:
+    """The class that a config names."""
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    if ours := remote_class(name, config.model_type):
+        return ours
+    if trust_remote_code and getattr(config, "auto_map", None):
+        autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]
+        return getattr(transformers, autos[0] if autos else "AutoModelForCausalLM")
+    default = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    return getattr(transformers, name, None) or default
+
+
+def ranks() -> PartialState:
+    """accelerate's view of the processes that work together; one where nothing launched several.
+
+    accelerate takes processes on a CPU for unrelated ones unless it is told that CPUs are meant.
+    """
+    import torch
+    from accelerate import PartialState
+
+    return PartialState(cpu=not torch.accelerator.is_available())

@@ -1,0 +1,44 @@
+"""What travels beside weights and says where they come from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.read import Checkpoint
+
+PROVENANCE = "gqa_conversion.json"
+SOURCE_CARD = "# The source model's card"
+
+
+def version() -> str:
+    """This tool's version."""
+    return importlib.metadata.version("gqa-convert")
+
+
+def without_place(word: str) -> str:
+    """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
+    option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
+    return option + (Path(path).name if Path(path).is_absolute() else path)
+
+
+def source_card(source: Checkpoint) -> tuple[dict[str, Any], str]:
+    """Metadata and text of a checkpoint's README.md; of one that this tool wrote only the part of the original model's
+    card, so that cards do not grow with every step.
+    """
+    from huggingface_hub import ModelCard
+
+    if "README.md" not in source.side_files:
+        return {}, ""
+    text = source.path("README.md").read_text(encoding="utf-8", errors="replace")
+    metadata: dict[str, Any] = {}
+    try:
+        loaded = ModelCard(text, ignore_metadata_errors=True)
+        metadata, text = dict(loaded.data.to_dict()), loaded.text
+    except Exception:  # a card that cannot be parsed is carried along as it is
+        pass
+    own, mark, original = text.partition(SOURCE_CARD)
+    return metadata, (original if mark else own).strip()

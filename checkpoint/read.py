@@ -1,0 +1,381 @@
+"""Read side: a directory becomes a Checkpoint (config, tensor table, side files); nothing in it is ever trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.checkpoint.headers import TensorSpec, read_header
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+MAX_JSON_BYTES = 64_000_000
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Weights in any format: what is not rewritten would be the old model beside the new one.
+WEIGHT_SUFFIXES = frozenset(
+    {
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".h5",
+        ".msgpack",
+        ".ot",
+        ".gguf",
+        ".ggml",
+        ".onnx",
+        ".onnx_data",
+        ".tflite",
+        ".mlmodel",
+    }
+)
+TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_STORED_DTYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Ends of the names that GPTQ, AWQ, bitsandbytes and compressed-tensors give to packed weights and their scales.
+_PACKED = (
+    ".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_packed", ".weight_scale", ".weight_scale_inv",
+    ".weight.absmax", ".weight.quant_map",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """A model type and, where config.json says it, the name of its class."""
+
+    model_type: str
+    architecture: str | None
+
+    def __str__(self) -> str:
+        return f"{self.model_type} ({self.architecture})" if self.architecture else self.model_type
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as it lies on disk (or, for a dry run from the hub, as its headers describe it)."""
+
+    name: str
+    directory: Path | None
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorSpec]
+    files: tuple[str, ...]
+    side_files: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    revision: str | None = None
+    hub_id: str | None = None
+    _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def path(self, file: str) -> Path:
+        """Where a file really lies (the hub's cache holds links), checked to belong to the checkpoint."""
+        if self.directory is None:
+            raise RefusedError(f"{self.name}: only its headers were fetched")
+        return member_path(self.directory, file)
+
+    def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
+        """One tensor, in its stored dtype and shape. Raises CorruptError when the file has become shorter.
+
+        `buffer`, of at least its bytes, is where it is put and stays until the next read into the same one.
+        """
+        import numpy as np
+        import torch
+
+        if spec.file in self._pickled:
+            return self._pickled[spec.file][spec.name]
+        raw = np.empty(spec.nbytes, np.uint8) if buffer is None else buffer[: spec.nbytes]
+        with self.path(spec.file).open("rb") as stream:
+            stream.seek(spec.begin)
+            done = stream.readinto(raw.data)
+        if done != spec.nbytes:
+            raise CorruptError(f"{spec.file} became shorter while it was read: {spec.name} is not all there")
+        if not raw.nbytes:
+            return torch.empty(spec.shape, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
+        return torch.from_numpy(raw).view(getattr(torch, TORCH_DTYPES[spec.dtype])).reshape(spec.shape)
+
+    def has_range(self, spec: TensorSpec) -> bool:
+        """Whether the bytes `[begin, end)` of its file are the tensor: not so in a `.bin`, nor of what is computed."""
+        return spec.file not in self._pickled
+
+    @property
+    def parameters(self) -> int:
+        """Numbers stored."""
+        return sum(spec.numel for spec in self.tensors.values())
+
+    @property
+    def classes(self) -> tuple[ModelClass, ...]:
+        """Its class; of a checkpoint seen as one of another class both, its own first."""
+        named = self.config.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
+        return (ModelClass(str(self.config.get("model_type")), architecture),)
+
+    @property
+    def way(self) -> str | None:
+        """How it is seen as one of another class: `native` or `remote code`; None where it is not."""
+        return None
+
+    @property
+    def origin(self) -> Checkpoint:
+        """What is stored, however it is seen."""
+        return self
+
+    @property
+    def added(self) -> Mapping[str, str]:
+        """Text files that the result has besides those of the source."""
+        return {}
+
+
+def stored_as(tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor in a storage dtype; one of integers as it is."""
+    import torch
+
+    return tensor.to(getattr(torch, TORCH_DTYPES[dtype])) if dtype in TORCH_DTYPES else tensor
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a file holds weights in some form. (`spk_dict.pt` are the voices of Qwen2.5-Omni, not weights.)"""
+    path = Path(name)
+    weights = path.suffix.lower() in WEIGHT_SUFFIXES and path.name != "spk_dict.pt"
+    return weights or path.name.endswith(".index.json")
+
+
+def member_path(directory: Path, name: str) -> Path:
+    """The real path of a file of the checkpoint. Links may lead to the same hub cache entry's blobs, nowhere else."""
+    if not name or name.startswith(("/", "\\")) or ".." in Path(name).parts or Path(name).drive:
+        raise CorruptError(f"{name!r} is not the name of a file inside {directory}; download the checkpoint again")
+    try:
+        real = (directory / name).resolve(strict=True)
+    except PermissionError:
+        raise
+    except (OSError, RuntimeError, ValueError):  # not there, a link to itself, a name no file can have
+        raise CorruptError(f"{directory} has no file {name}; download it again") from None
+    roots = [directory.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise CorruptError(
+            f"{name} is a link that leaves {directory}: it points to {real}; put the file itself in its place"
+        )
+    if not real.is_file():
+        raise CorruptError(f"{name} in {directory} is not a regular file; download it again")
+    return real
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """A JSON object of bounded size."""
+    path = member_path(directory, name)
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed; is it one?")
+    try:
+        text = path.read_bytes()
+        value = json.loads(text.decode("utf-8"))
+        if b"\\u" in text:  # half of a surrogate pair is a string that no file can hold
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; download it again")
+    return value
+
+
+def read_checkpoint(directory: Path, name: str | None = None, **provenance: str | None) -> Checkpoint:
+    """Read config, index and headers of a local directory. Raises RefusedError or CorruptError with one line."""
+    try:
+        present = {p.name for p in directory.iterdir()}
+    except NotADirectoryError:
+        raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None
+    except OSError as error:
+        raise RefusedError(f"{directory} cannot be read: {error.strerror}; give yourself the right") from None
+    try:
+        return _read_checkpoint(directory, present, name or directory.resolve().name, provenance)
+    except PermissionError as error:
+        raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from None
+
+
+def _read_checkpoint(directory: Path, present: set[str], name: str, provenance: Mapping[str, str | None]) -> Checkpoint:
+    if "config.json" not in present:
+        raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
+    config = read_json(directory, "config.json")
+    pickled: dict[str, dict[str, Tensor]] = {}
+    # A single file goes before an index, as transformers takes them.
+    if SINGLE in present or INDEX in present:
+        index = read_json(directory, INDEX) if SINGLE not in present else None
+        files = [SINGLE] if index is None else index_files(index, INDEX, ".safetensors")
+        tables = {file: _safetensors_table(directory, file) for file in files}
+    elif TORCH_SINGLE in present or TORCH_INDEX in present:
+        index = read_json(directory, TORCH_INDEX) if TORCH_SINGLE not in present else None
+        files = [TORCH_SINGLE] if index is None else index_files(index, TORCH_INDEX, ".bin")
+        pickled = {file: _load_pickled(directory, file) for file in files}
+        tables = {file: _pickled_table(file, tensors) for file, tensors in pickled.items()}
+    else:
+        others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
+        raise RefusedError(
+            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {_advice(present)}"
+        )
+    tensors = merge_tables(tables)
+    if index is not None:
+        check_index(index, tensors)
+    kept, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, *files})
+    return Checkpoint(
+        name,
+        directory,
+        config,
+        tensors,
+        tuple(files),
+        kept,
+        left_out,
+        _pickled=pickled,
+        **provenance,
+    )
+
+
+def _advice(present: set[str]) -> str:
+    """What to do with a directory that is no checkpoint."""
+    if {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"} & present:
+        return "an adapter is merged into its base model first (peft: merge_and_unload)"
+    if any(name.endswith(".gguf") for name in present):
+        return "GGUF is another format: give the Hugging Face checkpoint that it was made from"
+    return "give a directory with config.json and safetensors weights"
+
+
+def index_files(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
+    """The shards an index names, sorted; every name must be that of a plain file of the directory."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptError(f"{name} has no weight_map (tensor -> file); download it again")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not re.fullmatch(rf"[\w][\w.\- ]*{re.escape(suffix)}", file):
+            raise CorruptError(
+                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files in the same "
+                "directory; download the checkpoint again"
+            )
+    return sorted(set(weight_map.values()))
+
+
+def check_index(index: Mapping[str, Any], tensors: Mapping[str, TensorSpec]) -> None:
+    """Index and headers must name the same tensors in the same files."""
+    weight_map = index["weight_map"]
+    for tensor, file in weight_map.items():
+        if tensor not in tensors or tensors[tensor].file != file:
+            where = f"it is in {tensors[tensor].file}" if tensor in tensors else "no file has it"
+            raise CorruptError(f"the index says that {tensor} is in {file}, but {where}; download the checkpoint again")
+    if extra := [t for t in tensors if t not in weight_map]:
+        raise CorruptError(f"{listing(extra)} in the shards but not in the index; repair the index")
+
+
+def merge_tables(tables: Mapping[str, list[TensorSpec]]) -> dict[str, TensorSpec]:
+    """One table of all files, in the order of files and bytes; a tensor in two files is an error."""
+    tensors: dict[str, TensorSpec] = {}
+    for table in tables.values():
+        for spec in table:
+            if spec.name in tensors:
+                raise CorruptError(
+                    f"duplicate tensor: {spec.name} is in two files, {tensors[spec.name].file} and {spec.file}; "
+                    "remove the stale one or download the checkpoint again"
+                )
+            tensors[spec.name] = spec
+    if not tensors:
+        raise CorruptError(f"{listing(tables)} hold no tensors; download the checkpoint again")
+    if packed := [name for name in tensors if name.endswith(_PACKED)]:
+        raise RefusedError(
+            f"{listing(packed, 2)} {'is' if len(packed) == 1 else 'are'} of a quantised checkpoint: packed numbers "
+            "cannot be averaged; convert the original and quantise the result, or dequantise first"
+        )
+    return tensors
+
+
+def _safetensors_table(directory: Path, file: str) -> list[TensorSpec]:
+    path = member_path(directory, file)
+    _refuse_pointer(path, file)
+    with path.open("rb") as stream:
+        return read_header(stream, file, path.stat().st_size)
+
+
+def _refuse_pointer(path: Path, file: str) -> None:
+    with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CorruptError(f"{file} is a Git LFS pointer, not the weights; fetch them with: git lfs pull")
+
+
+def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
+    """The tensors of a `.bin`, mapped from the file; never unpickled beyond plain tensors."""
+    import pickle
+    import zipfile
+
+    import torch
+
+    path = member_path(directory, file)
+    _refuse_pointer(path, file)
+    if not zipfile.is_zipfile(path):
+        raise CorruptError(
+            f"{file} is no archive of tensors (broken, or written by torch before 1.6); save it as safetensors first"
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the restricted unpickler raises any kind on a broken or hostile file
+        unpickling = isinstance(error, pickle.UnpicklingError)
+        why = "it asks for more than tensors, which is never run" if unpickling else explain(error)
+        raise CorruptError(
+            f"{file} is not a file of plain tensors that can be mapped ({why}); "
+            "save the checkpoint as safetensors first"
+        ) from None
+    plain = (torch.Tensor, torch.nn.Parameter)
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and type(tensor) in plain for name, tensor in state.items()
+    ):
+        raise CorruptError(f"{file} holds something other than named tensors; save the checkpoint as safetensors first")
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    import torch
+
+    table, position = [], 0
+    for name, tensor in tensors.items():
+        dtype = _STORED_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise CorruptError(
+                f"{file}: {name} is {tensor.dtype} {tensor.layout}, allowed are plain {listing(_STORED_DTYPES, 20)}; "
+                "save the checkpoint as safetensors first"
+            )
+        if name == "__metadata__" or not name.isprintable():
+            raise CorruptError(f"{file}: {name!r} is not the name of a tensor; save the checkpoint again")
+        size = tensor.numel() * tensor.element_size()
+        table.append(TensorSpec(name, dtype, tuple(tensor.shape), file, position, position + size))
+        position += size
+    return table
+
+
+def _walk(directory: Path) -> Iterator[str]:
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory)
+        if not path.is_dir() and not any(part.startswith(".") for part in name.parts):
+            yield name.as_posix()
+
+
+def _side_files(directory: Path, rewritten: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What travels along as it is, and what is left behind because it holds the old weights in another form."""
+    kept: list[str] = []
+    left_out: list[str] = []
+    for name in _walk(directory):
+        if name in rewritten:
+            continue
+        if holds_weights(name):
+            left_out.append(name)
+        elif os.access(member_path(directory, name), os.R_OK):
+            kept.append(name)
+        else:
+            raise RefusedError(f"{directory / name} cannot be read; give yourself the right, or remove it")
+    return tuple(kept), tuple(left_out)

@@ -1,0 +1,314 @@
+"""Write side: a directory that appears complete or not at all, and bytes moved by the kernel.
+
+Work happens in a hidden sibling of the output; a rename at the very end makes it visible. A run that is killed leaves
+only the hidden directory, which the next run removes: a lock beside it tells a dead run from a live one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from filelock import FileLock, Timeout
+
+from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.read import WEIGHT_SUFFIXES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK = 32 << 20
+DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
+Progress = Callable[[int], None]
+
+
+class CancelledError(Exception):
+    """Another job failed or the user interrupted: stop between two chunks."""
+
+
+class OutputDirectory:
+    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`."""
+
+    def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
+        self.out = out.resolve() if out.name in ("", "..") else out.absolute()
+        self.work = self._sibling("partial")
+        self._old = self._sibling("replaced")
+        self._lock_file = self._sibling("lock")
+        self._lock = FileLock(self._lock_file)
+        self._overwrite = overwrite
+        try:
+            self._check_place(source)
+            self._check_existing()
+        except OSError as error:
+            raise _no_place(self.out, error) from None
+
+    def _sibling(self, purpose: str) -> Path:
+        if not self.out.name:
+            raise RefusedError(f"the output {self.out} is the root of a file system; give a directory in it with -o")
+        return self.out.with_name(f".{self.out.name}.gqa-{purpose}")
+
+    def _check_place(self, source: Path | None) -> None:
+        if source is not None:
+            real, inside = self.out.resolve(), source.resolve()
+            if real == inside or inside in real.parents:
+                raise RefusedError(f"the output {self.out} is the model itself or inside it; give another with -o")
+            if real in inside.parents:
+                raise RefusedError(f"the output {self.out} contains the model {source}; give another with -o")
+        if os.path.ismount(self.out):  # cannot be renamed to
+            raise RefusedError(f"the output {self.out} is a mount point; give a directory in it with -o")
+
+    def _check_existing(self) -> None:
+        """What is at OUT: nothing, an empty directory, or with --overwrite a checkpoint."""
+        if self.out.is_symlink():
+            raise RefusedError(f"{self.out} is a link; give the directory itself with -o")
+        if not self.out.exists():
+            return
+        if not self.out.is_dir():
+            raise RefusedError(f"{self.out} exists and is not a directory; give another output with -o")
+        entries = {p.name for p in self.out.iterdir()}
+        if entries and not self._overwrite:
+            raise RefusedError(f"{self.out} exists; choose another output with -o, or replace it with --overwrite")
+        if entries and not ("config.json" in entries and any(Path(n).suffix in WEIGHT_SUFFIXES for n in entries)):
+            raise RefusedError(
+                f"{self.out} holds no checkpoint (config.json and weights): --overwrite will not remove it; "
+                "give another output with -o"
+            )
+
+    def __enter__(self) -> OutputDirectory:
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise RefusedError(f"another conversion is writing {self.out}; wait for it or give another -o") from None
+        except OSError as error:
+            raise _no_place(self.out, error) from None
+        try:
+            self._restore()
+            self._check_existing()  # now nobody else makes it
+            for leftover in (self.work, self._old):
+                _remove(leftover)
+            self.work.mkdir()
+        except BaseException as error:
+            shutil.rmtree(self.work, ignore_errors=True)
+            self._unlock()
+            if isinstance(error, OSError):
+                raise _no_place(self.out, error) from None
+            raise
+        return self
+
+    def commit(self) -> None:
+        """Make everything durable and visible under the final name."""
+        for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
+            fsync_directory(directory)
+        try:
+            self._check_existing()
+        except RefusedError as error:  # it was made while this run was writing
+            raise OutputError(str(error)) from None
+        if not self.out.exists():
+            self.work.rename(self.out)
+        elif not exchange(self.work, self.out):
+            self.out.rename(self._old)
+            self.work.rename(self.out)
+        fsync_directory(self.out.parent)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        for leftover in (self.work, self._old):
+            shutil.rmtree(leftover, ignore_errors=True)  # what stays is removed by the next run
+        self._unlock()
+        if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
+            ) from None
+
+    def _restore(self) -> None:
+        """Undo an --overwrite that was stopped between its two renames."""
+        if self._old.is_dir() and not self._old.is_symlink() and not os.path.lexists(self.out):
+            self._old.rename(self.out)
+
+    def _unlock(self) -> None:
+        """Remove the lock's file while it is held (a waiting run notices), or after, where that is not possible."""
+        if os.name == "posix":
+            self._lock_file.unlink(missing_ok=True)
+        self._lock.release()
+        if os.name != "posix":
+            with suppress(OSError):
+                self._lock_file.unlink(missing_ok=True)
+
+
+def _no_place(out: Path, error: OSError) -> OutputError:
+    return OutputError(f"cannot write beside {out}: {error.strerror or error}; give another output with -o")
+
+
+def _remove(path: Path) -> None:
+    """A directory tree or whatever else is there; a link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step, so that no moment is without either; False where the system cannot."""
+    if os.name != "posix":
+        return False
+    library = ctypes.CDLL(None)
+    here, swap = -100, 2  # AT_FDCWD, and RENAME_EXCHANGE of Linux = RENAME_SWAP of macOS
+    names = os.fsencode(one), os.fsencode(other)
+    if hasattr(library, "renameat2"):
+        return bool(library.renameat2(here, names[0], here, names[1], swap) == 0)
+    return hasattr(library, "renamex_np") and bool(library.renamex_np(*names, swap) == 0)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make names durable; systems without directory handles (Windows) need none."""
+    if os.name == "posix":
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, durable."""
+    with path.open("w", encoding="utf-8", errors="replace", newline="\n") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place beside `path` to write its successor to: durable and there when the block ends, gone if it fails."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        yield temporary
+        with temporary.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        temporary.chmod(0o666 & ~umask())
+        temporary.replace(path)
+        fsync_directory(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def finite(value: Any) -> Any:
+    """A JSON-ready value with null for each number that is not finite, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A side file: its bytes and its executable bit, durable; links are followed, times are not kept."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as read, target.open("wb", buffering=0) as write:
+        copy_range(read, write, 0, source.stat().st_size, lambda n: None, threading.Event())
+        os.fsync(write.fileno())
+    if source.stat().st_mode & 0o100:
+        target.chmod(target.stat().st_mode | 0o111 & ~umask())
+
+
+def umask() -> int:
+    """The process' file mode mask, which the system only tells by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def copy_range(
+    source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress, stop: threading.Event
+) -> None:
+    """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
+    copiers = [copier for copier in (_copy_file_range, _sendfile, _read_write) if copier is not None]
+    done = 0
+    while done < count:
+        if stop.is_set():
+            raise CancelledError
+        try:
+            moved = copiers[0](source.fileno(), target.fileno(), offset + done, min(CHUNK, count - done))
+        except OSError as error:
+            if len(copiers) == 1 or error.errno not in _UNSUPPORTED:
+                raise
+            copiers.pop(0)  # this file system or kernel cannot: the next way down
+            continue
+        if moved == 0 and len(copiers) > 1:
+            copiers.pop(0)  # some file systems answer 0 instead of an error
+            continue
+        if moved == 0:
+            raise OutputError(f"{source.name} became shorter while it was copied")
+        done += moved
+        drop_written(target)
+        progress(moved)
+
+
+_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
+Copier = Callable[[int, int, int, int], int]
+
+
+def _via_copy_file_range(source: int, target: int, offset: int, count: int) -> int:
+    return os.copy_file_range(source, target, count, offset_src=offset)
+
+
+def _via_sendfile(source: int, target: int, offset: int, count: int) -> int:
+    return os.sendfile(target, source, offset, count)
+
+
+def _read_write(source: int, target: int, offset: int, count: int) -> int:
+    os.lseek(source, offset, os.SEEK_SET)
+    data = os.read(source, min(count, 8 << 20))
+    view, written = memoryview(data), 0
+    while written < len(data):
+        written += os.write(target, view[written:])
+    return len(data)
+
+
+_copy_file_range: Copier | None = _via_copy_file_range if hasattr(os, "copy_file_range") else None
+# Between two files only Linux has it.
+_sendfile: Copier | None = _via_sendfile if sys.platform == "linux" else None
+
+
+def drop_written(stream: BinaryIO) -> None:
+    """Let the disk write while the next bytes are copied, and drop from memory what it has.
+
+    The page cache then holds no more of the output than the disk is behind: no fresh page is taken for every page
+    written (half of the cost of a copy), nothing else is evicted, and what is verified later comes from the disk.
+    """
+    if sys.platform == "linux":
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def write_bytes(target: BinaryIO, data: bytes | memoryview) -> None:
+    """All of it: an unbuffered write may take less, as on a disk that is nearly full."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[target.write(rest) or 0 :]
+
+
+def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress, stop: threading.Event) -> None:
+    """Append a tensor's bytes (row-major, little-endian as every system torch runs on)."""
+    import torch
+
+    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for start in range(0, len(data), CHUNK):
+        if stop.is_set():
+            raise CancelledError
+        piece = data[start : start + CHUNK]
+        write_bytes(target, piece)
+        drop_written(target)
+        progress(len(piece))

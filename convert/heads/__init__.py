@@ -1,0 +1,1 @@
+"""How every architecture stores and counts its heads."""

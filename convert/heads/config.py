@@ -1,0 +1,318 @@
+"""config.json: who owns the head counts, what they effectively are, and the smallest edit that changes them.
+
+The file is read through transformers' config classes (absent keys have class defaults: 32 heads for LLaVA's text part)
+but only ever edited as the JSON it is: transformers 5 writes configs that version 4 misreads.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gqa.checkpoint.custom_code import register
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.convert.heads.families import FAMILIES, NESTED, find_family
+from gqa.convert.heads.family import Edits, Family
+from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.refused import REFUSED
+
+MAX_COUNT = 20_000  # layers or heads
+_QUANTISED = ("quantization_config", "compression_config")
+_NUMBERS = (
+    "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
+)  # fmt: skip
+_COUNTS = re.compile(r"num_\w*(layers|heads)|n_layers?|n_heads?")
+
+
+@dataclass(frozen=True)
+class ConfigEdit:
+    """One changed key, dotted from the top of config.json."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The raw config.json with what transformers makes of its text part."""
+
+    raw: dict[str, Any]
+    owner: tuple[str, ...]  # where in `raw` the head counts are
+    text: Any  # transformers' config object of the text model
+    family: Family
+
+    @property
+    def layers(self) -> int:
+        return self.family.layers(self.text)
+
+    def heads(self, layer: int) -> LayerHeads:
+        """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
+        return self.family.heads(self.text, layer) if layer < self.layers else self.main
+
+    def shares_kv(self, layer: int) -> bool:
+        """Whether a layer reads the keys and values of an earlier one and has none of its own."""
+        return layer >= self.layers - int(getattr(self.text, "num_kv_shared_layers", 0) or 0)
+
+    @cached_property
+    def main(self) -> LayerHeads:
+        """Heads of the main layer type, whose KV heads `--groups` counts: what the config says without overrides."""
+        counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
+        stated = self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
+        return next((h for h in counts if h.kv == stated), counts[0])
+
+    def cast(self, dtype: str) -> dict[str, Any]:
+        """`raw` with every stated storage dtype replaced."""
+        raw = copy.deepcopy(self.raw)
+        for part in _parts(raw):
+            for key in ("torch_dtype", "dtype"):
+                if isinstance(part.get(key), str):
+                    part[key] = dtype
+        return raw
+
+
+def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
+    """Find the family and the owner of the head counts. Raises RefusedError with the reason."""
+    top = read_top(raw, name)
+    top_type: str = raw["model_type"]
+    path = NESTED.get(top_type, ())
+    text: Any = top
+    model_type: Any = top_type
+    for step in path:
+        text = getattr(text, step, None)
+        model_type = getattr(text, "model_type", None)
+        if not isinstance(model_type, str):
+            raise CorruptError(f"{name}: {step} of config.json has no model_type; correct it")
+    refuse_model_type(model_type, text, name)
+    family = find_family(model_type, text)
+    if family is None:
+        known = listing((t for f in FAMILIES for t in f.model_types), 8)
+        raise RefusedError(f"{name} is of model type {model_type}, which is not supported ({known}; see --families)")
+    if reason := family.refusal(text):
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
+    owner = path if _has_path(raw, path) else ()
+    config = ModelConfig(raw, owner, text, family)
+    _check_heads(config, name)
+    _check_numbers(text, name)
+    return config
+
+
+def read_top(raw: dict[str, Any], name: str) -> Any:
+    """transformers' config object of the whole model, which is not quantised. Raises RefusedError."""
+    for part in _parts(raw):
+        if found := [key for key in _QUANTISED if part.get(key)]:
+            method = part[found[0]].get("quant_method", "unknown") if isinstance(part[found[0]], dict) else "unknown"
+            raise RefusedError(
+                f"{name} is quantised ({found[0]}: {method}): packed numbers cannot be averaged; "
+                "convert the original and quantise the result, or dequantise first"
+            )
+    if not isinstance(raw.get("model_type"), str):
+        raise CorruptError(f"{name}: config.json has no model_type; --families lists what is supported")
+    _check_sizes(raw, name)
+    return _effective(raw["model_type"], raw, name)
+
+
+def _check_sizes(raw: dict[str, Any], name: str) -> None:
+    """Refuse numbers of layers and heads that would take endless time and memory just to list."""
+    for part in _parts(raw):
+        for key, value in part.items():
+            if isinstance(value, int) and value > MAX_COUNT and _COUNTS.fullmatch(key):
+                raise CorruptError(
+                    f"{name}: config.json says {key}: {value}, at most {MAX_COUNT} are allowed; correct it"
+                )
+
+
+def _check_heads(config: ModelConfig, name: str) -> None:
+    try:
+        heads = {config.heads(layer) for layer in range(config.layers)}
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptError(
+            f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"
+        ) from None
+    if not heads:
+        raise CorruptError(f"{name}: config.json has no layers (num_hidden_layers: {config.layers}); correct it")
+    for h in heads:
+        if not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim)) or h.query % h.kv:
+            raise CorruptError(
+                f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
+                "natural numbers are allowed, the second a divisor of the first"
+            )
+
+
+def _check_numbers(text: Any, name: str) -> None:
+    """Whatever else is read of a config and that its class lets pass in any type."""
+    for key in _NUMBERS:
+        value = getattr(text, key, None)
+        if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**63):
+            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a number from 0 is allowed; correct it")
+    for key in ("layer_types", "layers_block_type"):
+        value = getattr(text, key, None)
+        if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)):
+            raise CorruptError(f"{name}: config.json says {key}: {value!r}, a list of names is allowed; correct it")
+
+
+def refuse_model_type(model_type: str, text: Any, name: str) -> None:
+    """Raise for architectures known not to be convertible, with the reason and what to do instead."""
+    reason = REFUSED.get(model_type) or (REFUSED["deepseek_v3"] if getattr(text, "kv_lora_rank", None) else None)
+    if reason:
+        advice = "" if "; " in reason else "; --families lists what can be converted"
+        raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}{advice}")
+
+
+def valid_groups(config: ModelConfig) -> list[int]:
+    """Every G that the family can represent: divisors of Hk, and multiples of Hk that divide H."""
+    main = config.main
+    layers = {config.heads(layer) for layer in range(config.layers)}
+    return [
+        groups
+        for groups in range(1, main.query + 1)
+        if groups == main.kv
+        or (
+            (main.kv % groups == 0 or groups % main.kv == 0)
+            and all(_scaled(h, groups, main.kv) is not None for h in layers)
+            and config.family.allows(groups, main, config.text)
+        )
+    ]
+
+
+def target_heads(config: ModelConfig, layer: int, groups: int) -> LayerHeads:
+    """Heads of a layer after the conversion: the ratio between layer types is kept."""
+    heads = config.heads(layer)
+    kv = _scaled(heads, groups, config.main.kv)
+    if kv is None:
+        raise RefusedError(f"{groups} groups leave layer {layer} with {heads.kv} KV heads no whole number of heads")
+    return heads.with_kv(kv)
+
+
+def _scaled(heads: LayerHeads, groups: int, main_kv: int) -> int | None:
+    kv, rest = divmod(heads.kv * groups, main_kv)
+    fits = kv and not rest and heads.query % kv == 0 and (heads.kv % kv == 0 or kv % heads.kv == 0)
+    return kv if fits else None
+
+
+def edit_config(
+    config: ModelConfig, groups: int, name: str, dtype: str | None = None
+) -> tuple[dict[str, Any], list[ConfigEdit]]:
+    """The new config.json and the keys that changed. What it means is read back through transformers and checked."""
+    raw = config.cast(dtype) if dtype else copy.deepcopy(config.raw)
+    owner = _descend(raw, config.owner)
+    for dotted, value in _new_counts(config, owner, groups).items():
+        *steps, key = dotted.split(".")
+        part = owner
+        for step in steps:
+            part = part.setdefault(step, {})
+        part[key] = value
+        if config.owner and not steps and key in raw:
+            raw[key] = value  # some larger models state the counts of their text part twice
+    for override in (owner.get("per_layer_config") or {}).values():
+        if override.get("num_key_value_heads") is not None:
+            override["num_key_value_heads"] = override["num_key_value_heads"] * groups // config.main.kv
+    again = read_config(raw, name)
+    for layer in range(config.layers):
+        if again.heads(layer) != target_heads(config, layer, groups):
+            raise RefusedError(
+                f"{name}: transformers reads {again.heads(layer).kv} KV heads in layer {layer} from the edited config, "
+                f"{target_heads(config, layer, groups).kv} were meant; please report this config"
+            )
+    return raw, list(_difference("", config.raw, raw))
+
+
+def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits:
+    if config.family.edits is not None:
+        return config.family.edits(groups, config.main)
+    first, *others = config.family.kv_fields
+    return {first: groups} | {
+        key: owner[key] * groups // config.main.kv for key in others if isinstance(owner.get(key), int)
+    }
+
+
+def _difference(prefix: str, before: Any, after: Any) -> Iterator[ConfigEdit]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in after:
+            if key not in before or before[key] != after[key]:
+                yield from _difference(f"{prefix}.{key}" if prefix else key, before.get(key), after[key])
+    else:
+        yield ConfigEdit(prefix, before, after)
+
+
+def format_config(raw: dict[str, Any]) -> str:
+    """As transformers lays config.json out, keys in the order they had."""
+    return json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
+
+
+def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config and every config inside it."""
+    yield raw
+    for value in raw.values():
+        if isinstance(value, dict):
+            yield from _parts(value)
+
+
+def _has_path(raw: dict[str, Any], path: tuple[str, ...]) -> bool:
+    part: Any = raw
+    for step in path:
+        part = part.get(step) if isinstance(part, dict) else None
+    return isinstance(part, dict)
+
+
+def _descend(raw: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for step in path:
+        raw = raw[step]
+    return raw
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """transformers comments on configs that it only reads; the user sees our lines."""
+    logging = importlib.import_module("transformers.utils.logging")
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
+    """transformers' config object; no code of the checkpoint is ever imported."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    refuse_model_type(model_type, None, name)
+    register(model_type)
+    if model_type not in CONFIG_MAPPING:
+        remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
+        raise RefusedError(
+            f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
+            "--families lists what is supported"
+        )
+    try:
+        return transformers_config(raw)
+    except Exception as error:  # whatever a config class raises on nonsense is the config's fault
+        raise CorruptError(
+            f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
+        ) from None
+
+
+def transformers_config(raw: dict[str, Any]) -> Any:
+    """The config object of a config.json of a model type that transformers has, or that is ours."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    register(raw["model_type"])
+    with _quiet_transformers():
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(copy.deepcopy(raw)))
+
+
+def _with_floats(value: Any) -> Any:
+    """transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,115 @@
+"""What serving engines are known to refuse or misread of a converted checkpoint (docs/engines.md).
+
+One entry per limit, each with a case in tests/serving that fails when a newer engine does better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gqa.convert.heads.config import ModelConfig
+from gqa.convert.heads.kv_cache import KVCache
+
+_DEFAULT_THETA = 10_000
+
+
+def _theta(config: ModelConfig) -> Any:
+    parameters = getattr(config.text, "rope_parameters", None)
+    return parameters.get("rope_theta", _DEFAULT_THETA) if isinstance(parameters, dict) else _DEFAULT_THETA
+
+
+def _other_theta(config: ModelConfig) -> bool:
+    return bool(_theta(config) != _DEFAULT_THETA)
+
+
+def _other_head_dim(config: ModelConfig) -> bool:
+    return config.main.key_dim * config.main.query != getattr(config.text, "hidden_size", None)
+
+
+def _fewer_kv_heads(config: ModelConfig) -> bool:
+    return config.main.kv < config.main.query
+
+
+def _several_kv_heads(config: ModelConfig) -> bool:
+    return config.main.kv > 1
+
+
+def _other_activation(config: ModelConfig) -> bool:
+    return bool(config.text.hidden_act != "relu2")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """An engine, the model types it has trouble with, when, and what happens.
+
+    In `text`, {model_type}, {theta}, {head_dim} and {activation} stand for those of the checkpoint.
+    """
+
+    engine: str
+    model_types: tuple[str, ...]
+    when: Callable[[ModelConfig], bool]
+    text: str
+
+
+LIMITS: tuple[Limit, ...] = (
+    Limit(
+        "llama.cpp",
+        ("phi",),
+        _fewer_kv_heads,
+        "its converter gives {model_type} as many KV heads as query heads, so it cannot load the result",
+    ),
+    Limit(
+        "llama.cpp",
+        ("gpt_bigcode",),
+        _several_kv_heads,
+        "its converter gives {model_type} one KV head, so it cannot load the result",
+    ),
+    Limit(
+        "llama.cpp",
+        ("falcon", "gemma", "gemma2", "stablelm"),
+        _other_theta,
+        "its converter does not write the rope_theta of {model_type}: it computes with 10000, not {theta}",
+    ),
+    Limit(
+        "llama.cpp",
+        ("nemotron",),
+        _other_activation,
+        "it has squared ReLU built in for {model_type}: it computes with that, not {activation}",
+    ),
+    Limit(
+        "CTranslate2",
+        ("falcon", "gemma", "gemma2"),
+        _other_theta,
+        "its loader does not read the rope_theta of {model_type}: it computes with 10000, not {theta}",
+    ),
+    Limit(
+        "llama.cpp",
+        ("qwen2",),
+        _other_head_dim,
+        "it knows no head_dim of {model_type} but hidden_size / heads, so it cannot load {head_dim}",
+    ),
+    Limit(
+        "CTranslate2",
+        ("llama", "qwen2"),
+        _other_head_dim,
+        "its loader knows no head_dim of {model_type} but hidden_size / heads: it refuses or misreads {head_dim}",
+    ),
+)
+
+
+def engine_notes(config: ModelConfig, cache: KVCache) -> tuple[str, ...]:
+    """One line per limit that a checkpoint with this config meets."""
+    facts = {
+        "model_type": config.raw.get("model_type"),
+        "theta": f"{theta:.12g}" if isinstance(theta := _theta(config), float) else theta,
+        "head_dim": config.main.key_dim,
+        "activation": getattr(config.text, "hidden_act", None),
+    }
+    notes = tuple(
+        f"{limit.engine}: {limit.text.format(**facts)}"
+        for limit in LIMITS
+        if config.raw.get("model_type") in limit.model_types and limit.when(config)
+    )
+    return (*notes, cache.remark) if cache.remark else notes

@@ -1,0 +1,91 @@
+"""KV-cache size from the config: what a conversion saves.
+
+bytes = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a sliding-window layer holds at
+most its window (ecosystem.md, section 2, "Memory and speed").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gqa.checkpoint.headers import BITS
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.heads.config import ModelConfig, read_config
+from gqa.convert.heads.modules import AttentionModule, attention_modules
+from gqa.convert.recast.targets import as_it_is
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """KV heads of one layer, the numbers one token takes in one head (key and value), and the window, if any."""
+
+    heads: int
+    numbers: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class KVCache:
+    layers: tuple[CachedLayer, ...]
+    bytes_per_number: int
+    context: int | None
+    remark: str | None = None  # where transformers caches other heads than the model's key/value heads
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token takes while no window is full."""
+        return sum(layer.heads * layer.numbers for layer in self.layers) * self.bytes_per_number
+
+    def bytes_at(self, tokens: int) -> int:
+        """Bytes of one sequence of `tokens`."""
+        numbers = sum(layer.heads * layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
+        return numbers * self.bytes_per_number
+
+
+def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
+    """The cache of a checkpoint as it is, from config and headers, in its stored dtype.
+
+    Raises RefusedError where it is not known which tensors are keys and values.
+    """
+    checkpoint = as_it_is(checkpoint)
+    config = read_config(checkpoint.config, checkpoint.name)
+    modules = attention_modules(checkpoint, config)
+    return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))
+
+
+def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
+    """Layers whose keys and values grow with the tokens written, and that are no extra prediction layers."""
+    return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
+
+
+def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
+    """The cache of a model whose layers `found` have keys and values of their own, kept in `dtype`."""
+    text, family = config.text, config.family
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    block_types = getattr(text, "layers_block_type", None) or []
+    if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
+        found = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
+    layers: list[CachedLayer] = []
+    remark = None
+    for layer in sorted(layer for layer in found if layer < config.layers - shared):
+        heads = config.heads(layer)
+        numbers = heads.key_dim + heads.value_dim
+        cached = family.cached_heads(heads)
+        if cached != heads.kv:
+            remark = f"transformers caches {cached} heads a layer, other engines only the {heads.kv} key/value heads"
+        layers.append(CachedLayer(cached, numbers, _window(text, layer)))
+    return KVCache(tuple(layers), BITS[dtype] // 8, getattr(text, "max_position_embeddings", None), remark)
+
+
+def _window(text: Any, layer: int) -> int | None:
+    types = getattr(text, "layer_types", None)
+    if types and layer < len(types):
+        if "chunked" in types[layer]:
+            return getattr(text, "attention_chunk_size", None)
+        return getattr(text, "sliding_window", None) if "sliding" in types[layer] else None
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None

@@ -1,0 +1,216 @@
+"""Which stored tensors are attention: the modules of the text stack, the rule of each tensor, what each becomes.
+
+A tensor that cannot be placed is an error that names it; everything outside attention is none of our business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from gqa.checkpoint.errors import CorruptError, RefusedError, listing
+from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.convert.heads.config import ModelConfig, target_heads
+from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind, Rule
+from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Merge, Numbered
+from gqa.convert.methods import Merging
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# What a list of layers is called; the last three hold layers that predict further tokens and count as one more.
+_LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
+# Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
+_TOWERS = re.compile(
+    r"(?:^|\.)(?:vision\w*|visual|audio\w*|speech\w*|encoder|\w+_encoder|\w+_tower|qformer|perceiver\w*|resampler|"
+    r"vit|vq\w*|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
+    r"adaptor|local_decoder|diffusion\w*)\."
+)
+_ENCODER = re.compile(r"(?:^|\.)encoder\.")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Stored tensors whose heads are merged together, and what they become."""
+
+    rule: Rule
+    sources: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
+    heads: LayerHeads
+    groups: int
+    module: str = ""
+
+    def compute(
+        self, tensors: Sequence[Tensor], merging: Merging, around: Callable[[Merge], Merge] = lambda merge: merge
+    ) -> list[Tensor]:
+        """The outputs from the sources. On meta tensors: their shapes. `around` wraps the merge of one role."""
+        import torch
+
+        of = (self.outputs[0], self.heads.kv, self.groups, self.rule.projection, self.module)
+        merge = around(merging.merge_for(*of))
+        if merging.maps and self.outputs[0] in merging.maps.names:
+            return [merging.maps.tensor(name) for name in self.outputs]
+        try:
+            if isinstance(self.rule.layout, Numbered):
+                return list(self.rule.layout.regroup(torch.stack(list(tensors)), self.heads, merge).unbind())
+            return [self.rule.layout.regroup(tensors[0], self.heads, merge)]
+        except CorruptError as error:
+            raise CorruptError(
+                f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; is it of another model?"
+            ) from None
+
+
+@dataclass(frozen=True)
+class AttentionModule:
+    """The stored tensors of one attention module, by their name below it."""
+
+    path: str
+    layer: int
+    tensors: Mapping[str, TensorSpec]
+    kind: Kind = "decoder-self"  # only this one's cache grows with the tokens written
+
+    @property
+    def layer_path(self) -> str:
+        """What the names of all tensors of its layer begin with."""
+        return f"{self.path.split(f'.{self.layer}.')[0]}.{self.layer}"
+
+    def kv_dtype(self, config: ModelConfig) -> str:
+        """Storage dtype of the keys and values, which is that of their cache."""
+        return next(spec.dtype for tail, spec in self.tensors.items() if self.rule_of(tail, config))
+
+    def rule_of(self, tail: str, config: ModelConfig) -> Rule | None:
+        """The rule of one tensor by its name below the module; None where it does not depend on KV heads."""
+        return _rule_for(tail, config.family.rules, config.text)
+
+
+def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
+    """The modules of the text stack that hold keys and values. Raises where it is not certain which they are."""
+    family = config.family
+    cross = family.cross_attention if family.grouped(config.text, "cross") else ()
+    names = "|".join(re.escape(name) for name in (*family.attention, *cross))
+    module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
+    pattern = re.compile(rf"({module})\.(?P<tail>.+)", re.DOTALL)
+    elsewhere = re.compile(rf"(?:.*\.)?(?:{names})\.(?P<tail>.+)", re.DOTALL)
+    found: dict[tuple[str, str, int], dict[str, TensorSpec]] = defaultdict(dict)
+    for name, spec in checkpoint.tensors.items():
+        encoder = family.grouped(config.text, "encoder") and _ENCODER.search(name)
+        if _TOWERS.search(name) and not encoder:
+            continue
+        if match := pattern.fullmatch(name):
+            predicts = "mtp" in match["list"] or "mtp" in match["stack"].split(".")  # layers beyond the last
+            layer = config.layers if predicts else int(match["layer"])
+            stack = "" if predicts else match["stack"]
+            found[match[1], stack, layer][match["tail"]] = spec
+        elif (match := elsewhere.fullmatch(name)) and _rule_for(match["tail"], family.rules, config.text):
+            raise RefusedError(
+                f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} but is not in one of "
+                "its layers; nothing was written"
+            )
+    modules = []
+    stacks = set()
+    for (path, stack, layer), tensors in found.items():
+        if any(_rule_for(tail, family.rules, config.text) for tail in tensors):
+            encoder = _ENCODER.search(path)
+            kind: Kind = "encoder" if encoder else "cross" if path.endswith(cross) else "decoder-self"
+            modules.append(AttentionModule(path, layer, tensors, kind))
+            stacks.add(stack if layer < config.layers and not encoder else "")
+        elif "q_proj.weight" in tensors and not config.shares_kv(layer):
+            raise CorruptError(f"{path} has queries but no keys and values; download it again")
+    if not modules:
+        raise CorruptError(
+            f"{checkpoint.name} has no tensor like layers.0.{family.attention[0]}.{family.rules[0].tensor}.weight; "
+            f"its config says {config.text.model_type}; give a checkpoint of the whole model"
+        )
+    if len(named := stacks - {""}) > 1:
+        raise RefusedError(
+            f"{checkpoint.name} has several stacks of {config.text.model_type} layers ({listing(named)}) and it is not "
+            "known which of them the config counts; nothing was written"
+        )
+    return modules
+
+
+def _rule_for(tail: str, rules: Sequence[Rule], text: Any) -> Rule | None:
+    for rule in rules:
+        name = re.escape(rule.tensor).replace(r"\{head\}", r"\d+")
+        holds = rule.when is None or getattr(text, rule.when[0], None) == rule.when[1]
+        if holds and re.fullmatch(rf"{name}(?:\.weight|\.bias)?", tail):
+            return rule
+    return None
+
+
+def module_changes(
+    module: AttentionModule, config: ModelConfig, groups: int, beside: Sequence[Rule] = ()
+) -> list[Change]:
+    """What happens to one attention module; every tensor of it must be known. `beside` are rules of tensors beside
+    keys and values that change with them.
+    """
+    import torch
+
+    heads = config.heads(module.layer)
+    target = target_heads(config, module.layer, groups).kv
+    rules = (*config.family.rules, *beside)
+    plain: list[Change] = []
+    numbered: dict[str, list[tuple[str, TensorSpec]]] = defaultdict(list)
+    for tail, spec in module.tensors.items():
+        rule = _rule_for(tail, rules, config.text)
+        if rule is None:
+            _check_unchanged(module, tail, spec, heads, config)
+        elif isinstance(rule.layout, Numbered):
+            numbered[re.sub(r"\d+", "{head}", tail)].append((tail, spec))
+        else:
+            plain.append(Change(rule, (spec,), (spec.name,), heads, target, module.path))
+    for template, members in numbered.items():
+        members.sort(key=lambda member: int(re.findall(r"\d+", member[0])[-1]))
+        rule = _rule_for(members[0][0], rules, config.text)
+        assert rule is not None
+        assert isinstance(rule.layout, Numbered)
+        count = len(members) if rule.layout.role in QUERY_ROLES else target
+        names = tuple(f"{module.path}.{template.replace('{head}', str(j))}" for j in range(count))
+        plain.append(Change(rule, tuple(spec for _, spec in members), names, heads, target, module.path))
+    _check_keys_and_values(module, plain, config)
+    for change in plain:  # shapes are checked also where nothing changes: a verified output is planned once more
+        change.compute([torch.empty(spec.shape, device="meta") for spec in change.sources], Merging())
+    return [change for change in plain if target != heads.kv]
+
+
+def _check_unchanged(
+    module: AttentionModule, tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig
+) -> None:
+    name = re.sub(r"\.(weight|bias)$", "", tail)
+    if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, p) for p in config.family.unchanged):
+        return
+    if name in SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
+        return
+    known = [*QUERY_SIDE, *config.family.unchanged, *SHARED_KEY_SIDE, *(r.tensor for r in config.family.rules)]
+    near = difflib.get_close_matches(name, known, 1) or known[:1]
+    raise RefusedError(
+        f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module of "
+        f"{config.text.model_type} (nearest: {near[0]}); nothing was written"
+    )
+
+
+def _check_keys_and_values(module: AttentionModule, changes: Sequence[Change], config: ModelConfig) -> None:
+    parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
+    wanted = {rule.tensor for rule in config.family.rules if rule.projection}
+    if config.family.keys_only(config.text, module.layer):
+        wanted = {name for name in wanted if not name.startswith("v_")}
+    if missing := wanted - set(parts):
+        have = ", ".join(sorted(parts)) or "nothing"
+        raise CorruptError(f"{module.path} has {have} but no {', '.join(sorted(missing))}; download it again")
+    for spec in (s for c in changes for s in c.sources):
+        if spec.dtype not in TORCH_DTYPES:
+            raise RefusedError(
+                f"{spec.name} is stored as {spec.dtype}: quantised or packed heads cannot be averaged; "
+                "convert the original and quantise the result"
+            )
+    if len({spec.dtype for spec in parts.values()}) > 1:
+        pairs = ", ".join(f"{name} {spec.dtype}" for name, spec in parts.items())
+        raise CorruptError(
+            f"keys and values of {module.path} have different dtypes ({pairs}); save both in one dtype first"
+        )

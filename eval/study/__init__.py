@@ -1,0 +1,1 @@
+"""gqa-ablate: conversions compared over methods, groups and training."""

@@ -1,0 +1,236 @@
+"""From cells to rows: convert once, train once along all alphas, and measure at each of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from gqa.checkpoint.errors import CorpusError, OutputError, RefusedError, explain, one_line
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.provenance import PROVENANCE
+from gqa.convert import convert_checkpoint
+from gqa.convert.align.find_maps import Silent, find_maps
+from gqa.convert.plan import make_plan
+from gqa.corpus.likelihood import ChunkedHead
+from gqa.eval.attention_error import attention_errors
+from gqa.eval.evaluate import some_windows, summary
+from gqa.eval.perplexity import Text
+from gqa.eval.scoring import Scores, score
+from gqa.eval.stored_baseline import StoredBaseline
+from gqa.eval.study.rows import UnwrittenError
+from gqa.eval.study.study import UNMERGED, Cell, Conversion, StudyOptions
+from gqa.uptrain.loop import DivergedError, StoppedError, Weights
+from gqa.uptrain.run import held, prepare, train_prepared
+
+Row = dict[str, Any]
+Report = Callable[[Row], None]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all cells have in common, found out once; goes to every process.
+
+    source_nats: (N,) of the source on `text`; baseline: where its distributions are kept, and their key.
+    steps: of each alpha; speeds: columns of each number of groups; constant: columns of all rows.
+    """
+
+    options: StudyOptions
+    work: Path
+    text: Text
+    source_nats: NDArray[np.float32]
+    baseline: tuple[Path, str] | None
+    steps: dict[float, int]
+    speeds: dict[int, Row]
+    constant: Row
+
+    def row(self, cell: Cell, error: str | None = None, **found: Any) -> Row:
+        """A cell's row: what it is, what was found, and all options."""
+        return {**cell._asdict(), "error": error, **found, **self.speeds[cell.groups], **self.constant}
+
+
+class Bench:
+    """What one process keeps from cell to cell: the source, as teacher and as what outputs are compared with."""
+
+    def __init__(self, shared: Shared, device: str) -> None:
+        self.shared, self.options, self.device = shared, shared.options, device
+
+    def load(self, path: Path | str, dtype: str) -> PreTrainedModel:
+        return load_model(str(path), dtype=dtype, device=self.device)
+
+    @cached_property
+    def teacher(self) -> PreTrainedModel:
+        return self.load(self.options.model, "auto")
+
+    @cached_property
+    def source(self) -> PreTrainedModel:
+        return self.teacher if self.options.dtype == "auto" else self.load(self.options.model, self.options.dtype)
+
+    @cached_property
+    def baseline(self) -> StoredBaseline | None:
+        if self.shared.baseline is None:
+            return None
+        found = StoredBaseline.open(*self.shared.baseline)
+        if found is None:
+            raise OutputError(f"{self.shared.baseline[0]} has lost the source's predictions; run the command again")
+        return found
+
+    def quality(self, model: PreTrainedModel) -> Row:
+        """Columns of what a model predicts."""
+        start, text = time.perf_counter(), self.shared.text
+        head, source = ChunkedHead(model), Scores.of(text.windows, self.shared.source_nats)
+        scores = score(head, text.windows, batch_size=self.options.eval_batch, baseline=self.baseline)
+        found = summary(scores, text, source)
+        own, against = found["quality"], found["against_baseline"]
+        return {
+            "loss": own["nats_per_token"],
+            "loss_increase": against["log_ratio"],
+            "loss_increase_error": against["log_ratio_error"],
+            "perplexity": own["token_perplexity"],
+            "perplexity_ratio": against["ratio"],
+            "perplexity_ratio_low": against.get("ratio_low"),
+            "perplexity_ratio_high": against.get("ratio_high"),
+            "bits_per_byte": own["bits_per_byte"],
+            "kl": against["kl"]["mean"] if self.baseline else None,
+            "top1_agreement": against["same_top"] if self.baseline else None,
+            "seconds_evaluating": time.perf_counter() - start,
+        }
+
+    def merge_errors(self, model: PreTrainedModel) -> Row:
+        """Columns of what merging did to each attention module's output."""
+        errors = attention_errors(self.source, model, some_windows(self.shared.text))
+        if not errors:
+            return {}
+        own, accumulated = [e.own for e in errors], [e.accumulated for e in errors]
+        return {
+            "merge_error": sum(own) / len(own), "merge_error_accumulated": sum(accumulated) / len(accumulated),
+            "merge_errors": own, "merge_errors_accumulated": accumulated,
+        }  # fmt: skip
+
+
+class _Unreported:
+    """The cells of one conversion that have no row yet."""
+
+    def __init__(self, shared: Shared, cells: Sequence[Cell], report: Report) -> None:
+        self._shared, self._report = shared, report
+        self.left, self.failed = set(cells), False
+
+    def done(self, row: Row) -> None:
+        self._report(row)
+        self.left.discard(Cell.of(row))
+
+    @contextmanager
+    def failing(self, cells: Sequence[Cell]) -> Iterator[None]:
+        """What goes wrong is the row of those of the cells that have none."""
+        try:
+            yield
+        except (StoppedError, UnwrittenError):
+            raise
+        except Exception as error:
+            self.failed = True
+            for cell in self.left.intersection(cells):
+                self.done(self._shared.row(cell, _told(error)))
+
+
+def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Report) -> None:
+    """Report a row for each of the cells of one conversion, as soon as it is there; what goes wrong is a row too.
+
+    Raises StoppedError, where a signal asked for the end of a training, and what `report` raises where rows cannot be
+    kept, UnwrittenError.
+    """
+    shared, conversion = bench.shared, cells[0].conversion
+    unreported = _Unreported(shared, cells, report)
+    with unreported.failing(cells):
+        directory, seconds = convert(bench, conversion)
+        model = bench.load(directory, bench.options.dtype)
+        if plain := [cell for cell in cells if not cell.alpha]:
+            found = bench.quality(model) | bench.merge_errors(model)
+            for cell in plain:
+                row = shared.row(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
+                unreported.done(row)
+    for _, some in groupby(sorted(unreported.left, key=lambda cell: cell.order), key=lambda cell: cell.run):
+        run = list(some)
+        with unreported.failing(run):
+            train_run(bench, directory, seconds, run, model, unreported.done)
+    if not unreported.failed:  # else what is there serves the next attempt
+        _remove(shared.work, conversion)
+
+
+def _remove(work: Path, conversion: Conversion) -> None:
+    for path in work.glob(f"{conversion}*"):
+        if path.name.removeprefix(str(conversion))[:1] in ("", ".", "-"):  # s1 is no s10
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _told(error: Exception) -> str:
+    """One line for a row."""
+    if isinstance(error, RefusedError | OutputError | CorpusError | DivergedError):
+        return one_line(str(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the memory of the device is too small; give --micro-batch, a smaller --eval-batch or --precision bf16"
+    return one_line(f"{type(error).__name__}: {explain(error)}")
+
+
+def convert(bench: Bench, conversion: Conversion) -> tuple[Path, float]:
+    """The converted checkpoint and the seconds that it took; one that a killed study left is taken as it is."""
+    options, out = bench.options, bench.shared.work / str(conversion)
+    note = bench.shared.work / f"{conversion}.json"
+    if (out / PROVENANCE).exists() and note.exists():
+        return out, float(json.loads(note.read_text())["seconds"])
+    start, method = time.perf_counter(), conversion.method
+    method = "mean" if method in UNMERGED else method
+    plan, maps = make_plan(open_model(options.model), conversion.groups, method, conversion.seed), None
+    if plan.lacks_maps:  # found in a file of their own: layers that are done are not sought again
+        maps = bench.shared.work / f"{conversion}.maps.safetensors"
+        if not maps.exists():
+            find_maps(plan, maps, options.maps_for(conversion, bench.device), Silent())
+    convert_checkpoint(
+        options.model, conversion.groups, out, method=method, seed=conversion.seed, maps=maps, overwrite=True
+    )
+    seconds = time.perf_counter() - start
+    note.write_text(json.dumps({"seconds": seconds}))
+    return out, seconds
+
+
+def train_run(
+    bench: Bench, directory: Path, seconds: float, cells: Sequence[Cell], model: PreTrainedModel, report: Report
+) -> None:
+    """One training, measured at the alpha of each of `cells`, which are in ascending order; `model` is overwritten with
+    what is measured: the weights as gqa-uptrain would store them. Raises what training raises.
+    """
+    shared, last = bench.shared, cells[-1]
+    options = bench.options.training(directory, last, last.alpha)
+    resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
+    teacher = bench.teacher if options.teacher else None
+    setup = replace(prepare(options, resume, teacher), heldout=[])
+
+    def after_step(step: int, record: dict[str, Any], weights: Callable[[], Weights]) -> None:
+        due = [cell for cell in cells if shared.steps[cell.alpha] == step]
+        if not due:
+            return
+        model.load_state_dict(weights())
+        found, rate = bench.quality(model), record["tokens_per_second"]
+        for cell in due:
+            report(
+                shared.row(
+                    cell, **found, train_tokens=record["tokens"], train_loss=record["loss"], seconds_converting=seconds,
+                    seconds_training=record["tokens"] / rate if rate else None,
+                )
+            )  # fmt: skip
+
+    with held(setup):
+        train_prepared(setup, resume=resume, after_step=after_step)
+    shutil.rmtree(setup.states.directory, ignore_errors=True)

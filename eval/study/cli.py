@@ -1,0 +1,245 @@
+"""gqa-ablate: options, what is printed, exit codes. Nothing here imports torch before it is needed."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gqa.checkpoint.console import CONTEXT_SETTINGS, fail, progress_bar, run, version_option, with_options
+from gqa.checkpoint.errors import RefusedError
+from gqa.convert.calibrate_cli import read_refinement, search_options
+
+if TYPE_CHECKING:
+    from gqa.eval.study.ablation import Study
+    from gqa.eval.study.study import Grid, StudyOptions
+
+_EPILOG = """\b
+Examples:
+  gqa-ablate ./Llama-2-7b-hf --data corpus.jsonl --heldout-fraction 0.01 --groups 1,4,8 -o study
+  gqa-ablate MODEL --data stdlib:train --methods mean,first,random:3,refined --groups 1,2,4,8 \\
+      --alphas 0,0.01,0.05,0.1 -o study
+  gqa-ablate -o study --recommend --max-loss-increase 0.05
+"""
+
+
+class Words(click.ParamType[tuple[str, ...]]):
+    """`mean,first`."""
+
+    name = "words"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        return tuple(dict.fromkeys(word.strip() for word in str(value).split(",") if word.strip()))
+
+
+class Values(click.ParamType[tuple[Any, ...]]):
+    """`1,2,4` or `0,0.05`, as `kind` reads them."""
+
+    name = "values"
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(sorted({self._kind(part) for part in str(value).split(",") if part.strip()}))
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers; give them like 1,2,4", param, ctx)
+
+
+_POSITIVE = click.IntRange(min=1)
+_GRID = [
+    click.option("--methods", type=Words(), default="mean,first,random", show_default=True, help="Of merging heads; "
+                 "METHOD:N for N seeds of one."),
+    click.option("--groups", type=Values(int), default="1,2,4,8", show_default=True, help="Key/value heads."),
+    click.option("--alphas", type=Values(float), default="0,0.01,0.05,0.1", show_default=True, help="Shares of the "
+                 "data to train on; 0: none."),
+    click.option("--seeds", type=_POSITIVE, default=1, show_default=True, help="Of random and calibrated heads, and of "
+                 "the order of the data: 0 to N - 1."),
+    click.option("--train", type=Words(), default="all", show_default=True, help="Which weights: all, attention, kv, "
+                 "lora."),
+    click.option("--teachers", type=Words(), default="none", show_default=True, help="none; source: learn MODEL's "
+                 "predictions."),
+]  # fmt: skip
+_DATA = [
+    click.option("--data", multiple=True, metavar="SOURCE", help="Text to train on, as for gqa-uptrain; several times "
+                 "for several."),
+    click.option("--field", default="text", show_default=True, help="Of jsonl, csv, parquet and data sets."),
+    click.option("--heldout", metavar="SOURCE", help="Text to measure on.  [default: stdlib:heldout for stdlib:train]"),
+    click.option("--heldout-fraction", type=click.FloatRange(0, 0.5), default=0.0, show_default=True, help="Hold this "
+                 "share of the data's documents out to measure on."),
+    click.option("--pretraining-tokens", type=_POSITIVE, help="What --alphas are shares of.  [default: the data]"),
+]  # fmt: skip
+_TRAINING = [
+    click.option("--learning-rate", "--lr", type=click.FloatRange(min=0, min_open=True), default=3e-4,
+                 show_default=True, help="Constant."),
+    click.option("--warmup", type=click.IntRange(min=0), help="Steps.  [default: none]"),
+    click.option("--batch-size", type=_POSITIVE, default=8, show_default=True, help="Blocks of a step."),
+    click.option("--micro-batch", type=_POSITIVE, help="Blocks of a forward pass.  [default: all of a step]"),
+    click.option("--block-size", type=_POSITIVE, help="Tokens.  [default: the model's positions, 2048 at most]"),
+    click.option("--optimizer", type=click.Choice(["adamw", "adafactor"]), default="adamw", show_default=True),
+    click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1, show_default=True),
+    click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", show_default=True),
+    click.option("--calibration", metavar="SOURCE[,...]", help="Text for calibrated and refined, as for gqa-convert.  "
+                 "[default: the data]"),
+]  # fmt: skip
+_MEASURE = [
+    click.option("--eval-tokens", type=_POSITIVE, help="Held-out tokens to measure on: whole documents, until they are "
+                 "so many.  [default: all]"),
+    click.option("--context", type=click.IntRange(min=4), help="Tokens of a window.  [default: the model's positions, "
+                 "2048 at most]"),
+    click.option("--eval-batch", type=_POSITIVE, default=8, show_default=True, help="Windows at a time."),
+    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
+                 show_default=True, help="To measure in; auto: as stored."),
+    click.option("--kl/--no-kl", default=True, show_default=True, help="Compare predictions with the source's, which "
+                 "are kept meanwhile (2 bytes x vocabulary x tokens)."),
+    click.option("--decode/--no-decode", default=True, show_default=True, help="Time decoding."),
+    click.option("--decode-batch", type=_POSITIVE, default=8, show_default=True),
+    click.option("--decode-context", type=_POSITIVE, help="Tokens of the prompts.  [default: the model's positions, "
+                 "4096 at most]"),
+]  # fmt: skip
+_RUN = [
+    click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
+                 help="The study; the same command continues one that was stopped."),
+    click.option("--jobs", type=_POSITIVE, default=1, show_default=True, help="Conversions side by side."),
+    click.option("--devices", type=Words(), help="cpu, or cuda:0,cuda:1 ...: jobs take them in turn.  [default: a GPU "
+                 "if there is one]"),
+    click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
+                 "state of a training so often.  [default: only when it is stopped]"),
+    click.option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase."),
+    click.option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, show_default=True, help="Nats per "
+                 "token above the source's."),
+    click.option("--dry-run", is_flag=True, help="List the cells and what they would cost, and stop."),
+    click.option("--overwrite", is_flag=True, help="Remove the study at DIR first."),
+    click.option("-v", "--verbose", is_flag=True, help="Tracebacks of defects."),
+    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+]  # fmt: skip
+
+
+@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.argument("model", metavar="[MODEL]", required=False)
+@with_options(_GRID, _DATA, _TRAINING)
+@search_options
+@with_options(_MEASURE, _RUN)
+@version_option("gqa-ablate")
+def command(model: str | None, output: Path, quiet: bool, **options: Any) -> None:
+    """Which method, how many groups, how much further training? Measures every combination for MODEL.
+
+    Each cell is converted, trained, evaluated and written to DIR at once; the end is a report with pictures. Without
+    MODEL the report of what is in DIR is written anew.
+    """
+    import transformers
+
+    from gqa.eval.study.ablation import forget, open_study, run_study
+    from gqa.uptrain.loop import StoppedError
+
+    transformers.utils.logging.set_verbosity_error()
+    failed = 0
+    if model is not None:
+        grid, how = _read(model, output, options)
+        if options["overwrite"] and not options["dry_run"]:
+            forget(output)
+        study = open_study(how, grid)
+        if options["dry_run"]:
+            _dry_run(study)
+            return
+        try:
+            with _bar(study, quiet) as told:
+                rows = run_study(study, command=shlex.join(["gqa-ablate", *sys.argv[1:]]), told=told)
+        except StoppedError as stopped:
+            fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
+        failed = sum(bool(row["error"]) for row in rows)
+    _report(output, options, quiet)
+    if failed:
+        fail(
+            "gqa-ablate",
+            f"{failed} of {len(rows)} cells failed, as {output}/report.md says; the same command tries them again",
+            1,
+        )
+
+
+def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, StudyOptions]:
+    from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.find_maps import MapsOptions
+    from gqa.eval.study.study import Grid, StudyOptions, calibration_sources
+
+    names = ("groups", "alphas", "train", "teachers", "seeds")
+    methods = dict(_seeds(word, options["seeds"]) for word in options["methods"])
+    grid = Grid(methods, **{name: options[name] for name in names})
+    sources = calibration_sources(options["calibration"], options["data"])
+    text = CalibrationText(
+        sources, options["calibration_tokens"], options["calibration_length"], field=options["field"]
+    )
+    maps = MapsOptions(
+        text, options["ridge"], read_refinement(options), dtype=options["calibration_dtype"],
+        grouping=options["grouping"],
+    )  # fmt: skip
+    same = {option.name for option in command.params} & set(StudyOptions.__dataclass_fields__)
+    given = {name: value for name, value in options.items() if name in same}
+    return grid, StudyOptions(**given | {"model": model, "output": output, "maps": maps})
+
+
+def _seeds(word: str, default: int) -> tuple[str, int]:
+    """`random:3`."""
+    method, colon, count = word.partition(":")
+    if colon and not (count.isdigit() and int(count)):
+        raise RefusedError(f"--methods {word}: {count!r} is no number of seeds; give them like random:3")
+    return method, int(count) if colon else default
+
+
+def _dry_run(study: Study) -> None:
+    from gqa.eval.study.cost import cost_table
+
+    click.echo(cost_table(study).text())
+
+
+@contextmanager
+def _bar(study: Study, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Progress over cells: a bar where a person looks at it, a line for each elsewhere."""
+    from gqa.eval.study.rows import Rows
+
+    bar = progress_bar(len(study.cells), "cell", study.subject.name, quiet)
+    bar.update(len(Rows(study.directory).done().intersection(study.cells)))
+
+    def told(row: dict[str, Any]) -> None:
+        bar.update()
+        name = f"{row['method']}, {row['groups']} heads, alpha {row['alpha']:g}"
+        text = f"{name}: {row['error'] or format(row['loss'], '.4f')}"
+        bar.set_postfix_str(text)
+        if not quiet and bar.disable:
+            click.echo(text, err=True)
+
+    with bar:
+        yield told
+
+
+def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
+    from gqa.eval.study.report import open_results, short_table, write_study_report
+    from gqa.eval.study.tradeoff import recommend
+
+    results = open_results(output)
+    written = write_study_report(results)
+    if not quiet:
+        click.echo(short_table(results).text())
+        click.echo(f"\nwritten to {output}: {', '.join(written)}")
+    if options["recommend"]:
+        found = recommend(results.points, results.source["kv_bytes_per_token"], options["max_loss_increase"])
+        click.echo(found.text())
+
+
+def main() -> None:
+    """Entry point; exit codes as `gqa.checkpoint.console.run` says, 1 also where cells failed."""
+    run(command, "gqa-ablate", "rows that were measured are kept; the same command continues")
+
+
+if __name__ == "__main__":
+    main()
