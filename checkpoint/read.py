@@ -115,6 +115,11 @@ class Checkpoint:
         return sum(spec.numel for spec in self.tensors.values())
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of them."""
+        return sum(spec.nbytes for spec in self.tensors.values())
+
+    @property
     def classes(self) -> tuple[ModelClass, ...]:
         """Its class; of a checkpoint seen as one of another class both, its own first."""
         named = self.config.get("architectures")

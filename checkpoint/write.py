@@ -32,6 +32,10 @@ DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
 
+def unwatched(count: int) -> None:
+    """Progress that nobody looks at."""
+
+
 class CancelledError(Exception):
     """Another job failed or the user interrupted: stop between two chunks."""
 
@@ -148,6 +152,16 @@ class OutputDirectory:
                 self._lock_file.unlink(missing_ok=True)
 
 
+def require_space(needed: int, out: Path) -> None:
+    """Raise OutputError unless so many bytes fit where `out` will be."""
+    place = next(path for path in out.absolute().parents if path.is_dir())
+    if (free := shutil.disk_usage(place).free) < needed:
+        raise OutputError(
+            f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; free some space or give "
+            "another output with -o"
+        )
+
+
 def _no_place(out: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write beside {out}: {error.strerror or error}; give another output with -o")
 
@@ -218,7 +232,7 @@ def copy_file(source: Path, target: Path) -> None:
     """A side file: its bytes and its executable bit, durable; links are followed, times are not kept."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as read, target.open("wb", buffering=0) as write:
-        copy_range(read, write, 0, source.stat().st_size, lambda n: None, threading.Event())
+        copy_range(read, write, 0, source.stat().st_size)
         os.fsync(write.fileno())
     if source.stat().st_mode & 0o100:
         target.chmod(target.stat().st_mode | 0o111 & ~umask())
@@ -232,13 +246,18 @@ def umask() -> int:
 
 
 def copy_range(
-    source: BinaryIO, target: BinaryIO, offset: int, count: int, progress: Progress, stop: threading.Event
+    source: BinaryIO,
+    target: BinaryIO,
+    offset: int,
+    count: int,
+    progress: Progress = unwatched,
+    stop: threading.Event | None = None,
 ) -> None:
     """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
     copiers = [copier for copier in (_copy_file_range, _sendfile, _read_write) if copier is not None]
     done = 0
     while done < count:
-        if stop.is_set():
+        if stop and stop.is_set():
             raise CancelledError
         try:
             moved = copiers[0](source.fileno(), target.fileno(), offset + done, min(CHUNK, count - done))
@@ -300,13 +319,15 @@ def write_bytes(target: BinaryIO, data: bytes | memoryview) -> None:
         rest = rest[target.write(rest) or 0 :]
 
 
-def write_tensor(target: BinaryIO, tensor: Tensor, progress: Progress, stop: threading.Event) -> None:
+def write_tensor(
+    target: BinaryIO, tensor: Tensor, progress: Progress = unwatched, stop: threading.Event | None = None
+) -> None:
     """Append a tensor's bytes (row-major, little-endian as every system torch runs on)."""
     import torch
 
     data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     for start in range(0, len(data), CHUNK):
-        if stop.is_set():
+        if stop and stop.is_set():
             raise CancelledError
         piece = data[start : start + CHUNK]
         write_bytes(target, piece)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -14,10 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.checkpoint.errors import OutputError
-from gqa.checkpoint.headers import TensorSpec, format_header
+from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.provenance import PROVENANCE
-from gqa.checkpoint.read import INDEX, Checkpoint, stored_as
-from gqa.checkpoint.write import OutputDirectory, Progress, copy_file, copy_range, write_bytes, write_tensor, write_text
+from gqa.checkpoint.read import Checkpoint, stored_as
+from gqa.checkpoint.shards import new_shard, write_index
+from gqa.checkpoint.write import (
+    OutputDirectory,
+    Progress,
+    copy_file,
+    copy_range,
+    require_space,
+    unwatched,
+    write_tensor,
+    write_text,
+)
 from gqa.convert import card
 from gqa.convert.heads.config import format_config
 from gqa.convert.heads.modules import Change
@@ -77,8 +84,8 @@ def run_plan(
 ) -> Conversion:
     """Write, verify and publish `out`. Raises RefusedError before the first byte, OutputError after."""
     with OutputDirectory(out, plan.checkpoint.directory, overwrite) as output:
-        _require_space(plan, output.work)
-        job = _Job(plan, output.work, progress or (lambda n: None))
+        require_space(plan.total_bytes, output.out)
+        job = _Job(plan, output.work, progress or unwatched)
         with _one_thread_per_job():
             _write_shards(job, jobs)
             _write_side_files(plan, output.work)
@@ -104,15 +111,6 @@ def _one_thread_per_job() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _require_space(plan: Plan, work: Path) -> None:
-    free = shutil.disk_usage(work).free
-    if free < plan.total_bytes:
-        raise OutputError(
-            f"no space left: the result takes {plan.total_bytes:,} bytes, {free:,} are free at {work.parent}; "
-            "free some space or give another output with -o"
-        )
-
-
 def _write_shards(job: _Job, jobs: int) -> None:
     if jobs == 1 or len(job.plan.shards) == 1:
         for shard in job.plan.shards:
@@ -135,10 +133,8 @@ def _write_shards(job: _Job, jobs: int) -> None:
 
 def _write_shard(job: _Job, shard: Shard) -> None:
     """One output file: header, then tensors in order; neighbouring untouched tensors move as one range."""
-    header = format_header({t.name: (t.dtype, t.shape) for t in shard.tensors})
     computed: dict[int, list[Tensor]] = {}
-    with ExitStack() as stack, (job.work / shard.file).open("wb", buffering=0) as target:
-        write_bytes(target, header)
+    with ExitStack() as stack, new_shard(job.work / shard.file, shard.tensors) as target:
         opened: dict[str, BinaryIO] = {}
         for tensor, source, count in _runs(shard, job.plan.checkpoint):
             if count:
@@ -153,7 +149,6 @@ def _write_shard(job: _Job, shard: Shard) -> None:
                 write_tensor(
                     target, stored_as(computed[id(tensor.change)][tensor.index], tensor.dtype), job.progress, job.stop
                 )
-        os.fsync(target.fileno())
 
 
 def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, TensorSpec, int]]:
@@ -230,9 +225,5 @@ def _write_side_files(plan: Plan, work: Path) -> None:
             copy_file(plan.checkpoint.path(name), work / name)
     for name, text in plan.checkpoint.added.items():
         write_text(work / name, text)
-    if len(plan.shards) > 1:
-        weight_map = {t.name: shard.file for shard in plan.shards for t in shard.tensors}
-        metadata = {"total_parameters": plan.parameters_after, "total_size": plan.total_bytes}
-        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        write_text(work / INDEX, json.dumps(index, indent=2) + "\n")
+    write_index(work, {shard.file: shard.tensors for shard in plan.shards})
     write_text(work / "config.json", format_config(plan.new_config))

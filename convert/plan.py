@@ -10,7 +10,8 @@ from typing import Any
 from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import RefusedError, alternatives
 from gqa.checkpoint.headers import TensorSpec, byte_size
-from gqa.checkpoint.read import SINGLE, TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.shards import shard_names
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.heads.engines import engine_notes
 from gqa.convert.heads.family import Rule
@@ -240,11 +241,8 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
                 size = 0
             parts[-1].append(tensor)
             size += tensor.nbytes
-    if len(parts) == 1:
-        return (Shard(SINGLE, tuple(parts[0])),)
-    return tuple(
-        Shard(f"model-{i:05d}-of-{len(parts):05d}.safetensors", tuple(part)) for i, part in enumerate(parts, 1)
-    )
+    names = shard_names(len(parts))
+    return tuple(Shard(name, tuple(part)) for name, part in zip(names, parts, strict=True))
 
 
 def _warnings(checkpoint: Checkpoint) -> Iterable[str]:

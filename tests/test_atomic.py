@@ -21,6 +21,7 @@ from checkpoints import leftovers, llama, run, snapshot, weights
 from processes import Running, Server
 from test_hostile import check_refused
 
+from gqa.checkpoint import shards
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.errors import OutputError
 from gqa.convert import convert_checkpoint, verify
@@ -240,7 +241,7 @@ def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, ove
     model, out = llama(tmp_path / "m", tensors=tensors, shards=2), disk / "out"
     (model / "vocab.txt").write_bytes(bytes(500_000))
     if where == "shards":
-        monkeypatch.setattr(rewrite, "_require_space", lambda plan, work: None)
+        monkeypatch.setattr(rewrite, "require_space", lambda needed, out: None)
     if overwrite:
         assert run("--groups", 1, "-o", out, small(tmp_path / "other")).code == 0
     before, sound = snapshot(disk), snapshot(model)
@@ -260,7 +261,7 @@ def test_error_of_the_disk_anywhere(tmp_path: Path, monkeypatch: Any, where: str
         raise OSError(number, os.strerror(number))
 
     model = llama(tmp_path / "m")
-    monkeypatch.setattr(rewrite, where, fail)
+    monkeypatch.setattr(shards if where == "write_bytes" else rewrite, where, fail)
     says = "Input/output error" if number == errno.EIO else "no space left"
     result = run("--groups", 2, "-o", tmp_path / "out", model)
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)

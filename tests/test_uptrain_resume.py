@@ -203,7 +203,7 @@ def test_foreign_names_in_the_directory_of_states(out: Path) -> None:
 def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
     """The disk is full at the very end; the last state is there, and continuing only writes."""
     out = tmp_path / "out"
-    full = "import gqa.uptrain.export as e; e.write_bytes = lambda *a: (_ for _ in ()).throw(OSError(28, 'No space'))"
+    full = "import gqa.checkpoint.shards as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
     done = runs.run(*saving(runs, out), before=full)
     assert (done.code, done.err.count("\n")) == (1, 1), done.err
     assert f"no space left for {out}: nothing was kept" in done.err

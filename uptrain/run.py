@@ -28,10 +28,10 @@ from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import without_place
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.checkpoint.write import OutputDirectory, finite
+from gqa.checkpoint.write import OutputDirectory, finite, require_space
 from gqa.corpus.sources import is_self
 from gqa.uptrain.card import provenance
-from gqa.uptrain.export import ADAPTER, METRICS, check_exportable, export, require_space
+from gqa.uptrain.export import ADAPTER, METRICS, check_exportable, export
 from gqa.uptrain.feed import Feed, open_feed, open_heldout, open_self
 from gqa.uptrain.log import Log
 from gqa.uptrain.loop import AfterStep, Progress, Weights, train
@@ -114,7 +114,7 @@ def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedMode
     micro = options.check(processes)
     checkpoint = open_model(options.model, options.revision)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
-    require_space(checkpoint, out)
+    require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out, micro, options.batch_size // processes // micro)
     states = States(_beside(out, "state"), options.keep_last)
     if not resume and states.all():
