@@ -25,9 +25,11 @@ from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions
 from gqa.convert.align.refine import Refinement
 from gqa.convert.methods import METHODS
-from gqa.eval.study.ablation import forget, open_study, run_study
+from gqa.eval.study.ablation import open_study, run_study
+from gqa.eval.study.directory import forget
 from gqa.eval.study.report import open_results, short_table, write_study_report
 from gqa.eval.study.study import Grid, StudyOptions
+from gqa.uptrain.options import TrainOptions
 
 SOURCE = Path(__file__).parent / "stdlib-mha"
 TEXT = ("stdlib:train",)
@@ -37,9 +39,8 @@ PROMPT = 'def read_lines(path):\n    """'
 def study_options(output: Path) -> StudyOptions:
     """Calibrated on 16,384 tokens, refined for 50 steps a layer: a fraction of the defaults, as is the training."""
     maps = MapsOptions(CalibrationText(TEXT, tokens=16_384), refinement=Refinement(steps=50))
-    return StudyOptions(
-        str(SOURCE), output, maps, TEXT, batch_size=4, precision="bf16", eval_tokens=16_384,
-    )  # fmt: skip
+    training = TrainOptions(str(SOURCE), output, TEXT, batch_size=4, precision="bf16")
+    return StudyOptions(training, maps, eval_tokens=16_384)
 
 
 def run(options: StudyOptions, grid: Grid) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,15 +90,18 @@ def row(method: str, groups: int, alpha: float, loss: float, seed: int = 0, **mo
     return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **options, **more}
 
 
-def dies(connection: Any, shared: Any, device: str, threads: int) -> None:
-    """A worker whose process ends after its first row."""
-    cells = connection.recv()
-    connection.send(shared.row(cells[0]))
+def dies(cells: Sequence[Cell]) -> None:
+    """A conversion whose process reports its first cell and then dies."""
+    from gqa.eval.study import jobs
+
+    jobs._rows.send(Noted().row(cells[0]))
     os._exit(7)
 
 
 class Noted:
     """`Shared` where nothing is measured."""
+
+    options = None
 
     def row(self, cell: Cell, error: str | None = None) -> dict[str, Any]:
         return {**cell._asdict(), "error": error}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -12,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from checkpoints import run, snapshot
-from pyarrow import parquet
 from studies import ALPHAS, Noted, ablate, dies, measured, place, quality, rows, study, words
 from training import words_for
 
@@ -101,21 +100,16 @@ def test_as_many_heads_as_the_source_has_are_one_conversion() -> None:
     assert unmerged["decode_tokens_per_second"] > 0
 
 
-def test_the_three_tables_agree() -> None:
-    lines = rows(study())
-    with (study() / "rows.csv").open() as stream:
-        table = list(csv.DictReader(stream))
-    columns = parquet.read_table(study() / "rows.parquet").to_pylist()
-    assert len(lines) == len(table) == len(columns) == 9
-    for line, cells, values in zip(lines, table, columns, strict=True):
-        assert {k: v for k, v in values.items() if v is not None} == {k: v for k, v in line.items() if v is not None}
-        assert set(cells) == set(values)
-        for name, value in line.items():
-            shown = json.dumps(value) if isinstance(value, list) else "" if value is None else str(value)
-            assert cells[name] == shown
-    assert not {"loss", "kl", "error", "train_tokens"} & set(
-        json.loads((study() / "study.json").read_text())["identity"]
-    )
+def test_rows_are_a_data_frame() -> None:
+    """As docs/studies.md reads them; options and what was measured have names of their own."""
+    frame = pandas.read_json(study() / "rows.jsonl", lines=True, precise_float=True)
+    assert len(frame) == 9
+    for (_, read), line in zip(frame.iterrows(), rows(study()), strict=True):
+        assert {k: read[k] for k, v in line.items() if v is not None} == {
+            k: v for k, v in line.items() if v is not None
+        }
+    identity = json.loads((study() / "study.json").read_text())["identity"]
+    assert not {"loss", "kl", "error", "train_tokens"} & identity.keys()
 
 
 # ------------------------------------------------------------------------------------------------ stop, continue
@@ -123,7 +117,7 @@ def test_the_three_tables_agree() -> None:
 _KILLED = """
 import os, signal, sys
 from gqa.eval.study import cli as ablate_cli
-from gqa.eval.study import rows as study_rows
+from gqa.eval.study import directory as study_rows
 add, count = study_rows.Rows.add, [0]
 def killing(self, row):
     add(self, row)
@@ -186,7 +180,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(ablation, "_measure", lambda *given: pytest.fail("measured again"))
     measured(tmp_path / "study", groups="1,4", no_decode=None, decode_batch=1)
     after = snapshot(tmp_path / "study")
-    assert all(after[name] == before[name] for name in ("rows.jsonl", "rows.csv", "rows.parquet", "study.json"))
+    assert all(after[name] == before[name] for name in ("rows.jsonl", "study.json"))
 
 
 def test_decoding_is_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +195,6 @@ def test_decoding_is_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert row["decode_seconds_per_token"] != before["decode_seconds_per_token"]
         assert speeds[str(row["groups"])].items() <= row.items()
     assert speeds["4"].items() <= json.loads((out / "study.json").read_text())["source"].items()
-    with (out / "rows.csv").open() as file:
-        told = [float(row["decode_seconds_per_token"]) for row in csv.DictReader(file)]
-    assert told == [row["decode_seconds_per_token"] for row in again]
 
 
 def test_a_study_grows(tmp_path: Path) -> None:
@@ -220,7 +211,7 @@ def test_a_study_grows(tmp_path: Path) -> None:
 
 
 def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert, train = study_cells.convert_checkpoint, study_cells.train_run
+    convert, train = study_cells.convert_checkpoint, study_cells.train_along
 
     def failing(*given: Any, **options: Any) -> Any:
         if options["method"] == "mean":
@@ -236,7 +227,7 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(study_cells, "convert_checkpoint", failing)
-        patched.setattr(study_cells, "train_run", diverging)
+        patched.setattr(study_cells, "train_along", diverging)
         result = ablate(tmp_path / "study")
     assert result.code == 1
     assert "4 of 6 cells failed" in result.err
@@ -256,11 +247,11 @@ def test_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_jobs, "_work", dies)
+    monkeypatch.setattr(study_jobs, "_measure", dies)
     cells = [[Cell(method, 1, 0, "all", "none", alpha) for alpha in (0, 0.1)] for method in ("mean", "first")]
     found: list[Any] = []
     study_jobs.measure_side_by_side(Noted(), cells, 1, ["cpu"], found.append)  # type: ignore[arg-type]
-    told = "its process ended with exit code 7"
+    told = "its process was ended, as it is where memory runs out"
     assert [(Cell.of(row), row["error"]) for row in found] == [
         (cell, error) for one in cells for cell, error in zip(one, (None, told), strict=True)
     ]

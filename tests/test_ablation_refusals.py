@@ -14,8 +14,8 @@ from studies import ablate, measured, place, rows, study, words
 from training import tiny_checkpoint
 
 from gqa.checkpoint.errors import OutputError
-from gqa.eval.study import rows as study_rows
-from gqa.eval.study.rows import Rows
+from gqa.eval.study import directory as study_directory
+from gqa.eval.study.directory import Rows, held
 
 
 def refused(out: Path, *says: str, code: int = 2, **options: Any) -> None:
@@ -106,7 +106,7 @@ def test_without_a_model_only_what_is_there_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line that does not fit is taken back, those before stay, and the study continues when there is space."""
-    write, count = study_rows.write_bytes, [0]
+    write, count = study_directory.write_bytes, [0]
 
     def failing(stream: Any, data: bytes) -> None:
         if Path(stream.name).name == "rows.jsonl":
@@ -117,7 +117,7 @@ def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write(stream, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(study_rows, "write_bytes", failing)
+        patched.setattr(study_directory, "write_bytes", failing)
         result = ablate(tmp_path / "study", alphas="0")
     assert result.code == 1
     assert result.err.count("\n") == 1
@@ -138,34 +138,25 @@ def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
     assert snapshot(tmp_path / "study")["rows.jsonl"] == before
 
 
-def test_an_interrupted_write_keeps_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """rows.csv and rows.parquet are the old ones or the new ones at every moment."""
+def test_an_interrupted_write_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written anew, rows.jsonl is the old one or the new one at every moment."""
     shutil.copytree(study(), tmp_path / "study")
     before = snapshot(tmp_path / "study")
-    found = Rows(tmp_path / "study")
-    row = {**rows(study())[0], "seed": 5}
-    for interrupted in ("rows.csv", "rows.parquet"):
 
-        def failing(self: Path, target: Path, last: str = interrupted) -> None:
-            if Path(target).name == last:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            os.replace(self, target)
+    def failing(self: Path, target: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "replace", failing)
-            with pytest.raises(OutputError, match="rows that are there are kept"):
-                found.add(row)
-        after = snapshot(tmp_path / "study")
-        assert after[interrupted] == before[interrupted]
-        assert not [name for name in after if name.endswith(".partial")]
-    found.add(row)
-    assert [r["seed"] for r in Rows(tmp_path / "study")].count(5) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", failing)
+        with pytest.raises(OutputError, match="rows that are there are kept"):
+            Rows(tmp_path / "study").rewrite({1: {"kv_share": 0.5}})
+    assert snapshot(tmp_path / "study") == before
+    Rows(tmp_path / "study").rewrite({1: {"kv_share": 0.5}})
+    assert {row["kv_share"] for row in Rows(tmp_path / "study")} == {0.5, 1}
 
 
 def test_two_runs_of_one_study(tmp_path: Path) -> None:
-    from gqa.eval.study.ablation import _held
-
-    with _held(tmp_path / "study"):
+    with held(tmp_path / "study"):
         result = ablate(tmp_path / "study", alphas="0")
     assert result.code == 2
     assert "another run is working on" in result.err

@@ -31,12 +31,11 @@ from gqa.eval.evaluate import some_windows, summary
 from gqa.eval.perplexity import Text
 from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
-from gqa.eval.study.rows import UnwrittenError
+from gqa.eval.study.directory import Row, UnwrittenError
 from gqa.eval.study.study import UNMERGED, Cell, Conversion, StudyOptions
 from gqa.uptrain.loop import DivergedError, StoppedError, Weights
 from gqa.uptrain.run import held, prepare, train_prepared
 
-Row = dict[str, Any]
 Report = Callable[[Row], None]
 
 
@@ -161,10 +160,10 @@ def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Report) -> N
             for cell in plain:
                 row = shared.row(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
                 unreported.done(row)
-    for _, some in groupby(sorted(unreported.left, key=lambda cell: cell.order), key=lambda cell: cell.run):
-        run = list(some)
-        with unreported.failing(run):
-            train_run(bench, directory, seconds, run, model, unreported.done)
+    for _, some in groupby(sorted(unreported.left, key=lambda cell: cell.order), key=lambda cell: cell.training):
+        along = list(some)
+        with unreported.failing(along):
+            train_along(bench, directory, seconds, along, model, unreported.done)
     if not unreported.failed:  # else what is there serves the next attempt
         _remove(shared.work, conversion)
 
@@ -196,7 +195,7 @@ def convert(bench: Bench, conversion: Conversion) -> tuple[Path, float]:
     if plan.lacks_maps:  # found in a file of their own: layers that are done are not sought again
         maps = bench.shared.work / f"{conversion}.maps.safetensors"
         if not maps.exists():
-            find_maps(plan, maps, options.maps_for(conversion, bench.device), Silent())
+            find_maps(plan, maps, options.maps_of(conversion, bench.device), Silent())
     convert_checkpoint(
         options.model, conversion.groups, out, method=method, seed=conversion.seed, maps=maps, overwrite=True
     )
@@ -205,14 +204,13 @@ def convert(bench: Bench, conversion: Conversion) -> tuple[Path, float]:
     return out, seconds
 
 
-def train_run(
+def train_along(
     bench: Bench, directory: Path, seconds: float, cells: Sequence[Cell], model: PreTrainedModel, report: Report
 ) -> None:
     """One training, measured at the alpha of each of `cells`, which are in ascending order; `model` is overwritten with
     what is measured: the weights as gqa-uptrain would store them. Raises what training raises.
     """
-    shared, last = bench.shared, cells[-1]
-    options = bench.options.training(directory, last, last.alpha)
+    shared, options = bench.shared, bench.options.training_of(cells[-1], directory)
     resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
     teacher = bench.teacher if options.teacher else None
     setup = replace(prepare(options, resume, teacher), heldout=[])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import click
 from gqa.checkpoint.console import CONTEXT_SETTINGS, fail, progress_bar, run, version_option, with_options
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert.calibrate_cli import read_refinement, search_options
+from gqa.uptrain.cli import command as uptrain_command
 
 if TYPE_CHECKING:
     from gqa.eval.study.ablation import Study
@@ -28,70 +29,48 @@ Examples:
 """
 
 
-class Words(click.ParamType[tuple[str, ...]]):
+def _words(text: str) -> tuple[str, ...]:
     """`mean,first`."""
-
-    name = "words"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(dict.fromkeys(word.strip() for word in str(value).split(",") if word.strip()))
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-class Values(click.ParamType[tuple[Any, ...]]):
+def _numbers(kind: type[int] | type[float]) -> Callable[[str], tuple[float, ...]]:
     """`1,2,4` or `0,0.05`, as `kind` reads them."""
 
-    name = "values"
-
-    def __init__(self, kind: type[int] | type[float]) -> None:
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
+    def read(text: str) -> tuple[float, ...]:
         try:
-            return tuple(sorted({self._kind(part) for part in str(value).split(",") if part.strip()}))
+            return tuple(sorted({kind(word) for word in _words(text)}))
         except ValueError:
-            self.fail(f"{value!r} is no list of numbers; give them like 1,2,4", param, ctx)
+            raise click.BadParameter(f"{text!r} is no list of numbers; give them like 1,2,4") from None
+
+    return read
 
 
 _POSITIVE = click.IntRange(min=1)
 _GRID = [
-    click.option("--methods", type=Words(), default="mean,first,random", show_default=True, help="Of merging heads; "
-                 "METHOD:N for N seeds of one."),
-    click.option("--groups", type=Values(int), default="1,2,4,8", show_default=True, help="Key/value heads."),
-    click.option("--alphas", type=Values(float), default="0,0.01,0.05,0.1", show_default=True, help="Shares of the "
-                 "data to train on; 0: none."),
+    click.option("--methods", type=_words, metavar="METHOD[,...]", default="mean,first,random", show_default=True,
+                 help="Of merging heads; METHOD:N for N seeds of one."),
+    click.option("--groups", type=_numbers(int), metavar="N[,...]", default="1,2,4,8", show_default=True,
+                 help="Key/value heads."),
+    click.option("--alphas", type=_numbers(float), metavar="SHARE[,...]", default="0,0.01,0.05,0.1", show_default=True,
+                 help="Shares of the data to train on; 0: none."),
     click.option("--seeds", type=_POSITIVE, default=1, show_default=True, help="Of random and calibrated heads, and of "
                  "the order of the data: 0 to N - 1."),
-    click.option("--train", type=Words(), default="all", show_default=True, help="Which weights: all, attention, kv, "
-                 "lora."),
-    click.option("--teachers", type=Words(), default="none", show_default=True, help="none; source: learn MODEL's "
-                 "predictions."),
+    click.option("--train", type=_words, metavar="NAME[,...]", default="all", show_default=True,
+                 help="Which weights: all, attention, kv, lora."),
+    click.option("--teachers", type=_words, metavar="NAME[,...]", default="none", show_default=True,
+                 help="none; source: learn MODEL's predictions."),
 ]  # fmt: skip
 _DATA = [
     click.option("--data", multiple=True, metavar="SOURCE", help="Text to train on, as for gqa-uptrain; several times "
                  "for several."),
-    click.option("--field", default="text", show_default=True, help="Of jsonl, csv, parquet and data sets."),
-    click.option("--heldout", metavar="SOURCE", help="Text to measure on.  [default: stdlib:heldout for stdlib:train]"),
-    click.option("--heldout-fraction", type=click.FloatRange(0, 0.5), default=0.0, show_default=True, help="Hold this "
-                 "share of the data's documents out to measure on."),
-    click.option("--pretraining-tokens", type=_POSITIVE, help="What --alphas are shares of.  [default: the data]"),
-]  # fmt: skip
-_TRAINING = [
-    click.option("--learning-rate", "--lr", type=click.FloatRange(min=0, min_open=True), default=3e-4,
-                 show_default=True, help="Constant."),
-    click.option("--warmup", type=click.IntRange(min=0), help="Steps.  [default: none]"),
-    click.option("--batch-size", type=_POSITIVE, default=8, show_default=True, help="Blocks of a step."),
-    click.option("--micro-batch", type=_POSITIVE, help="Blocks of a forward pass.  [default: all of a step]"),
-    click.option("--block-size", type=_POSITIVE, help="Tokens.  [default: the model's positions, 2048 at most]"),
-    click.option("--optimizer", type=click.Choice(["adamw", "adafactor"]), default="adamw", show_default=True),
-    click.option("--weight-decay", type=click.FloatRange(min=0), default=0.1, show_default=True),
-    click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", show_default=True),
+    click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", show_default=True,
+                 help="Of training; weights and optimiser stay in float32."),
     click.option("--calibration", metavar="SOURCE[,...]", help="Text for calibrated and refined, as for gqa-convert.  "
                  "[default: the data]"),
 ]  # fmt: skip
+_OF_UPTRAIN = ("field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup", "batch_size",
+               "micro_batch", "block_size", "optimizer", "weight_decay")  # fmt: skip
 _MEASURE = [
     click.option("--eval-tokens", type=_POSITIVE, help="Held-out tokens to measure on: whole documents, until they are "
                  "so many.  [default: all]"),
@@ -111,8 +90,8 @@ _RUN = [
     click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
                  help="The study; the same command continues one that was stopped."),
     click.option("--jobs", type=_POSITIVE, default=1, show_default=True, help="Conversions side by side."),
-    click.option("--devices", type=Words(), help="cpu, or cuda:0,cuda:1 ...: jobs take them in turn.  [default: a GPU "
-                 "if there is one]"),
+    click.option("--devices", type=_words, metavar="NAME[,...]", help="cpu, or cuda:0,cuda:1 ...: jobs take them in "
+                 "turn.  [default: a GPU if there is one]"),
     click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
                  "state of a training so often.  [default: only when it is stopped]"),
     click.option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase."),
@@ -127,7 +106,7 @@ _RUN = [
 
 @click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="[MODEL]", required=False)
-@with_options(_GRID, _DATA, _TRAINING)
+@with_options(_GRID, _DATA)
 @search_options
 @with_options(_MEASURE, _RUN)
 @version_option("gqa-ablate")
@@ -139,7 +118,9 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     """
     import transformers
 
-    from gqa.eval.study.ablation import forget, open_study, run_study
+    from gqa.eval.study.ablation import open_study, run_study
+    from gqa.eval.study.cost import cost_table
+    from gqa.eval.study.directory import forget
     from gqa.uptrain.loop import StoppedError
 
     transformers.utils.logging.set_verbosity_error()
@@ -150,7 +131,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
             forget(output)
         study = open_study(how, grid)
         if options["dry_run"]:
-            _dry_run(study)
+            click.echo(cost_table(study).text())
             return
         try:
             with _bar(study, quiet) as told:
@@ -167,15 +148,22 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
         )
 
 
+_at = [option.name for option in command.params].index("precision")
+command.params[_at:_at] = [option for option in uptrain_command.params if option.name in _OF_UPTRAIN]
+
+
 def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, StudyOptions]:
     from gqa.convert.align.calibration_text import CalibrationText
     from gqa.convert.align.find_maps import MapsOptions
-    from gqa.eval.study.study import Grid, StudyOptions, calibration_sources
+    from gqa.eval.study.study import TRAINING, Grid, StudyOptions
+    from gqa.uptrain.options import TrainOptions
 
-    names = ("groups", "alphas", "train", "teachers", "seeds")
+    def of(names: Iterable[str]) -> dict[str, Any]:
+        return {name: options[name] for name in names if name in options}
+
     methods = dict(_seeds(word, options["seeds"]) for word in options["methods"])
-    grid = Grid(methods, **{name: options[name] for name in names})
-    sources = calibration_sources(options["calibration"], options["data"])
+    grid = Grid(methods, **of(("groups", "alphas", "train", "teachers", "seeds")))
+    sources = options["data"] if options["calibration"] is None else _words(options["calibration"])
     text = CalibrationText(
         sources, options["calibration_tokens"], options["calibration_length"], field=options["field"]
     )
@@ -183,9 +171,8 @@ def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, Stud
         text, options["ridge"], read_refinement(options), dtype=options["calibration_dtype"],
         grouping=options["grouping"],
     )  # fmt: skip
-    same = {option.name for option in command.params} & set(StudyOptions.__dataclass_fields__)
-    given = {name: value for name, value in options.items() if name in same}
-    return grid, StudyOptions(**given | {"model": model, "output": output, "maps": maps})
+    training = TrainOptions(model, output, **of((*TRAINING, "micro_batch", "save_minutes")))
+    return grid, StudyOptions(training, maps, **of(StudyOptions.__dataclass_fields__))
 
 
 def _seeds(word: str, default: int) -> tuple[str, int]:
@@ -196,16 +183,10 @@ def _seeds(word: str, default: int) -> tuple[str, int]:
     return method, int(count) if colon else default
 
 
-def _dry_run(study: Study) -> None:
-    from gqa.eval.study.cost import cost_table
-
-    click.echo(cost_table(study).text())
-
-
 @contextmanager
 def _bar(study: Study, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Progress over cells: a bar where a person looks at it, a line for each elsewhere."""
-    from gqa.eval.study.rows import Rows
+    from gqa.eval.study.directory import Rows
 
     bar = progress_bar(len(study.cells), "cell", study.subject.name, quiet)
     bar.update(len(Rows(study.directory).done().intersection(study.cells)))

@@ -13,7 +13,7 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.report import Table
 from gqa.eval.scoring import score
 from gqa.eval.study.ablation import Study
-from gqa.eval.study.rows import Rows
+from gqa.eval.study.directory import Rows
 from gqa.eval.study.study import UNMERGED, Cell
 
 # Forward passes that something takes for each token. A backward pass is two; calibrating runs both models, and solves.
@@ -39,7 +39,7 @@ def estimate(study: Study, rate: float) -> list[Cost]:
     trained: dict[tuple[Any, str], int] = {}
     found = []
     for cell in study.cells:
-        tokens = study.steps[cell.alpha] * study.tokens_per_step if cell.alpha else 0
+        tokens = study.tokens[cell.alpha] if cell.alpha else 0
         if cell in done:
             found.append(Cost(cell, tokens, 0.0, True))
             continue
@@ -47,8 +47,8 @@ def estimate(study: Study, rate: float) -> list[Cost]:
         if cell.conversion not in paid:
             paid.add(cell.conversion)
             passes += conversion_passes(study, cell.method)
-        before = trained.get((cell.conversion, cell.run), 0)
-        trained[cell.conversion, cell.run] = max(tokens, before)
+        before = trained.get((cell.conversion, cell.training), 0)
+        trained[cell.conversion, cell.training] = max(tokens, before)
         passes += (tokens - before) * (TRAINING + TEACHING * (cell.teacher != "none"))
         found.append(Cost(cell, tokens, passes / rate, False))
     return found
@@ -61,8 +61,7 @@ def conversion_passes(study: Study, method: str) -> float:
         return 0.0
     passes = CALIBRATING * maps.text.tokens
     if method == "refined":  # attention modules alone, forwards and backwards
-        plan = next(iter(study.plans.values()))
-        modules = attention_modules(study.subject.checkpoint, plan.config)
+        modules = attention_modules(study.subject.checkpoint, study.plan.config)
         share = sum(spec.numel for module in modules for spec in module.tensors.values()) / study.subject.parameters
         passes += TRAINING * share * maps.refinement.steps * maps.refinement.batch * maps.text.length
     return passes

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import Pipe, active_children, get_context, parent_process
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from threading import Thread
 
 import torch
 
@@ -19,16 +19,9 @@ from gqa.eval.study.cells import Bench, Report, Shared, measure_conversion
 from gqa.eval.study.study import Cell
 from gqa.uptrain.loop import StoppedError
 
-_PATIENCE = 60  # seconds for a training to save its state
-
-
-@dataclass
-class _Worker:
-    """A process, the device that it has, and the cells that it has not reported."""
-
-    process: BaseProcess
-    device: str
-    left: list[Cell]
+# Of a process that measures: what it keeps from conversion to conversion, and where its rows go.
+_bench: Bench
+_rows: Connection
 
 
 def measure_side_by_side(
@@ -39,64 +32,63 @@ def measure_side_by_side(
     Processors' threads are shared out. A process that dies (for lack of memory, say) fails the cells it was at, and
     another takes its place.
     """
-    waiting = deque(conversions)
-    free = deque(devices[number % len(devices)] for number in range(jobs))
-    active: dict[Connection, _Worker] = {}
+    waiting, others = deque(conversions), active_children()
+    threads = max(1, torch.get_num_threads() // jobs)
+    slots = [_Slot(shared, devices[number % len(devices)], threads) for number in range(min(jobs, len(conversions)))]
+    busy = {slot.rows: slot for slot in slots}
     try:
-        while waiting or active:
-            while waiting and free:
-                connection, worker = _start(shared, free.popleft(), max(1, torch.get_num_threads() // jobs))
-                active[connection] = worker
-                _give(connection, worker, waiting.popleft())
-            for ready in wait(list(active)):
-                assert isinstance(ready, Connection)
-                worker = active[ready]
-                try:
-                    row = ready.recv()
-                except (EOFError, OSError):
-                    worker.process.join()
-                    for cell in worker.left:
-                        report(shared.row(cell, f"its process ended with exit code {worker.process.exitcode}"))
-                    row, worker.left = None, []
-                if row is not None:
-                    worker.left.remove(Cell.of(row))
+        for slot in slots:
+            slot.give(waiting.popleft())
+        while busy:
+            for rows in wait(list(busy)):
+                assert isinstance(rows, Connection)
+                slot = busy[rows]
+                if (row := rows.recv()) is not None:
+                    slot.left.remove(Cell.of(row))
                     report(row)
-                elif waiting and worker.process.is_alive():
-                    _give(ready, worker, waiting.popleft())
+                    continue
+                for cell in slot.unmeasured():
+                    report(shared.row(cell, "its process was ended, as it is where memory runs out"))
+                if waiting:
+                    slot.give(waiting.popleft())
                 else:
-                    free.append(_end(ready, active.pop(ready)))
+                    del busy[rows]
     finally:
-        for worker in active.values():  # a training saves its state before it ends
-            worker.process.terminate()
-        for connection, worker in active.items():
-            _end(connection, worker)
+        if busy:  # a training saves its state before it ends
+            for process in set(active_children()) - set(others):
+                process.terminate()
+        for slot in slots:
+            slot.pool.shutdown()
 
 
-def _start(shared: Shared, device: str, threads: int) -> tuple[Connection, _Worker]:
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, shared, device, threads), daemon=True)
-    process.start()
-    theirs.close()  # so that its end is noticed here
-    return ours, _Worker(process, device, [])
+class _Slot:
+    """A pool of one process with a device to itself: the death of a process breaks its pool, and so no other's.
 
+    rows: what the process reports, and None where it is done with a conversion; left: the cells it has not reported.
+    """
 
-def _give(connection: Connection, worker: _Worker, cells: Sequence[Cell]) -> None:
-    worker.left = list(cells)
-    with suppress(OSError):  # it has ended, which is noticed when it is waited for
-        connection.send(cells)
+    def __init__(self, shared: Shared, device: str, threads: int) -> None:
+        self.rows, self._report = Pipe(duplex=False)
+        self._given = shared, device, threads, self._report
+        self.left: list[Cell] = []
+        self._start()
 
+    def _start(self) -> None:
+        self.pool = ProcessPoolExecutor(1, get_context("spawn"), _start_process, self._given)
 
-def _end(connection: Connection, worker: _Worker) -> str:
-    """Returns the device that is free now."""
-    with suppress(OSError):
-        connection.send(None)
-    connection.close()
-    worker.process.join(_PATIENCE)
-    if worker.process.is_alive():
-        worker.process.kill()
-        worker.process.join()
-    return worker.device
+    def give(self, cells: Sequence[Cell]) -> None:
+        self.left = list(cells)
+        self._done: Future[None] = self.pool.submit(_measure, cells)
+        self._done.add_done_callback(lambda _: self._report.send(None))
+
+    def unmeasured(self) -> list[Cell]:
+        """What the process has left behind; one that has died is replaced. Raises what else has failed."""
+        try:
+            self._done.result()
+        except BrokenProcessPool:
+            self.pool.shutdown()
+            self._start()
+        return self.left
 
 
 def alone(device: str, seen: str | None) -> tuple[str, str | None]:
@@ -112,20 +104,28 @@ def alone(device: str, seen: str | None) -> tuple[str, str | None]:
     return kind, seen.split(",")[int(number)] if seen else number
 
 
-def _work(connection: Connection, shared: Shared, device: str, threads: int) -> None:
-    """A process: cells in, rows out, None after the last of them."""
+def _start_process(shared: Shared, device: str, threads: int, rows: Connection) -> None:
     import transformers
 
+    global _bench, _rows
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process decides
+    Thread(target=_follow, daemon=True).start()
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(threads)
     kind, seen = alone(device, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if seen is not None:  # torch reads it when it first looks for a GPU
         os.environ["CUDA_VISIBLE_DEVICES"] = seen
-    bench = Bench(shared, kind)
-    with suppress(EOFError, OSError, StoppedError):  # the first process is gone, or ends this one
-        while cells := connection.recv():
-            measure_conversion(bench, cells, connection.send)
-            connection.send(None)
-        sys.exit(0)
-    sys.exit(1)
+    _bench, _rows = Bench(shared, kind), rows
+
+
+def _follow() -> None:
+    """The first process, which may be killed."""
+    first = parent_process()
+    assert first is not None
+    first.join()
+    os._exit(1)
+
+
+def _measure(cells: Sequence[Cell]) -> None:
+    with suppress(StoppedError):  # a signal to this process alone; cells that have no row have failed
+        measure_conversion(_bench, cells, _rows.send)

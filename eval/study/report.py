@@ -12,10 +12,9 @@ from typing import Any
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
 from gqa.eval.report import Table, no_pictures, number
-from gqa.eval.study.ablation import RECORD, read_record
 from gqa.eval.study.checks import checks
+from gqa.eval.study.directory import RECORD, ROWS, Rows, read_record, writing
 from gqa.eval.study.page import page
-from gqa.eval.study.rows import LINES, PARQUET, TABLE, Rows, no_place
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import Point, points, recommend
 
@@ -183,14 +182,11 @@ def write_study_report(results: Results) -> list[str]:
     All are made aside first. Raises OutputError where they cannot be written; the rows are not touched.
     """
     directory = results.directory
-    try:
-        with tempfile.TemporaryDirectory(prefix=".report-", dir=directory) as aside:
-            made = _make(results, Path(aside))
-            for name in made:
-                (Path(aside) / name).replace(directory / name)
-    except OSError as error:
-        raise no_place(directory, error) from None
-    return ["report.md", "report.html", *(name for name in made if "report" not in name), LINES, TABLE, PARQUET]
+    with writing(directory), tempfile.TemporaryDirectory(prefix=".report-", dir=directory) as aside:
+        made = _make(results, Path(aside))
+        for name in made:
+            (Path(aside) / name).replace(directory / name)
+    return ["report.md", "report.html", *(name for name in made if "report" not in name), ROWS]
 
 
 def _make(results: Results, directory: Path) -> list[str]:

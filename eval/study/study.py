@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.align.find_maps import MapsOptions
 from gqa.convert.methods import METHODS
-from gqa.uptrain.options import Precision, TrainOptions
+from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import Scope
 
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")
 SCOPES = ("all", "attention", "kv", "lora")
-# Where a study is kept and how fast it is made may change between its parts.
-_FREE = ("model", "output", "maps", "jobs", "devices", "save_minutes", "micro_batch")
+# Of gqa-uptrain's options, those that decide a training whatever the cell; they mean the same here.
+TRAINING = ("data", "field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup",
+            "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
+# Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
+_MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
 
 
 class Conversion(NamedTuple):
@@ -50,8 +53,8 @@ class Cell(NamedTuple):
         return Conversion(*self[:3])
 
     @property
-    def run(self) -> str:
-        """Cells of one conversion with the same run are points of the same training."""
+    def training(self) -> str:
+        """Cells of one conversion with the same training are points of it."""
         return f"{self.train}-{self.teacher}"
 
     @property
@@ -106,24 +109,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What is the same in all cells. See `gqa-ablate --help`."""
+    """What is the same in all cells. See `gqa-ablate --help`.
 
-    model: str
-    output: Path
+    training: of every cell, but for what the cell itself says; its model is the source, its output the study.
+    maps: how heads are calibrated, but for the seed and the device.
+    """
+
+    training: TrainOptions
     maps: MapsOptions
-    data: tuple[str, ...] = ()
-    field: str = "text"
-    heldout: str | None = None
-    heldout_fraction: float = 0.0
-    pretraining_tokens: int | None = None
-    learning_rate: float = 3e-4
-    warmup: int | None = None
-    batch_size: int = 8
-    micro_batch: int | None = None
-    block_size: int | None = None
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
-    weight_decay: float = 0.1
-    precision: Precision = "no"
     eval_tokens: int | None = None
     context: int | None = None
     eval_batch: int = 8
@@ -134,16 +127,24 @@ class StudyOptions:
     decode_context: int | None = None
     jobs: int = 1
     devices: tuple[str, ...] = ()
-    save_minutes: float | None = None
+
+    @property
+    def model(self) -> str:
+        return self.training.model
+
+    @property
+    def output(self) -> Path:
+        return self.training.output
 
     def binding(self) -> dict[str, Any]:
         """What all cells of a study have in common, as columns of a table."""
-        told = {name: value for name, value in asdict(self).items() if name not in _FREE}
-        told["data"] = ",".join(map(without_place, self.data))
-        told["heldout"] = self.heldout and without_place(self.heldout)
-        told |= {"measure_kl": told.pop("kl"), "measure_decode": told.pop("decode")}
-        text, refinement = self.maps.text, self.maps.refinement
+        training, text, refinement = self.training, self.maps.text, self.maps.refinement
+        told = {name: getattr(training, name) for name in TRAINING} | {name: getattr(self, name) for name in _MEASURING}
         return told | {
+            "data": ",".join(map(without_place, training.data)),
+            "heldout": training.heldout and without_place(training.heldout),
+            "measure_kl": self.kl,
+            "measure_decode": self.decode,
             "calibration": ",".join(map(without_place, text.sources)),
             "calibration_tokens": text.tokens,
             "calibration_length": text.length,
@@ -156,28 +157,20 @@ class StudyOptions:
             "refine_precision": "bf16" if self.maps.training.autocast else "no",
         }
 
-    def training(self, directory: Path, cell: Cell, alpha: float) -> TrainOptions:
-        """The run of `cell` up to `alpha`; at a constant rate, so that every smaller alpha is a point of it."""
-        return TrainOptions(
-            model=str(directory), output=directory.with_name(f"{directory.name}-{cell.run}-{alpha:g}"),
-            data=self.data, field=self.field, heldout=self.heldout, heldout_fraction=self.heldout_fraction, alpha=alpha,
-            pretraining_tokens=self.pretraining_tokens, block_size=self.block_size, batch_size=self.batch_size,
-            micro_batch=self.micro_batch, train=cast(Scope, cell.train), optimizer=self.optimizer, schedule="constant",
-            learning_rate=self.learning_rate, warmup=self.warmup, weight_decay=self.weight_decay,
-            precision=self.precision, teacher=None if cell.teacher == "none" else self.model, seed=cell.seed,
-            save_minutes=self.save_minutes, keep_state=True,
+    def training_of(self, cell: Cell, directory: Path) -> TrainOptions:
+        """Of the conversion in `directory`, up to the alpha of `cell`; at a constant rate, so that every smaller alpha
+        is a point of it.
+        """
+        return replace(
+            self.training, model=str(directory),
+            output=directory.with_name(f"{directory.name}-{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
+            train=cast(Scope, cell.train), teacher=None if cell.teacher == "none" else self.model, seed=cell.seed,
+            schedule="constant", keep_state=True,
         )  # fmt: skip
 
-    def maps_for(self, conversion: Conversion, device: str) -> MapsOptions:
+    def maps_of(self, conversion: Conversion, device: str) -> MapsOptions:
         """How the heads of one conversion are calibrated."""
         maps, seed = self.maps, conversion.seed
         return replace(
             maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed), device=device
         )
-
-
-def calibration_sources(asked: str | None, data: Iterable[str]) -> tuple[str, ...]:
-    """The text that heads are calibrated on: what is asked for, or else the data of the training."""
-    if asked is None:
-        return tuple(data)
-    return tuple(source.strip() for source in asked.split(",") if source.strip())
