@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from gqa.convert.heads.layout import Merge, Role
-
 CAST_CHUNK = 4 << 20  # numbers cast at a time
 
 
@@ -207,15 +205,11 @@ def _compute(job: _Job, change: Change) -> list[Tensor]:
     if job.plan.dtype or not change.rule.projection:
         tensors = [tensor.to(precise) for tensor in tensors]
 
-    def checked(merge: Merge) -> Merge:
-        def merge_checked(role: Role, heads: Tensor) -> Tensor:
-            if not bool(heads.sum().isfinite()) and not bool(heads.isfinite().all()):  # the sum alone may overflow
-                job.warnings.append(f"{change.sources[0].name} has NaN or Inf in its {role} heads")
-            return merge(role, heads)
-
-        return merge_checked
-
-    return change.compute(tensors, job.plan.merging, checked)
+    for part, heads in change.split(tensors).items():
+        finite = part == "whole" or bool(heads.sum().isfinite()) or bool(heads.isfinite().all())  # a sum may overflow
+        if not finite:
+            job.warnings.append(f"{change.sources[0].name} has NaN or Inf in its {part} heads")
+    return job.plan.merging.apply(change, tensors)
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:

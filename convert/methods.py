@@ -7,7 +7,7 @@ The other methods look at the model: their maps are computed first (`gqa.convert
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.convert.heads.layout import Merge, Role
+    from gqa.convert.heads.modules import Change
 
 
 def mean(kv: int, groups: int) -> HeadMaps:
@@ -62,6 +63,14 @@ class Merging:
     seed: int = 0
     initializer_range: float = 0.02
     maps: Maps | None = None
+
+    def apply(self, change: Change, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What stored tensors become: split into heads, merged, joined. On meta tensors: the shapes of that."""
+        if self.maps and change.outputs[0] in self.maps.names:
+            return [self.maps.tensor(name) for name in change.outputs]
+        of = (change.outputs[0], change.heads.kv, change.groups, change.rule.projection, change.module)
+        merge, parts = self.merge_for(*of), change.split(tensors)
+        return change.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
 
     def merge_for(self, tensor: str, kv: int, groups: int, projection: bool, module: str = "") -> Merge:
         """The merge of one stored tensor of an attention module, Hk -> G heads.

@@ -216,7 +216,7 @@ def _outputs(
         dtype = stored if stored and spec.dtype in TORCH_DTYPES else spec.dtype
         if change := starts.get(name):
             metas = [torch.empty(s.shape, device="meta") for s in change.sources]
-            for index, meta in enumerate(change.compute(metas, merging)):
+            for index, meta in enumerate(merging.apply(change, metas)):
                 outputs.append(OutputTensor(change.outputs[index], dtype, tuple(meta.shape), None, change, index))
         elif name not in consumed:
             outputs.append(OutputTensor(name, dtype, spec.shape, spec))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from test_families import all_tensors, write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
 
+from gqa.checkpoint.errors import CorruptError
 from gqa.convert import convert_checkpoint
-from gqa.convert.heads.layout import Fused, LayerHeads, ReadsValues, Separate
+from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, Numbered, ReadsValues, Separate, Untouched
 from gqa.convert.methods import ALIGNING, METHODS, POOLING, Merging
 
 DIM = 8
@@ -119,10 +121,15 @@ def test_fused_layouts_agree_with_separate_ones(order: str, groups: int) -> None
         return torch.cat([torch.cat([*q[j * r : (j + 1) * r], k[j], v[j]]) for j in range(n)])
 
     pooling = Merging("mean").merge_for("x.weight", 4, groups, True)
-    fused = Fused(order).regroup(pack(k, v), heads, pooling)  # type: ignore[arg-type]
+    fused = merged(Fused(order), pack(k, v), heads, pooling)  # type: ignore[arg-type]
     assert torch.equal(fused, pack(pooling("key", k), pooling("value", v)))
-    separate = Separate("key").regroup(k.flatten(0, 1), heads, pooling)
+    separate = merged(Separate("key"), k.flatten(0, 1), heads, pooling)
     assert torch.equal(separate, pooling("key", k).flatten(0, 1))
+
+
+def merged(layout: Layout, tensor: Tensor, heads: LayerHeads, merge: Any) -> Tensor:
+    parts = layout.split(tensor, heads)
+    return layout.join({role: merge(role, part) for role, part in parts.items()}, heads)
 
 
 def test_dt_proj_reads_the_same_sum_of_values() -> None:
@@ -130,11 +137,53 @@ def test_dt_proj_reads_the_same_sum_of_values() -> None:
     heads = LayerHeads(query=4, kv=4, key_dim=DIM, value_dim=DIM)
     weight, shared = torch.randn(4, 4 * DIM), torch.randn(2, DIM)
     values = shared.repeat_interleave(2, dim=0)  # (4, d), equal in groups of two
-    merged = ReadsValues().regroup(weight, heads, Merging("mean").merge_for("dt_proj.weight", 4, 2, False))
+    fewer = merged(ReadsValues(), weight, heads, Merging("mean").merge_for("dt_proj.weight", 4, 2, False))
     expected = (weight @ values.flatten()).view(2, 2).mean(1)
-    assert torch.allclose(merged @ shared.flatten(), expected, atol=1e-6)
-    back = ReadsValues().regroup(merged, heads.with_kv(2), Merging().merge_for("dt_proj.weight", 2, 4, False))
+    assert torch.allclose(fewer @ shared.flatten(), expected, atol=1e-6)
+    again = Merging().merge_for("dt_proj.weight", 2, 4, False)
+    back = merged(ReadsValues(), fewer, heads.with_kv(2), again)
     assert torch.allclose(back @ values.flatten(), expected.repeat_interleave(2), atol=1e-6)
+
+
+LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
+    "separate": (Separate("value"), (4 * 5, 7)),
+    "separate bias": (Separate("key"), (4 * DIM,)),
+    "columns": (Separate("output", axis=1), (7, 8 * 5)),
+    "columns' bias": (Separate("output", axis=1), (7,)),
+    "rows": (Separate("query", width="one"), (8, 3)),
+    "shares": (Separate("key", width="any"), (4 * 2, 3)),
+    "stacked": (Fused("stacked"), (16 * DIM, 7)),
+    "grouped": (Fused("grouped"), (16 * DIM, 7)),
+    "grouped bias": (Fused("grouped"), (16 * DIM,)),
+    "by count": (Fused("grouped", by_count=True), (16 * DIM, 7)),
+    "reads values": (ReadsValues(), (4, 4 * 5)),
+    "reads values' bias": (ReadsValues(), (4,)),
+    "numbered": (Numbered("key"), (4, DIM)),
+    "conv1d": (Conv1D(Fused("stacked")), (7, 16 * DIM)),
+    "conv1d columns": (Conv1D(Separate("output", axis=1)), (8 * 5, 7)),
+    "conv1d bias": (Conv1D(Fused("stacked")), (16 * DIM,)),
+    "untouched": (Untouched(), (3, 5)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_join_is_the_inverse_of_split(name: str) -> None:
+    """To the bit, and in shape on meta tensors; the heads of each role are as many and as large as they are."""
+    layout, shape = LAYOUTS[name]
+    heads = LayerHeads(query=8, kv=4, key_dim=DIM, value_dim=5)
+    tensor = torch.randn(shape)
+    parts = layout.split(tensor, heads)
+    assert torch.equal(layout.join(parts, heads), tensor)
+    assert sum(part.numel() for part in parts.values()) == tensor.numel()
+    for role, part in parts.items():
+        assert role == "whole" or part.shape[0] == heads.count(role)
+    on_meta = layout.split(tensor.to("meta"), heads)
+    assert {role: part.shape for role, part in on_meta.items()} == {role: part.shape for role, part in parts.items()}
+    assert layout.join(on_meta, heads).shape == tensor.shape
+    if "whole" in parts:
+        return
+    with pytest.raises(CorruptError, match="rows where the config asks for"):
+        layout.split(torch.randn([size + 1 for size in shape]), heads)
 
 
 def test_methods_are_named_once() -> None:

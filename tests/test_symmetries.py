@@ -100,7 +100,7 @@ def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = 
     tensors: dict[str, Tensor] = {}
     for tensor in plan.tensors:
         if tensor.change:
-            made = tensor.change.compute([read(spec) for spec in tensor.change.sources], merging)
+            made = merging.apply(tensor.change, [read(spec) for spec in tensor.change.sources])
             tensors |= dict(zip(tensor.change.outputs, made, strict=True))
         elif tensor.source:
             tensors[tensor.name] = read(tensor.source)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,15 +18,11 @@ from gqa.convert.align.alignment import shared_key, shared_value
 from gqa.convert.align.grouping import LayerMoments, find_order
 from gqa.convert.align.procrustes import procrustes_key, procrustes_value
 from gqa.convert.align.stream import Stream, norm_gain
-from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Role
+from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry, find_symmetry
 from gqa.convert.maps import HeadMaps, query_order
-from gqa.convert.methods import Merging
 from gqa.convert.plan import Plan, rules_beside
-
-if TYPE_CHECKING:
-    from gqa.convert.heads.layout import Merge
 
 
 def weight_maps(plan: Plan, search: bool = False) -> Iterator[tuple[str, HeadMaps]]:
@@ -58,18 +53,10 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
     """The stored heads of a module by role, (n, rows, D) float64, and biases (n, rows) as `role.bias`."""
     found: dict[str, Tensor] = {}
     for change in changes:
-        if not change.rule.projection:
-            continue
-        suffix = ".bias" if change.sources[0].name.endswith(".bias") else ""
-
-        def note(merge: Merge, suffix: str = suffix, groups: int = change.groups) -> Merge:
-            def keep(role: Role, heads: Tensor) -> Tensor:
-                found[role + suffix] = heads.double()
-                return heads if role in QUERY_ROLES else heads[:groups]
-
-            return keep
-
-        change.compute([checkpoint.read(spec) for spec in change.sources], Merging(), note)
+        if change.rule.projection:
+            suffix = ".bias" if change.sources[0].name.endswith(".bias") else ""
+            parts = change.split([checkpoint.read(spec) for spec in change.sources])
+            found |= {part + suffix: heads.double() for part, heads in parts.items() if part != "whole"}
     return found
 
 

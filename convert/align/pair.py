@@ -88,7 +88,7 @@ class Pair:
         merging, read = Merging(self.plan.merging.method, maps=InMemory(module.path, maps)), self.plan.checkpoint.read
         found: dict[str, Tensor] = {}
         for change in self.changes(module):
-            tensors = change.compute([read(spec).float() for spec in change.sources], merging)
+            tensors = merging.apply(change, [read(spec).float() for spec in change.sources])
             found |= dict(zip(change.outputs, tensors, strict=True))
         return found
 

@@ -7,7 +7,7 @@ Layouts verified against transformers 5.23, one tiny model per model type, by th
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from gqa.convert.heads.custom_families import REMOTE_FAMILIES
 from gqa.convert.heads.family import FULL_WIDTH_K_NORM, PER_HEAD_K_NORM, SEPARATE, Edits, Family, Rule, uniform_heads
@@ -48,10 +48,6 @@ def _falcon_old_edits(groups: int, heads: LayerHeads) -> Edits:
     if groups in (1, heads.query):
         return {"multi_query": groups == 1, "num_kv_heads": groups}
     return {"new_decoder_architecture": True, "num_kv_heads": groups, "num_ln_in_parallel_attn": 1}
-
-
-def _fused_order(groups: int) -> Literal["stacked", "grouped"]:
-    return "stacked" if groups == 1 else "grouped"
 
 
 def _bigcode_heads(config: Any, layer: int) -> LayerHeads:
@@ -178,7 +174,7 @@ FAMILIES: tuple[Family, ...] = (
         ("falcon",),
         note="already G = 1; up to H, or to 1 < G < H in the new architecture where attention is parallel",
         when={"new_decoder_architecture": False, "multi_query": True},
-        rules=(Rule("query_key_value", Fused("stacked", target=_fused_order)),),
+        rules=(Rule("query_key_value", Fused("stacked", by_count=True)),),
         kv_fields=("num_kv_heads",),
         allows=_falcon_old_allows,
         edits=_falcon_old_edits,
@@ -190,7 +186,7 @@ FAMILIES: tuple[Family, ...] = (
         ("falcon",),
         note="G = 1, or 1 < G < H in the new architecture where attention is parallel (its cache holds H heads)",
         when={"new_decoder_architecture": False, "multi_query": False},
-        rules=(Rule("query_key_value", Fused("grouped", target=_fused_order)),),
+        rules=(Rule("query_key_value", Fused("grouped", by_count=True)),),
         kv_fields=("num_kv_heads",),
         allows=_falcon_old_allows,
         edits=_falcon_old_edits,
@@ -202,7 +198,7 @@ FAMILIES: tuple[Family, ...] = (
         ("gpt_bigcode",),
         note="G = 1 only",
         when={"multi_query": False},
-        rules=(Rule("c_attn", Fused("grouped", target=_fused_order)),),
+        rules=(Rule("c_attn", Fused("grouped", by_count=True)),),
         unchanged=("c_proj",),
         edits=lambda groups, heads: {"multi_query": groups == 1},
         attention=("attn",),
@@ -214,7 +210,7 @@ FAMILIES: tuple[Family, ...] = (
         ("gpt_bigcode",),
         note="already G = 1; up to H",
         when={"multi_query": True},
-        rules=(Rule("c_attn", Fused("stacked", target=_fused_order)),),
+        rules=(Rule("c_attn", Fused("stacked", by_count=True)),),
         unchanged=("c_proj",),
         edits=lambda groups, heads: {"multi_query": groups == 1},
         attention=("attn",),

@@ -5,14 +5,15 @@
     | | | | | | | |        \\| |/   \\| |/         \\ \\ \\| |/ / /       i // (H // G): contiguous
     k k k k k k k k         k       k                 k              groups, in every runtime
 
-A layout takes a stored tensor apart into its heads, lets a merge change the number of key/value heads, and puts the
-tensor together again. Run on a meta tensor the same code yields the new shape, so the plan cannot differ from the
-rewrite. Shape letters: H query heads, Hk key/value heads before, G after, d head dimension, D hidden size.
+A layout splits a stored tensor into its heads and joins heads to a tensor: `join` is the inverse of `split`, also for
+heads that were merged to fewer, or repeated, in between. Run on a meta tensor the same code yields the new shape, so
+the plan cannot differ from the rewrite. Shape letters: H query heads, Hk key/value heads before, G after, d head
+dimension, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Role = Literal["query", "key", "value", "output"]
+# What a tensor is split into: heads (n, rows, *rest) by role, or `whole`: a tensor without heads, as it is.
+Part = Literal["query", "key", "value", "output", "whole"]
+Parts = dict[Part, "Tensor"]
 QUERY_ROLES = ("query", "output")
 # (role, heads (Hk, rows, *rest)) -> (G, rows, *rest); queries and outputs (H, rows, *rest) stay as many
 Merge = Callable[[Role, "Tensor"], "Tensor"]
@@ -49,8 +53,12 @@ class LayerHeads:
 class Layout(Protocol):
     """Where the heads lie in one stored tensor."""
 
-    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
-        """The tensor with its key/value heads merged. Raises CorruptError when the shape contradicts `heads`."""
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        """The heads (n, rows, *rest) of each role. Raises CorruptError when the shape contradicts `heads`."""
+        ...
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        """The tensor of these heads, of which those of keys and values may be fewer or more than the `heads` split."""
         ...
 
 
@@ -70,15 +78,19 @@ class Separate:
     width: Literal["dim", "one", "any"] = "dim"
     axis: Literal[0, 1] = 0
 
-    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         if tensor.ndim <= self.axis:
-            return tensor
+            return {"whole": tensor}
         tensor = tensor.transpose(0, self.axis)
         count = heads.count(self.role)
         rows = {"dim": heads.dim(self.role), "one": 1, "any": tensor.shape[0] // count}[self.width]
         _require(tensor.shape[0], count * rows, f"{count} {self.role} heads x {rows}")
-        merged = merge(self.role, tensor.reshape(count, rows, *tensor.shape[1:])).flatten(0, 1)
-        return merged.transpose(0, self.axis)
+        return {self.role: tensor.reshape(count, rows, *tensor.shape[1:])}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        if "whole" in parts:
+            return parts["whole"]
+        return parts[self.role].flatten(0, 1).transpose(0, self.axis)
 
 
 @dataclass(frozen=True)
@@ -88,39 +100,33 @@ class Fused:
     `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX, multi-query Falcon and GPTBigCode).
     `grouped`: for each KV head its queries, its key, its value (Falcon's new architecture; with Hk = H this is the
     per-head [q, k, v] of Falcon-RW and GPTBigCode).
-    The target is laid out by `target`, given the number of KV heads, where it differs.
+    With `by_count` one KV head is joined as stacked and several as grouped, whichever it was.
     """
 
     order: Literal["stacked", "grouped"]
-    target: Callable[[int], Literal["stacked", "grouped"]] | None = None
+    by_count: bool = False
 
-    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
-        q, k, v = self.unpack(tensor, heads)
-        q, k, v = merge("query", q), merge("key", k), merge("value", v)
-        order = self.target(k.shape[0]) if self.target else self.order
-        return self.pack(q, k, v, order)
-
-    def unpack(self, tensor: Tensor, heads: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (H, d, *rest), keys (Hk, d, *rest) and values (Hk, d, *rest)."""
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         dim, rest = heads.key_dim, tensor.shape[1:]
         rows = (heads.query + 2 * heads.kv) * dim
         _require(tensor.shape[0], rows, f"({heads.query} query + 2 x {heads.kv} key/value heads) x {dim}")
         if self.order == "stacked":
             per_head = tensor.reshape(heads.query + 2 * heads.kv, dim, *rest)
             q, k, v = per_head.split([heads.query, heads.kv, heads.kv])
-            return q, k, v
+            return {"query": q, "key": k, "value": v}
         repeat = heads.query // heads.kv
         per_group = tensor.reshape(heads.kv, repeat + 2, dim, *rest)  # (Hk, r + 2, d, *rest)
-        return per_group[:, :repeat].flatten(0, 1), per_group[:, repeat], per_group[:, repeat + 1]
+        q = per_group[:, :repeat].flatten(0, 1)
+        return {"query": q, "key": per_group[:, repeat], "value": per_group[:, repeat + 1]}
 
-    @staticmethod
-    def pack(q: Tensor, k: Tensor, v: Tensor, order: Literal["stacked", "grouped"]) -> Tensor:
-        """The inverse of `unpack` for that order."""
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
         import torch
 
+        q, k, v = parts["query"], parts["key"], parts["value"]
+        order = ("stacked" if len(k) == 1 else "grouped") if self.by_count else self.order
         if order == "stacked":
             return torch.cat([q, k, v]).flatten(0, 1)
-        per_group = q.unflatten(0, (k.shape[0], -1))  # (G, r, d, *rest)
+        per_group = q.unflatten(0, (len(k), -1))  # (G, r, d, *rest)
         return torch.cat([per_group, k[:, None], v[:, None]], dim=1).flatten(0, 2)
 
 
@@ -132,12 +138,16 @@ class ReadsValues:
     group are summed (families.md, measured). Upwards each copy carries its share.
     """
 
-    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         _require(tensor.shape[0], heads.kv, f"{heads.kv} key/value heads")
-        if tensor.ndim == 1:  # the bias: rows only
-            return merge("key", tensor.unsqueeze(1)).squeeze(1)
-        _require(tensor.shape[1], heads.kv * heads.value_dim, f"{heads.kv} value heads x {heads.value_dim}")
-        rows = merge("key", tensor.unsqueeze(1)).squeeze(1)  # (G, Hk * d)
+        if tensor.ndim > 1:  # the bias has rows only
+            _require(tensor.shape[1], heads.kv * heads.value_dim, f"{heads.kv} value heads x {heads.value_dim}")
+        return {"key": tensor.unsqueeze(1)}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        rows = parts["key"].squeeze(1)  # (G, Hk * d)
+        if rows.ndim == 1:
+            return rows
         groups = rows.shape[0]
         columns: Tensor = rows.unflatten(1, (heads.kv, heads.value_dim))  # (G, Hk, d)
         if groups <= heads.kv:
@@ -152,8 +162,11 @@ class ReadsValues:
 class Untouched:
     """A tensor whose heads are not known: it stays, or is replaced as a whole."""
 
-    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
-        return tensor
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        return {"whole": tensor}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        return parts["whole"]
 
 
 @dataclass(frozen=True)
@@ -162,9 +175,12 @@ class Numbered:
 
     role: Role
 
-    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         _require(tensor.shape[0], heads.count(self.role), f"{heads.count(self.role)} {self.role} heads")
-        return merge(self.role, tensor.unsqueeze(1)).squeeze(1)
+        return {self.role: tensor.unsqueeze(1)}
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        return parts[self.role].squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -173,7 +189,9 @@ class Conv1D:
 
     layout: Layout
 
-    def regroup(self, tensor: Tensor, heads: LayerHeads, merge: Merge) -> Tensor:
-        if tensor.ndim < 2:
-            return self.layout.regroup(tensor, heads, merge)
-        return self.layout.regroup(tensor.T, heads, merge).T
+    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
+        return self.layout.split(tensor.T if tensor.ndim == 2 else tensor, heads)
+
+    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
+        joined = self.layout.join(parts, heads)
+        return joined.T if joined.ndim == 2 else joined

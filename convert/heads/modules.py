@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,7 @@ from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind, Rule
-from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Merge, Numbered
-from gqa.convert.methods import Merging
+from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Numbered, Part, Parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,24 +45,22 @@ class Change:
     groups: int
     module: str = ""
 
-    def compute(
-        self, tensors: Sequence[Tensor], merging: Merging, around: Callable[[Merge], Merge] = lambda merge: merge
-    ) -> list[Tensor]:
-        """The outputs from the sources. On meta tensors: their shapes. `around` wraps the merge of one role."""
+    def split(self, tensors: Sequence[Tensor]) -> Parts:
+        """The heads in the sources. Raises CorruptError where they are not as many as the config says."""
         import torch
 
-        of = (self.outputs[0], self.heads.kv, self.groups, self.rule.projection, self.module)
-        merge = around(merging.merge_for(*of))
-        if merging.maps and self.outputs[0] in merging.maps.names:
-            return [merging.maps.tensor(name) for name in self.outputs]
+        layout = self.rule.layout
         try:
-            if isinstance(self.rule.layout, Numbered):
-                return list(self.rule.layout.regroup(torch.stack(list(tensors)), self.heads, merge).unbind())
-            return [self.rule.layout.regroup(tensors[0], self.heads, merge)]
+            return layout.split(torch.stack(list(tensors)) if isinstance(layout, Numbered) else tensors[0], self.heads)
         except CorruptError as error:
             raise CorruptError(
                 f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; is it of another model?"
             ) from None
+
+    def join(self, parts: Mapping[Part, Tensor]) -> list[Tensor]:
+        """The outputs of heads: the inverse of `split`, for the number of heads that there now is."""
+        joined = self.rule.layout.join(parts, self.heads)
+        return list(joined.unbind()) if isinstance(self.rule.layout, Numbered) else [joined]
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ def module_changes(
         plain.append(Change(rule, tuple(spec for _, spec in members), names, heads, target, module.path))
     _check_keys_and_values(module, plain, config)
     for change in plain:  # shapes are checked also where nothing changes: a verified output is planned once more
-        change.compute([torch.empty(spec.shape, device="meta") for spec in change.sources], Merging())
+        change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
     return [change for change in plain if target != heads.kv]
 
 

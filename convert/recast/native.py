@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.convert.heads.layout import Fused
 from gqa.convert.recast.parts import Linear, NeutralNorm, Norm, Part, Place, Renamed, Rows
@@ -17,15 +17,16 @@ from gqa.convert.recast.recasting import Recasting
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROLES = ("query", "key", "value")
+_Role = Literal["query", "key", "value"]
+_ROLES: tuple[_Role, ...] = ("query", "key", "value")
 _Parts = tuple[Part, ...]
 
 
-def _per_head(role: str) -> Rows:
+def _per_head(role: _Role) -> Rows:
     """One of the three of GPT-NeoX's per-head [q, k, v] (H, 3, d, *rest) -> (H * d, *rest)."""
 
     def rows(tensor: Tensor, place: Place) -> Tensor:
-        return Fused("grouped").unpack(tensor, place.heads)[_ROLES.index(role)].flatten(0, 1)
+        return Fused("grouped").split(tensor, place.heads)[role].flatten(0, 1)
 
     return rows
 
@@ -54,9 +55,9 @@ def _codegen(role: str) -> Rows:
 
 def _bigcode(tensor: Tensor, place: Place) -> Tensor:
     """GPT-2's [Q | K | V] -> GPTBigCode's per-head [q, k, v]; what scales scores by 1 / (layer + 1) goes into Q."""
-    q, k, v = Fused("stacked").unpack(tensor, place.heads)
+    parts = Fused("stacked").split(tensor, place.heads)
     scale = 1 / (place.layer + 1) if place.config.scale_attn_by_inverse_layer_idx else 1
-    return Fused.pack(q * scale, k, v, "grouped")
+    return Fused("grouped").join({**parts, "query": parts["query"] * scale}, place.heads)
 
 
 def _copied(config: Any, *names: str) -> dict[str, Any]:
@@ -170,7 +171,7 @@ _NEOX_NORMS = {
 _GPT2_BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.attn.embed_positions")
 
 
-def _linear(target: str, rows: Mapping[str, Rows | None], stored: str, **options: Any) -> tuple[Linear, ...]:
+def _linear(target: str, rows: Mapping[_Role, Rows | None], stored: str, **options: Any) -> tuple[Linear, ...]:
     """q_proj, k_proj and v_proj out of `stored`, where {role} stands for their first letter."""
     return tuple(
         Linear(f"{target}.{role[0]}_proj", stored.replace("{role}", role[0]), rows=picked, **options)
