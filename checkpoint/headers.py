@@ -16,8 +16,13 @@ from typing import Any, BinaryIO
 
 from gqa.checkpoint.errors import CorruptError, listing
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# What one file can sensibly hold, judged before anything is parsed (the format's own limit is 100 MB): the largest
+# models have some hundred thousand tensors, in many files, and each takes about 150 bytes of a header.
+MAX_TENSORS = 100_000
+MAX_HEADER_BYTES = 200 * MAX_TENSORS
+_MAX_MARKS = 16 * MAX_TENSORS  # of "[", "{" and ",": of a tensor of four dimensions there are ten
 MAX_RANK = 64  # torch's own limit
+_AGAIN = "download it again"
 BITS = {
     **dict.fromkeys(["F4"], 4),
     **dict.fromkeys(["F6_E2M3", "F6_E3M2"], 6),
@@ -57,25 +62,28 @@ def read_header(stream: BinaryIO, file: str, file_size: int) -> list[TensorSpec]
     """The tensors of one file in the order of their bytes. Raises CorruptError for whatever is not well-formed."""
     prefix = stream.read(8)
     if len(prefix) < 8:
-        raise CorruptError(f"{file} is truncated: {file_size} bytes hold no safetensors header; download it again")
+        raise CorruptError(f"{file} is truncated: {file_size} bytes hold no safetensors header; {_AGAIN}")
     (length,) = struct.unpack("<Q", prefix)
     if length > MAX_HEADER_BYTES:
-        raise CorruptError(
-            f"{file}: header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not safetensors? "
-            "download it again"
-        )
+        raise _broken(file, f"header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed; not safetensors?")
     if 8 + length > file_size:
-        raise CorruptError(f"{file} is truncated: header of {length} bytes in a file of {file_size}; download it again")
+        raise CorruptError(f"{file} is truncated: header of {length} bytes in a file of {file_size}; {_AGAIN}")
     return parse_header(stream.read(length), file, file_size)
+
+
+def _broken(file: str, what: str, advice: str = _AGAIN) -> CorruptError:
+    return CorruptError(f"{file}: {what}{' ' if what.endswith('?') else '; '}{advice}")
 
 
 def parse_header(text: bytes, file: str, file_size: int) -> list[TensorSpec]:
     """The same from the header's bytes, for a file of `file_size` bytes in all."""
+    if sum(text.count(mark) for mark in (b"[", b"{", b",")) > _MAX_MARKS:
+        raise _broken(file, f"its header holds more than {MAX_TENSORS} tensors would; not safetensors?")
     header = _parse_json(text, file)
     metadata = header.pop("__metadata__", None)
     strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not strings:
-        raise CorruptError(f"{file}: __metadata__ in its header is not an object of strings; download it again")
+        raise _broken(file, "__metadata__ in its header is not an object of strings")
     data, data_start = file_size - 8 - len(text), 8 + len(text)
     specs = [_tensor_spec(name, entry, file, data_start, data) for name, entry in header.items()]
     specs.sort(key=lambda s: (s.begin, s.end))
@@ -83,10 +91,10 @@ def parse_header(text: bytes, file: str, file_size: int) -> list[TensorSpec]:
     for spec in specs:
         if spec.begin != position:
             what = "overlap the tensor before" if spec.begin < position else "leave a hole before them"
-            raise CorruptError(f"{file}: the bytes of {spec.name} start where they {what}; download it again")
+            raise _broken(file, f"the bytes of {spec.name} start where they {what}")
         position = spec.end
     if position != file_size:
-        raise CorruptError(f"{file}: {file_size - position} bytes belong to no tensor; download it again")
+        raise _broken(file, f"{file_size - position} bytes belong to no tensor")
     return specs
 
 
@@ -97,7 +105,7 @@ def _parse_json(text: bytes, file: str) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
             twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-            raise CorruptError(f"{file}: duplicate {listing(twice)} in its header; save the file again")
+            raise _broken(file, f"duplicate {listing(twice)} in its header", "save the file again")
         return result
 
     try:
@@ -112,11 +120,9 @@ def _parse_json(text: bytes, file: str) -> dict[str, Any]:
     except CorruptError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{file}: its header is not JSON ({error}); not safetensors? download it again") from None
+        raise _broken(file, f"its header is not JSON ({error}); not safetensors?") from None
     if not isinstance(header, dict):
-        raise CorruptError(
-            f"{file}: its header is a JSON {type(header).__name__}, not an object; not safetensors? download it again"
-        )
+        raise _broken(file, f"its header is a JSON {type(header).__name__}, not an object; not safetensors?")
     return header
 
 
@@ -130,33 +136,23 @@ def _integer(text: str) -> int:
 
 def _tensor_spec(name: str, entry: object, file: str, data_start: int, data: int) -> TensorSpec:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CorruptError(
-            f"{file}: the header entry of {name} is not an object of dtype, shape and data_offsets; download it again"
-        )
-    dtype: Any = entry["dtype"]
-    shape: Any = entry["shape"]
-    offsets: Any = entry["data_offsets"]
+        raise _broken(file, f"the header entry of {name} is not an object of dtype, shape and data_offsets")
+    dtype, shape, offsets = (entry[key] for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise CorruptError(
-            f"{file}: {name} has the unknown dtype {dtype!r}; allowed are {listing(BITS, 30)}; save it again"
-        )
+        allowed = listing(BITS, 30)
+        raise _broken(file, f"{name} has the unknown dtype {dtype!r}; allowed are {allowed}", "save it again")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
-        raise CorruptError(
-            f"{file}: {name} has shape {shape!r} and data_offsets {offsets!r}, allowed are natural "
-            "numbers; download it again"
-        )
+        raise _broken(file, f"{name} has shape {shape!r} and data_offsets {offsets!r}, allowed are natural numbers")
     if len(shape) > MAX_RANK:
-        raise CorruptError(f"{file}: {name} has {len(shape)} dimensions, at most {MAX_RANK} are allowed; save it again")
+        raise _broken(file, f"{name} has {len(shape)} dimensions, at most {MAX_RANK} are allowed", "save it again")
     begin, end = offsets
     if not begin <= end <= data:
-        raise CorruptError(f"{file}: {name} has bytes {begin} to {end} of {data}; truncated? download it again")
+        raise _broken(file, f"{name} has bytes {begin} to {end} of {data}; truncated?")
+    bits = math.prod(shape) * BITS[dtype]
     if math.prod(max(n, 1) for n in shape) * BITS[dtype] >= 2**63:  # also where another dimension is 0
-        raise CorruptError(f"{file}: {name} has shape {shape}, more than can be counted in 63 bits; download it again")
-    if (end - begin) * 8 != math.prod(shape) * BITS[dtype]:
-        raise CorruptError(
-            f"{file}: {name} has {end - begin} bytes where {dtype} {shape} needs "
-            f"{math.prod(shape) * BITS[dtype] / 8:.15g}; download it again"
-        )
+        raise _broken(file, f"{name} has shape {shape}, more than can be counted in 63 bits")
+    if (end - begin) * 8 != bits:
+        raise _broken(file, f"{name} has {end - begin} bytes where {dtype} {shape} needs {bits / 8:.15g}")
     return TensorSpec(name, dtype, tuple(shape), file, data_start + begin, data_start + end)
 
 

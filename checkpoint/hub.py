@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import struct
-import sys
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from functools import partial
 from glob import escape
@@ -20,6 +17,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain
 from gqa.checkpoint.headers import MAX_HEADER_BYTES, TensorSpec, read_header
+from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import (
     INDEX,
     SINGLE,
@@ -29,10 +27,10 @@ from gqa.checkpoint.read import (
     Checkpoint,
     check_index,
     holds_weights,
-    index_files,
     merge_tables,
     read_checkpoint,
     read_json,
+    weight_files,
 )
 
 # Weights are fetched by name; the same model in other formats is not fetched at all.
@@ -42,7 +40,6 @@ _NO_SIDE_FILES += ["*.index.json", *_OTHER_FORMATS]
 _REPLACED = ["model*.safetensors", INDEX, "pytorch_model*.bin", TORCH_INDEX]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FIRST_BYTES = 2**16  # of a remote shard: nearly always its whole header
-_LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 _WANTED = (
     "give a repository with config.json and safetensors or .bin weights "
     "(GGUF and ONNX are made from one, an adapter is merged into one)"
@@ -69,7 +66,7 @@ def open_model(
     if revision is not None and (not revision.strip() or ".." in revision):
         raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
     try:
-        with _quiet():
+        with quiet("huggingface_hub"):
             return _from_hub(model, revision, headers_only, check)
     except RefusedError:
         raise
@@ -79,25 +76,8 @@ def open_model(
         raise RefusedError(f"there is no directory {model}, and {_reason(error, model, revision)}") from None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without huggingface_hub's warnings and progress bars where nobody sits before them, or as its variables say."""
-    from huggingface_hub import constants, utils
-    from huggingface_hub.utils import logging as hub_logging
-
-    bars: Any = utils  # it does not export their names for type checkers
-    level, shown = hub_logging.get_verbosity(), not bars.are_progress_bars_disabled()
-    silent = not sys.stderr.isatty()
-    if silent and level == logging.WARNING:
-        hub_logging.set_verbosity_error()
-    if silent and shown and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
-        bars.disable_progress_bars()
-    try:
-        yield
-    finally:
-        hub_logging.set_verbosity(level)
-        if shown:
-            bars.enable_progress_bars()
+def _reason(error: BaseException, repo: str, revision: str | None = None) -> str:
+    return hub_reason(error, repo, revision) or f"{repo} at the hub: {type(error).__name__}: {explain(error)}"
 
 
 def _from_hub(
@@ -109,7 +89,7 @@ def _from_hub(
     try:
         info = HfApi().model_info(model, revision=revision)
     except Exception as error:
-        if not _unreachable(error):
+        if not is_unreachable(error):
             raise
         with suppress(LocalEntryNotFoundError):
             return _cached(model, revision)
@@ -121,7 +101,7 @@ def _from_hub(
     def read(name: str) -> dict[str, Any]:
         return read_json(Path(hf_hub_download(model, name, revision=info.sha)).parent, name)
 
-    files, index = _weight_files(present, read)
+    files, index = weight_files(present, read)
     if not files:
         raise RefusedError(f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
     if missing := set(files) - present:
@@ -145,19 +125,6 @@ def _from_hub(
     return read_checkpoint(directory, model.split("/")[-1], revision=info.sha, hub_id=model)
 
 
-def _weight_files(
-    present: AbstractSet[str], read: Callable[[str], dict[str, Any]]
-) -> tuple[list[str], dict[str, Any] | None]:
-    """The files that hold the weights, chosen as transformers chooses, and their index; none where there are none."""
-    for single, index, suffix in ((SINGLE, INDEX, ".safetensors"), (TORCH_SINGLE, TORCH_INDEX, ".bin")):
-        if single in present:
-            return [single], None
-        if index in present:
-            value = read(index)
-            return index_files(value, index, suffix), value
-    return [], None
-
-
 def _cached(model: str, revision: str | None) -> Checkpoint:
     """The model as the cache holds it. Raises LocalEntryNotFoundError when anything of it is not there."""
     from huggingface_hub import snapshot_download
@@ -165,7 +132,7 @@ def _cached(model: str, revision: str | None) -> Checkpoint:
 
     directory = Path(snapshot_download(model, revision=revision, ignore_patterns=_NO_SIDE_FILES, local_files_only=True))
     present = {path.name for path in directory.iterdir()}
-    files, _ = _weight_files(present, partial(read_json, directory))
+    files, _ = weight_files(present, partial(read_json, directory))
     if not files or not present.issuperset([*files, "config.json"]):
         raise LocalEntryNotFoundError(f"not all of {model} is in the cache")
     return read_checkpoint(directory, model.split("/")[-1], revision=directory.name, hub_id=model)
@@ -183,7 +150,11 @@ def _remote_headers(
 
 
 def _remote_table(model: str, commit: str | None, file: str) -> list[TensorSpec]:
-    """The tensors of a file at the hub, as strictly read as those of a local one."""
+    """The tensors of a file at the hub, as strictly read as those of a local one.
+
+    HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file, keeps the last of two tensors of
+    one name, and reads a whole shard into memory where a server knows no ranges.
+    """
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(model, file, revision=commit)
@@ -224,7 +195,7 @@ def check_push(repo: str, private: bool = True) -> None:
         raise RefusedError(f"--push-to-hub {repo!r} is no repository name (owner/name)")
     api = HfApi()
     try:
-        with _quiet():
+        with quiet("huggingface_hub"):
             api.whoami()
             with suppress(RepositoryNotFoundError):
                 if private and api.model_info(repo).private is False:
@@ -232,7 +203,7 @@ def check_push(repo: str, private: bool = True) -> None:
     except RefusedError:
         raise
     except Exception as error:
-        raise RefusedError(f"--push-to-hub: {_reason(error, repo, None)}") from None
+        raise RefusedError(f"--push-to-hub: {_reason(error, repo)}") from None
 
 
 def push(directory: Path, repo: str, private: bool = True) -> str:
@@ -245,7 +216,7 @@ def push(directory: Path, repo: str, private: bool = True) -> str:
 
     api = HfApi()
     try:
-        with _quiet():
+        with quiet("huggingface_hub"):
             address = api.create_repo(repo, private=private, exist_ok=True)
             if private and api.model_info(repo).private is False:
                 raise OSError(f"{directory} is complete but was not pushed: {repo} is public; allow that with --public")
@@ -260,86 +231,6 @@ def push(directory: Path, repo: str, private: bool = True) -> str:
             raise
         again = f"hf upload {repo} {directory} .{' --private' if private else ''}"
         raise OSError(
-            f"{directory} is complete, but pushing it failed: {_reason(error, repo, None)}; push it with: {again}"
+            f"{directory} is complete, but pushing it failed: {_reason(error, repo)}; push it with: {again}"
         ) from None
     return str(address)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
-        if cause in chain:
-            break
-        chain.append(cause)
-    return chain
-
-
-def _unreachable(error: BaseException) -> bool:
-    """Offline, or the client (httpx, or httpx2 from huggingface_hub 2 on) failed before there was an answer."""
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    chain = _chain(error)
-    answered = any(isinstance(e, HfHubHTTPError) for e in chain)
-    return not answered and any(isinstance(e, OfflineModeIsEnabled) or _is_transport(e) for e in chain)
-
-
-def _is_transport(error: BaseException) -> bool:
-    return type(error).__module__.startswith("httpx")
-
-
-def _reason(error: BaseException, repo: str, revision: str | None) -> str:
-    """What stands between here and the repository, and what to do about it."""
-    from huggingface_hub import constants, errors, get_token
-
-    chain = _chain(error)
-    endpoint = constants.ENDPOINT
-    has_token = get_token() is not None
-    texts = {
-        errors.OfflineModeIsEnabled: f"{repo} is not completely in the cache {constants.HF_HUB_CACHE} while "
-        "HF_HUB_OFFLINE is set; unset it to use the hub",
-        errors.GatedRepoError: f"{repo} is gated: accept its terms at {endpoint}/{repo}, then "
-        + (f"use a token of that account (the present one has no access): {_LOG_IN}" if has_token else _LOG_IN),
-        errors.RevisionNotFoundError: f"{repo} at the hub has no revision {revision!r}; {_revisions(chain, repo)}",
-        errors.RepositoryNotFoundError: f"the hub shows no repository {repo}: check the name; if it is private, "
-        + (f"the present token has no access, {_LOG_IN} of one that has" if has_token else _LOG_IN),
-        errors.LocalTokenNotFoundError: f"there is no token to use {repo} with: {_LOG_IN}",
-        errors.HFValidationError: f"{repo!r} is no hub id (owner/name of letters, digits, '-', '_' and '.')",
-    }
-    for kind, text in texts.items():
-        if any(isinstance(e, kind) for e in chain):
-            return text
-    said = next((e for e in chain if isinstance(e, errors.HfHubHTTPError)), None)
-    if said is not None:
-        status = said.response.status_code
-        return f"the hub answered {status} for {repo}: {_advice(status)}"
-    if _unreachable(error):
-        failure = explain(next(e for e in chain if _is_transport(e)))
-        return f"the hub at {endpoint} cannot be reached ({failure}); check the connection, HF_ENDPOINT and the proxy"
-    return f"{repo} at {endpoint}: {type(error).__name__}: {explain(error)}"
-
-
-def _advice(status: int) -> str:
-    if status == 401:
-        return f"the token is not valid, or there is none: {_LOG_IN}"
-    if status == 403:
-        return f"the token may not do that: {_LOG_IN} with one that has the permission (writing, to push)"
-    if status == 429:
-        return f"too many requests; wait, or {_LOG_IN}"
-    return "the hub is in trouble; try again later" if status >= 500 else "see its status page and try again"
-
-
-def _revisions(chain: list[BaseException], repo: str) -> str:
-    """The branches and tags that there are; asked for only where a revision was not found."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RevisionNotFoundError
-
-    general = "give a branch, a tag or a whole commit id"
-    if not any(isinstance(e, RevisionNotFoundError) for e in chain):
-        return general
-    try:
-        refs = HfApi().list_repo_refs(repo)
-    except Exception:  # whatever the hub answers: this is only advice
-        return general
-    names = [ref.name for ref in [*refs.branches, *refs.tags]]
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"{general}; it has {shown}" if names else general

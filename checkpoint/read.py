@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,24 +24,10 @@ MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 # Weights in any format: what is not rewritten would be the old model beside the new one.
-WEIGHT_SUFFIXES = frozenset(
-    {
-        ".safetensors",
-        ".bin",
-        ".pt",
-        ".pth",
-        ".ckpt",
-        ".h5",
-        ".msgpack",
-        ".ot",
-        ".gguf",
-        ".ggml",
-        ".onnx",
-        ".onnx_data",
-        ".tflite",
-        ".mlmodel",
-    }
-)
+WEIGHT_SUFFIXES = frozenset((
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data",
+    ".tflite", ".mlmodel",
+))  # fmt: skip
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -213,22 +201,17 @@ def _read_checkpoint(directory: Path, present: set[str], name: str, provenance: 
     if "config.json" not in present:
         raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
     config = read_json(directory, "config.json")
-    pickled: dict[str, dict[str, Tensor]] = {}
-    # A single file goes before an index, as transformers takes them.
-    if SINGLE in present or INDEX in present:
-        index = read_json(directory, INDEX) if SINGLE not in present else None
-        files = [SINGLE] if index is None else index_files(index, INDEX, ".safetensors")
-        tables = {file: _safetensors_table(directory, file) for file in files}
-    elif TORCH_SINGLE in present or TORCH_INDEX in present:
-        index = read_json(directory, TORCH_INDEX) if TORCH_SINGLE not in present else None
-        files = [TORCH_SINGLE] if index is None else index_files(index, TORCH_INDEX, ".bin")
-        pickled = {file: _load_pickled(directory, file) for file in files}
-        tables = {file: _pickled_table(file, tensors) for file, tensors in pickled.items()}
-    else:
+    files, index = weight_files(present, partial(read_json, directory))
+    if not files:
         others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
         raise RefusedError(
             f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {_advice(present)}"
         )
+    pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
+    tables = {
+        file: _pickled_table(file, pickled[file]) if file in pickled else _safetensors_table(directory, file)
+        for file in files
+    }
     tensors = merge_tables(tables)
     if index is not None:
         check_index(index, tensors)
@@ -253,6 +236,21 @@ def _advice(present: set[str]) -> str:
     if any(name.endswith(".gguf") for name in present):
         return "GGUF is another format: give the Hugging Face checkpoint that it was made from"
     return "give a directory with config.json and safetensors weights"
+
+
+def weight_files(
+    present: AbstractSet[str], read: Callable[[str], dict[str, Any]]
+) -> tuple[list[str], dict[str, Any] | None]:
+    """The files that hold the weights and their index, chosen as transformers chooses: a single file goes before an
+    index, safetensors before `.bin`. None where there are none. `read` gives the JSON of a file by its name.
+    """
+    for single, index, suffix in ((SINGLE, INDEX, ".safetensors"), (TORCH_SINGLE, TORCH_INDEX, ".bin")):
+        if single in present:
+            return [single], None
+        if index in present:
+            value = read(index)
+            return index_files(value, index, suffix), value
+    return [], None
 
 
 def index_files(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
@@ -363,24 +361,24 @@ def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]
     return table
 
 
-def _walk(directory: Path) -> Iterator[str]:
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory)
-        if not path.is_dir() and not any(part.startswith(".") for part in name.parts):
-            yield name.as_posix()
-
-
 def _side_files(directory: Path, rewritten: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What travels along as it is, and what is left behind because it holds the old weights in another form."""
     kept: list[str] = []
     left_out: list[str] = []
-    for name in _walk(directory):
-        if name in rewritten:
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if name in rewritten or any(part.startswith(".") for part in name.split("/")):
             continue
-        if holds_weights(name):
+        if path.is_dir():
+            if path.is_symlink():
+                raise RefusedError(
+                    f"{name} in {directory} is a link to a directory, and none is followed; put the directory itself "
+                    "in its place, or remove it"
+                )
+        elif holds_weights(name):
             left_out.append(name)
         elif os.access(member_path(directory, name), os.R_OK):
             kept.append(name)
         else:
-            raise RefusedError(f"{directory / name} cannot be read; give yourself the right, or remove it")
+            raise RefusedError(f"{path} cannot be read; give yourself the right, or remove it")
     return tuple(kept), tuple(left_out)

@@ -9,30 +9,31 @@ from gqa.checkpoint.custom_code import register
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.read import Checkpoint
 
-_LIKE = ("*token*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
-
-
-def has_tokenizer(directory: str | Path) -> bool:
-    """Whether any file looks like a tokenizer's: without one some classes of transformers load an empty one."""
-    return any(found for pattern in _LIKE for found in Path(directory).glob(pattern))
+# A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
+_TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:
     """The checkpoint's tokenizer; `instead` is what else the user may do where it has none.
 
-    Raises RefusedError where there is none, or none that transformers can load.
+    Raises RefusedError where there is none, or none that transformers can load. Of some classes it makes an empty one
+    where there are no files, or none but those of the special tokens.
     """
     from transformers import AutoTokenizer
 
-    directory, advice = str(checkpoint.directory), f", or {instead}" if instead else ""
+    directory, advice = Path(str(checkpoint.directory)), f", or {instead}" if instead else ""
+    none = RefusedError(
+        f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
+    )
     register(checkpoint.config.get("model_type"))
-    if not has_tokenizer(directory):
-        raise RefusedError(
-            f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
-        )
+    if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
+        raise none
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a library raises about files that it cannot read
         raise RefusedError(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; repair its files{advice}"
         ) from None
+    if len(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()) < 2:
+        raise none
+    return tokenizer

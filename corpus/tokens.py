@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
+from gqa.checkpoint.hub_errors import quiet
 from gqa.corpus.document import Document
-from gqa.corpus.hub import quiet
 from gqa.corpus.sources import Source, text_digest
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def tokenise(
             yield {"tokens": tokens, "digest": text_digest(found.text)}
 
     try:
-        with quiet():
+        with quiet("datasets"):
             table = datasets.Dataset.from_generator(
                 rows, features=features, cache_dir=cache_dir, fingerprint=fingerprint
             ).data

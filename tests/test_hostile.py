@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import struct
+import time
+import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +35,9 @@ from checkpoints import (
     write_raw,
     write_safetensors,
 )  # fmt: skip
+
+from gqa.checkpoint.errors import CorruptError
+from gqa.checkpoint.headers import read_header as read_safetensors_header
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 Break = Callable[[Path], object]
@@ -239,6 +244,10 @@ CASES = (
     Case("a link leaves the directory", leaving_link, (SECOND, "link that leaves", "elsewhere"), 2),
     Case("a side file's link leaves the directory", leaving_side_file, ("tokenizer.model", "link that leaves")),
     Case("a side file's link leads nowhere", lambda m: (m / "merges.txt").symlink_to("gone"), ("no file merges.txt",)),
+    Case("a side directory's link leaves the directory", lambda m: (m / "runs").symlink_to(m.parent),
+         ("runs in", "is a link to a directory")),
+    Case("a side directory's link leads back", lambda m: (m / "assets/again").symlink_to(m / "assets"),
+         ("assets/again in", "is a link to a directory")),
     Case("a link to itself", both(remove(SECOND), lambda m: (m / SECOND).symlink_to(SECOND)), (SECOND,), 2),
     Case("a side file is a pipe", lambda m: os.mkfifo(m / "pipe"), ("pipe", "not a regular file")),
     Case("index names a tensor that its shard lacks", file_of("model.x", FIRST), ("model.x", FIRST, "no file has"), 2),
@@ -251,7 +260,7 @@ CASES = (
     Case("a Git LFS pointer", text(SINGLE, b"version https://git-lfs.github.com/spec/v1\n"), ("git lfs pull",)),
     Case("a web page", text(SINGLE, b"<!DOCTYPE html><html>Not found</html>"), (SINGLE, "not safetensors?")),
     Case("header longer than the file", raw(b"{}", length=4000), ("truncated", "4000", "10", AGAIN)),
-    Case("header of 2^63 bytes", raw(b"{}", length=2**63), (str(2**63), "100000000 are allowed")),
+    Case("header of 2^63 bytes", raw(b"{}", length=2**63), (str(2**63), "20000000 are allowed")),
     Case("header is not JSON", raw(b"{'a':1}"), ("its header is not JSON",)),
     Case("header is not UTF-8", raw(b'{"\xff":1}'), ("its header is not JSON",)),
     Case("header is empty", raw(b""), ("its header is not JSON",)),
@@ -369,8 +378,31 @@ def test_too_large_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_files_are_opened_only_after_the_header_is_checked(tmp_path: Path) -> None:
     """A length just below the limit in a small file must not allocate it."""
     model = llama(tmp_path / "m", shards=1)
-    (model / SINGLE).write_bytes(struct.pack("<Q", 99_999_999) + b"{}")
-    refused(model, "--groups", 2, says=("truncated", "99999999"))
+    (model / SINGLE).write_bytes(struct.pack("<Q", 19_999_999) + b"{}")
+    refused(model, "--groups", 2, says=("truncated", "19999999"))
+
+
+@pytest.mark.parametrize(
+    ("garbage", "count", "says"),
+    [
+        (b"[],", 33_000_000, "header of 99000003 bytes, at most 20000000 are allowed"),
+        (b"[],", 6_000_000, "its header holds more than 100000 tensors would"),
+        (b'{"a":0},', 2_000_000, "its header holds more than 100000 tensors would"),
+    ],
+)
+def test_a_large_header_of_garbage_is_not_parsed(tmp_path: Path, garbage: bytes, count: int, says: str) -> None:
+    """100 MB of empty lists are 3 GB of Python's."""
+    write_raw(tmp_path / SINGLE, b"[" + garbage * count + b"1]", b"")
+    size = (tmp_path / SINGLE).stat().st_size
+    with (tmp_path / SINGLE).open("rb") as stream:
+        tracemalloc.start()
+        start = time.monotonic()
+        with pytest.raises(CorruptError, match=says):
+            read_safetensors_header(stream, SINGLE, size)
+        seconds, (_, peak) = time.monotonic() - start, tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert seconds < 2
+    assert peak < 25 << 20
 
 
 def test_hub_cache_links_are_followed_to_their_blobs_only(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from gqa.checkpoint.errors import CorpusError
+from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.corpus.document import Document
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, adds_bos, block_of, concatenate, tokenise
@@ -312,3 +314,20 @@ def test_fingerprints_are_those_of_the_blocks(text: TokenisedText) -> None:
     made = {Blocks(text, order, size, n).fingerprint for order in orders for size in (8, 16) for n in (2, 3)}
     assert len(made) == 8
     assert Blocks(text, np.arange(100), 8, 2).fingerprint in made
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("special_tokens_map.json", '{"eos_token": "</s>"}'),
+        ("added_tokens.json", '{"<x>": 0}'),
+        ("tokenizer_config.json", '{"tokenizer_class": "GPT2Tokenizer"}'),
+    ],
+)
+def test_special_tokens_alone_are_no_tokenizer(tmp_path: Path, model_type: str, file: str, content: str) -> None:
+    """Of some classes transformers makes a tokenizer of them that knows no text."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / file).write_text(content)
+    with pytest.raises(RefusedError, match=f"^m has no tokenizer; copy .* into {tmp_path}, or use none$"):
+        load_tokenizer(Checkpoint("m", tmp_path, {"model_type": model_type}, {}, ()), instead="use none")
