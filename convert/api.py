@@ -6,20 +6,20 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS
+from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import Conversion, run_plan
-from gqa.convert.plan import Plan, make_plan
+from gqa.convert.plan import Plan, check_grouping, make_plan
 from gqa.convert.recast.recasting import ANY, Target
 
 if TYPE_CHECKING:
-    from gqa.convert.align.find_maps import MapsOptions
-    from gqa.convert.maps_file import MapsFile
+    from gqa.convert.align.find_maps import MapsOptions, Progress
 
-__all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "default_output", "plan_conversion"]
+__all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
 
 
 def plan_conversion(
@@ -31,25 +31,27 @@ def plan_conversion(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     revision: str | None = None,
-    headers_only: bool = True,
-    maps: MapsFile | None = None,
+    maps: str | os.PathLike[str] | MapsFile | None = None,
     target: Target = ANY,
+    grouping: str = "contiguous",
+    headers_only: bool = True,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
     Args:
         model: A local directory or a hub id.
-        groups: G, the key/value heads of the result: a divisor of the source's Hk (merging; arXiv 2305.13245,
+        groups: G, the key/value heads of the result: a divisor of the base model's Hk (merging; arXiv 2305.13245,
             section 2.1) or a multiple of Hk that divides the query heads H (repeating, exact). Query head i reads
             KV head i // (H // G).
         method: One of `gqa.convert.methods.METHODS` (docs/methods.md).
         seed: Of `random` and of what is sampled.
         dtype: Storage dtype of the result (`float32`, `bfloat16`, `float16`, `float64`); None keeps each tensor's.
-        max_shard_bytes: Bytes of one output file at most; None keeps the source's partition.
+        max_shard_bytes: Bytes of one output file at most; None keeps the base model's partition.
         revision: Branch, tag or commit of a hub id.
-        headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
-        maps: What `method` made for this model and G.
+        maps: A file that gqa-calibrate wrote for this model and G, applied instead of `method`.
         target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
+        grouping: How maps are going to be sought: `contiguous`, or `search` where heads may change places.
+        headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -59,42 +61,39 @@ def plan_conversion(
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
+    found = maps if maps is None or isinstance(maps, MapsFile) else open_maps(Path(maps))
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        return make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, maps, target)
+        named = found.method if found else method
+        made = make_plan(checkpoint, groups, named, seed, dtype, max_shard_bytes, found, target)
+        check_grouping(made, "contiguous" if found else grouping)
+        return made
 
     return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=plan))
 
 
-def convert_checkpoint(
-    model: str | os.PathLike[str],
-    groups: int,
-    out: str | os.PathLike[str] | None = None,
+def convert_plan(
+    plan: Plan,
+    out: str | os.PathLike[str],
     *,
-    method: str = "mean",
-    seed: int = 0,
-    dtype: str | None = None,
-    max_shard_bytes: int | None = None,
-    revision: str | None = None,
-    maps: str | os.PathLike[str] | None = None,
     calibration: MapsOptions | None = None,
-    target: Target = ANY,
+    layers: Progress | None = None,
     overwrite: bool = False,
     checksums: bool = False,
     load: bool = False,
     jobs: int = DEFAULT_JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> Conversion:
-    """Convert a checkpoint: stream its shards into `out`, verify the result from disk, then make it visible.
+    """Run a plan: find the maps that it lacks, stream the shards into `out`, verify them from disk, make it visible.
 
     Memory stays near 4 x the largest changed tensor per job; what does not change is copied by the kernel. Merging is
     done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
 
     Args:
-        model, groups, method, seed, dtype, max_shard_bytes, revision, target: See `plan_conversion`.
-        out: Directory to make; default as `default_output` says.
-        maps: A file that gqa-calibrate wrote, applied instead of `method`.
+        plan: Made with `headers_only=False`.
+        out: Directory to make.
         calibration: How the methods that look at the model do it; None for the defaults of the command.
+        layers: Told of layers and tokens while maps are found.
         overwrite: Replace a checkpoint that is at `out`, after the new one is complete.
         checksums: Compare every untouched byte and record the SHA-256 of all shards.
         load: Also load the result with transformers and run one forward pass.
@@ -105,21 +104,41 @@ def convert_checkpoint(
         RefusedError: Before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
-    from gqa.convert.maps_file import open_maps
-
-    found = open_maps(Path(maps)) if maps is not None else None
-    plan = plan_conversion(
-        model, groups, method=found.method if found else method, seed=seed, dtype=dtype,
-        max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, maps=found, target=target,
-    )  # fmt: skip
-    place = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.convert.align.find_maps import MapsOptions, Silent, with_maps
 
-            options = calibration or MapsOptions()
-            plan = stack.enter_context(with_maps(plan, place, options, Silent(), overwrite=overwrite))
-        return run_plan(plan, place, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress)
+            options, told = calibration or MapsOptions(), layers or Silent()
+            plan = stack.enter_context(with_maps(plan, Path(out), options, told, overwrite=overwrite))
+        return run_plan(
+            plan, Path(out), overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress
+        )
+
+
+def convert_checkpoint(
+    model: str | os.PathLike[str],
+    groups: int,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    calibration: MapsOptions | None = None,
+    overwrite: bool = False,
+    checksums: bool = False,
+    load: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Conversion:
+    """`plan_conversion` (whose options these are, too) and then `convert_plan`.
+
+    `out` is the directory to make; default as `default_output` says. Raises what the two do.
+    """
+    grouping = calibration.grouping if calibration else "contiguous"
+    plan = plan_conversion(model, groups, headers_only=False, grouping=grouping, **options)
+    place = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
+    return convert_plan(
+        plan, place, calibration=calibration, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs,
+        progress=progress,
+    )  # fmt: skip
 
 
 def default_output(model: str, groups: int) -> Path:

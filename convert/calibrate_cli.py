@@ -106,9 +106,10 @@ class Bar:
     A bar where a person looks at it, and a line now and then in the log of a job.
     """
 
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
+    def __init__(self, quiet: bool, output_bytes: int = 0) -> None:
+        self._quiet, self._output_bytes = quiet, output_bytes
         self._bar: Any = None
+        self._writing = False
         self._errors: list[tuple[int, float]] = []
         self._state, self._tokens, self._began, self._told = "sampling", 0, time.monotonic(), time.monotonic()
 
@@ -125,6 +126,13 @@ class Bar:
         if self._bar.disable and not self._quiet and now - self._told >= _LOG_SECONDS:
             self._told, rate = now, self._tokens / (now - self._began)
             click.echo(f"{self._state} | {self._tokens:,} tokens | {rate:,.0f} tok/s", err=True)
+
+    def written(self, count: int) -> None:
+        """Told of bytes of the output, from any thread."""
+        if not self._writing:
+            self.close()
+            self._writing, self._bar = True, progress_bar(self._output_bytes, "B", "converting", self._quiet)
+        self._bar.update(count)
 
     def layer(self, index: int, layers: int, error: float) -> None:
         if error == error:

@@ -24,7 +24,7 @@ def command(plan: Plan) -> str:
     words = ["gqa-convert", "--groups", str(plan.groups)]
     if plan.groups < plan.config.main.kv:
         words += ["--method", plan.merging.method]
-        words += ["--seed", str(plan.merging.seed)] if plan.merging.method == "random" else []
+        words += ["--seed", str(plan.merging.seed)] if plan.merging.how.redraws else []
         words += _calibration(plan.merging.maps.description) if plan.merging.maps else []
     if plan.checkpoint.way == REMOTE_CODE:
         kinds = plan.new_config.get("grouped_attention")
@@ -36,15 +36,15 @@ def command(plan: Plan) -> str:
 
 def _calibration(told: Mapping[str, Any]) -> list[str]:
     """The options that made maps, as far as the maps say."""
-    words = ["--grouping", told["grouping"]] if told.get("grouping", "contiguous") != "contiguous" else []
+    words = ["--grouping", told["grouping"]] if told["grouping"] != "contiguous" else []
     if text := told.get("text"):
         sources = ",".join(map(without_place, text["sources"]))
         words += ["--calibration", sources, "--calibration-tokens", str(text["tokens"])]
         words += ["--calibration-length", str(text["length"]), "--seed", str(text["seed"])]
-        words += ["--ridge", f"{told['ridge']:g}"]
+        words += ["--ridge", str(told["ridge"]), "--calibration-dtype", told["dtype"]]
     if how := told.get("refinement"):
         words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]
-        words += ["--refine-learning-rate", f"{how['learning_rate']:g}"]
+        words += ["--refine-learning-rate", str(how["learning_rate"])]
         words += ["--refine-precision", "bf16" if how["autocast"] else "no"]
     return words
 
@@ -69,7 +69,7 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
         "options": {
             "groups": plan.groups,
             "method": plan.method,
-            "seed": plan.merging.seed if plan.method == "random" else None,
+            "seed": plan.merging.seed if plan.merging.how.redraws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,
         },
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
@@ -110,10 +110,9 @@ def model_card(plan: Plan, name: str) -> str:
     what = {
         "none": f"with its own {main.kv} key/value heads: nothing was merged",
         "repeat": f"with {plan.groups} instead of {main.kv} key/value heads, each repeated: the same logits",
-        "random": f"with {plan.groups} random instead of its {main.kv} key/value heads: a control, of no use untrained",
-        "mean": f"with {plan.groups} instead of {main.kv} key/value heads, the mean of each group",
-        "first": f"with {plan.groups} instead of {main.kv} key/value heads, the first of each group",
-    }.get(plan.method, f"with {plan.groups} instead of {main.kv} key/value heads, merged by the method {plan.method}")
+    }.get(plan.method) or (
+        f"with {plan.groups} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
+    )
     lines = [
         f"# {name}",
         "",

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option
+from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, run, version_option
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.calibrate_cli import Bar, maps_options, read_options, read_target, target_options
 from gqa.convert.methods import METHODS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gqa.checkpoint.read import Checkpoint
     from gqa.convert.merge import Conversion
     from gqa.convert.plan import Plan
 
@@ -60,7 +55,7 @@ Examples:
 )
 @click.option(
     "--method",
-    type=click.Choice(METHODS),
+    type=click.Choice(list(METHODS)),
     default="mean",
     show_default=True,
     help="How the heads of a group become one.",
@@ -109,52 +104,37 @@ def command(model: str, groups: int, **options: Any) -> None:
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
     the result loads with plain transformers and its KV cache shrinks with the number of heads.
     """
-    from pathlib import Path
-
-    from gqa.checkpoint.hub import check_push, open_model
-    from gqa.convert.maps_file import open_maps
-    from gqa.convert.plan import check_grouping, make_plan
-
-    maps, target = open_maps(Path(options["maps"])) if options["maps"] else None, read_target(options)
-    method = maps.method if maps else options["method"]
-
-    def plan_for(checkpoint: Checkpoint) -> Plan:
-        stored = (options["dtype"], options["max_shard_size"])
-        plan = make_plan(checkpoint, groups, method, options["seed"], *stored, maps, target)
-        check_grouping(plan, "contiguous" if maps else options["grouping"])
-        return plan
+    from gqa.checkpoint.hub import check_push
+    from gqa.convert.api import plan_conversion
 
     if options["push_to_hub"] and not options["dry_run"]:
         check_push(options["push_to_hub"], private=not options["public"])
-    plan = plan_for(open_model(model, options["revision"], headers_only=options["dry_run"], check=plan_for))
+    plan = plan_conversion(
+        model, groups, method=options["method"], seed=options["seed"], dtype=options["dtype"],
+        max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
+        target=read_target(options), grouping=options["grouping"], headers_only=options["dry_run"],
+    )  # fmt: skip
     if options["dry_run"]:
         _report(plan, None, options)
-        return
-    _convert(plan, model, options)
+    else:
+        _convert(plan, model, options)
 
 
 def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
-    from pathlib import Path
-
-    from gqa.convert.api import default_output
-    from gqa.convert.merge import run_plan
+    from gqa.convert.api import convert_plan, default_output
 
     out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
-    start = time.monotonic()
-    with ExitStack() as stack:
-        if plan.lacks_maps:
-            plan = stack.enter_context(_found_maps(plan, Path(out), options))
-        bar = stack.enter_context(progress_bar(plan.total_bytes, "B", "converting", options["quiet"]))
-        result = run_plan(
-            plan,
-            Path(out),
-            overwrite=options["overwrite"],
-            checksums=options["checksums"],
-            load=options["verify_load"],
-            jobs=options["jobs"],
-            progress=bar.update,
-        )
-    _report(plan, result, options, time.monotonic() - start)
+    quiet, start = options["quiet"], time.monotonic()
+    # What finds maps runs models, whose imports take seconds.
+    calibration = read_options(options) if plan.lacks_maps else None
+    with Bar(quiet, plan.total_bytes) as bar:
+        result = convert_plan(
+            plan, out, calibration=calibration, layers=bar, overwrite=options["overwrite"],
+            checksums=options["checksums"], load=options["verify_load"], jobs=options["jobs"], progress=bar.written,
+        )  # fmt: skip
+    if table := bar.table():
+        _say(table, options)
+    _report(result.plan, result, options, time.monotonic() - start)
     if options["push_to_hub"]:
         from gqa.checkpoint.hub import push
 
@@ -163,18 +143,6 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
         except KeyboardInterrupt:
             fail("gqa-convert", f"interrupted while pushing; {result.out} is complete", 130)
         _say(f"pushed      {address}", options)
-
-
-@contextmanager
-def _found_maps(plan: Plan, out: Path, options: dict[str, Any]) -> Iterator[Plan]:
-    from gqa.convert.align.find_maps import with_maps
-
-    layers = Bar(options["quiet"])
-    with layers, with_maps(plan, out, read_options(options), layers, overwrite=options["overwrite"]) as found:
-        layers.close()
-        if table := layers.table():
-            _say(table, options)
-        yield found
 
 
 def _say(text: str, options: dict[str, Any]) -> None:
@@ -196,7 +164,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
     if result:
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
-        if plan.method in ("mean", "first", "procrustes", "aligned"):
+        if plan.groups < plan.config.main.kv and not plan.merging.how.redraws and plan.merging.how.needs != "text":
             _say(f"advice      --method refined loses far less than {plan.method}, and needs no data", options)
     else:
         _say("dry run     nothing was written", options)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import replacing
+from gqa.checkpoint.write import DEFAULT_JOBS, replacing
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import ALIGNING
 
@@ -46,28 +47,37 @@ class MapsFile:
     def method(self) -> str:
         return str(self.description.get("method"))
 
-    def of(self, module: str) -> HeadMaps | None:
-        """The maps of one attention module; None where the file has none."""
-        found = {part: self.tensor(f"{module}/{part}") for part in _PARTS if f"{module}/{part}" in self.names}
+    @cached_property
+    def _file(self) -> Any:
+        from safetensors import safe_open
+
+        return safe_open(self.path, framework="pt")
+
+    @cached_property
+    def of(self) -> Callable[..., HeadMaps | None]:
+        """`of(module, meta=False)`: the maps of one attention module; None where the file has none.
+
+        The last ones are kept, since the four projections of a module are asked for one after another.
+        """
+        return lru_cache(maxsize=2 * DEFAULT_JOBS)(self._read)
+
+    def _read(self, module: str, meta: bool = False) -> HeadMaps | None:
+        found = {part: self.tensor(f"{module}/{part}", meta) for part in _PARTS if f"{module}/{part}" in self.names}
         if "key" not in found or "value" not in found:
             return None
         order = f"{module}/order"
         return HeadMaps(**found, order=tuple(self.tensor(order).tolist()) if order in self.names else None)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        from safetensors import safe_open
+        return tuple(self._file.get_slice(name).get_shape()) if name in self.names else None
 
-        if name not in self.names:
-            return None
-        with safe_open(self.path, framework="pt") as stream:
-            return tuple(stream.get_slice(name).get_shape())
+    def tensor(self, name: str, meta: bool = False) -> Tensor:
+        """A tensor of the file; with `meta` one of its shape that is never read."""
+        import torch
 
-    def tensor(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="pt") as stream:
-            tensor: Tensor = stream.get_tensor(name)
-            return tensor
+        return (
+            torch.empty(self._file.get_slice(name).get_shape(), device="meta") if meta else self._file.get_tensor(name)
+        )
 
 
 def save_maps(

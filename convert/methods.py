@@ -1,7 +1,8 @@
-"""How the heads of a group become one: name -> function from (Hk, G) to HeadMaps.
+"""How the heads of a group become one: every method is one registered function, and nothing else names it.
 
-`mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control.
-The other methods look at the model: their maps are computed first (`gqa.convert.align.calibration`) and then applied.
+`mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control. The
+others look at the model: their maps are found first (`gqa.convert.align.find_maps`) and then applied, and their
+function pools what maps do not cover (norms, gates, the keys and values of layers that predict further tokens).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gqa.convert.heads.layout import QUERY_ROLES
 from gqa.convert.maps import HeadMaps
@@ -20,7 +21,51 @@ if TYPE_CHECKING:
     from gqa.convert.heads.layout import Merge, Role
     from gqa.convert.heads.modules import Change
 
+Pooling = Callable[[int, int], HeadMaps]
 
+
+@dataclass(frozen=True)
+class Method:
+    """One way in which the heads of a group become one.
+
+    needs: What it looks at besides the number of heads: nothing, the `weights`, or `text` that runs through the model.
+    cost: What it takes, in words. result: What the heads of the result are, in words.
+    pool: From (Hk, G) to maps; of a method that looks at the model, for what its maps do not cover.
+    redraws: Whether projections are drawn at random instead.
+    refines: Whether layers are trained after the closed form, so that whole tensors replace those of the model.
+    """
+
+    name: str
+    needs: Literal["nothing", "weights", "text"]
+    cost: str
+    result: str
+    pool: Pooling
+    redraws: bool = False
+    refines: bool = False
+
+    @property
+    def aligns(self) -> bool:
+        """Whether it looks at the model: its maps are found first and then applied."""
+        return self.needs != "nothing"
+
+
+METHODS: dict[str, Method] = {}
+GROUPINGS = ("contiguous", "search")
+
+
+def register(
+    name: str, needs: Literal["nothing", "weights", "text"], cost: str, result: str, **told: bool
+) -> Callable[[Pooling], Pooling]:
+    """A decorator that makes a function from (Hk, G) to HeadMaps a method of that name."""
+
+    def add(pool: Pooling) -> Pooling:
+        METHODS[name] = Method(name, needs, cost, result, pool, **told)
+        return pool
+
+    return add
+
+
+@register("mean", "nothing", "seconds", "the mean of each group")
 def mean(kv: int, groups: int) -> HeadMaps:
     """Every head of a group counts alike: weights 1 / m, m = Hk / G."""
     import torch
@@ -29,6 +74,7 @@ def mean(kv: int, groups: int) -> HeadMaps:
     return HeadMaps(key=weights, value=weights)
 
 
+@register("first", "nothing", "seconds", "the first of each group")
 def first(kv: int, groups: int) -> HeadMaps:
     """The first head of each group stands for it."""
     import torch
@@ -38,36 +84,45 @@ def first(kv: int, groups: int) -> HeadMaps:
     return HeadMaps(key=weights, value=weights)
 
 
-POOLING: dict[str, Callable[[int, int], HeadMaps]] = {"mean": mean, "first": first}
-ALIGNING = ("procrustes", "aligned", "calibrated", "refined")
-GROUPINGS = ("contiguous", "search")
-METHODS = (*POOLING, "random", *ALIGNING)
+register("random", "nothing", "seconds", "drawn at random: a control, of no use untrained", redraws=True)(mean)
+register("procrustes", "weights", "seconds", "rotated to agree, then the mean")(mean)
+register("aligned", "weights", "minutes", "the closed form on what the weights make layers expect")(mean)
+register("calibrated", "text", "three forward passes", "the closed form on what layers are given by text")(mean)
+register("refined", "text", "calibrated, and minutes a layer", "calibrated, then trained layer by layer", refines=True)(
+    mean
+)
+
+ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
 
 
 class Maps(Protocol):
-    """Maps by attention module, and whole tensors by name."""
+    """Maps by attention module, and whole tensors by name; `meta` for shapes alone."""
 
     @property
     def names(self) -> frozenset[str]: ...
     @property
     def description(self) -> Mapping[str, Any]: ...
-    def of(self, module: str) -> HeadMaps | None: ...
-    def tensor(self, name: str) -> Tensor: ...
+    def of(self, module: str, meta: bool = False) -> HeadMaps | None: ...
+    def tensor(self, name: str, meta: bool = False) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Merging:
-    """The chosen method with its options: yields the merge of one tensor."""
+    """A method with its options: yields the merge of one tensor."""
 
     method: str = "mean"
     seed: int = 0
     initializer_range: float = 0.02
     maps: Maps | None = None
 
+    @property
+    def how(self) -> Method:
+        return METHODS[self.method]
+
     def apply(self, change: Change, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What stored tensors become: split into heads, merged, joined. On meta tensors: the shapes of that."""
         if self.maps and change.outputs[0] in self.maps.names:
-            return [self.maps.tensor(name) for name in change.outputs]
+            return [self.maps.tensor(name, tensors[0].is_meta) for name in change.outputs]
         of = (change.outputs[0], change.heads.kv, change.groups, change.rule.projection, change.module)
         merge, parts = self.merge_for(*of), change.split(tensors)
         return change.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
@@ -82,10 +137,14 @@ class Merging:
             return lambda role, heads: heads if role in QUERY_ROLES else heads.repeat_interleave(groups // kv, dim=0)
         if groups == kv:
             return lambda role, heads: heads
-        if self.method == "random" and projection:
+        if self.how.redraws and projection:
             return self._random(tensor, groups)
-        maps = self.maps.of(module) if self.maps else None
-        return (maps or POOLING.get(self.method, mean)(kv, groups)).merge
+
+        def merge(role: Role, heads: Tensor) -> Tensor:
+            maps = self.maps.of(module, heads.is_meta) if self.maps else None
+            return (maps or self.how.pool(kv, groups)).merge(role, heads)
+
+        return merge
 
     def _random(self, tensor: str, groups: int) -> Merge:
         """Draws from N(0, initializer_range), zero for biases; the same whatever the order of shards and jobs."""

@@ -98,7 +98,7 @@ class Plan:
     @property
     def lacks_maps(self) -> bool:
         """Whether its method looks at the model first, and has not yet."""
-        return self.merging.method in ALIGNING and not self.merging.maps and self.groups < self.config.main.kv
+        return self.merging.how.aligns and not self.merging.maps and self.groups < self.config.main.kv
 
     @property
     def method(self) -> str:
@@ -161,12 +161,12 @@ def make_plan(
 
 def rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
     """Rules of what a method changes beside keys and values. Raises RefusedError where heads cannot be aligned."""
-    if method not in ALIGNING:
+    if not METHODS[method].aligns:
         return ()
     model_type = config.text.model_type
     if symmetry := find_symmetry(config.text):
         return symmetry.rules
-    if method != "refined":
+    if not METHODS[method].refines:
         raise RefusedError(
             f"--method {method} cannot align the heads of {name}: it is not known what the attention of {model_type} "
             "lets be changed; use --method refined, mean or first"
@@ -178,7 +178,7 @@ def check_grouping(plan: Plan, grouping: str) -> None:
     """Raises RefusedError where heads cannot change places to be grouped."""
     if grouping == "contiguous" or plan.groups >= plan.config.main.kv:
         return
-    if plan.merging.method not in ALIGNING:
+    if not plan.merging.how.aligns:
         raise RefusedError(
             f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
             f"use --method {', '.join(ALIGNING)}"

@@ -22,7 +22,9 @@ from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions, Silent, find_maps
 from gqa.convert.align.refine import Refinement
+from gqa.convert.api import convert_plan
 from gqa.convert.card import _calibration, _told_of_maps
+from gqa.convert.maps_file import MapsFile
 
 KEY = "model.layers.0.self_attn/key"
 
@@ -169,7 +171,8 @@ def test_the_result_says_how_its_maps_were_made(made: tuple[Path, Path], tmp_pat
     text = tmp_path / "secret" / "text.txt"
     text.parent.mkdir()
     text.write_text("x")
-    described = {"text": {"sources": [f"{text}@2", "self"], "tokens": 64, "length": 8, "seed": 3}, "ridge": 1e-3}
+    described = {"text": {"sources": [f"{text}@2", "self"], "tokens": 64, "length": 8, "seed": 3}}
+    described |= {"ridge": 1e-3, "dtype": "bfloat16", "grouping": "contiguous"}
     checkpoint, maps = made
     out = convert_checkpoint(checkpoint, 2, tmp_path / "out", maps=maps).out
     record = json.loads((out / "gqa_conversion.json").read_text())
@@ -178,7 +181,7 @@ def test_the_result_says_how_its_maps_were_made(made: tuple[Path, Path], tmp_pat
     told = shlex.join(_calibration(described))
     assert told.startswith("--calibration text.txt@2,self --calibration-tokens 64 --calibration-length 8 --seed 3 ")
     assert "secret" not in told + json.dumps(_told_of_maps(described))
-    assert "merged by the method" in (out / "README.md").read_text()
+    assert "(method calibrated)" in (out / "README.md").read_text()
 
 
 def test_what_tells_models_and_texts_apart(made: tuple[Path, Path], tmp_path: Path) -> None:
@@ -200,3 +203,27 @@ def test_what_tells_models_and_texts_apart(made: tuple[Path, Path], tmp_path: Pa
         told.append(CalibrationText((str(text), "self")).identify())
     assert told[0] != told[1] == told[2]
     assert told[0][1] == "self"
+
+
+def test_maps_are_read_once_and_not_to_plan(
+    made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan needs shapes alone; a run takes each map from the file once, though four projections need it."""
+    source, _ = made
+    options = on_ids(refinement=Refinement(steps=1, batch=2))
+    plan = plan_conversion(source, 2, method="refined", headers_only=False)
+    file = find_maps(plan, tmp_path / "maps.safetensors", options, Silent()).path
+    taken: list[str] = []
+    read = MapsFile.tensor
+
+    def counting(self: MapsFile, name: str, meta: bool = False) -> Tensor:
+        if not meta:
+            taken.append(name)
+        return read(self, name, meta)
+
+    monkeypatch.setattr(MapsFile, "tensor", counting)
+    planned = plan_conversion(source, 2, maps=file, headers_only=False)
+    assert taken == []
+    convert_plan(planned, tmp_path / "out")
+    assert taken
+    assert len(taken) == len(set(taken))

@@ -13,9 +13,10 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
-from gqa.convert import convert_checkpoint
+from gqa.convert import convert_checkpoint, methods, plan
 from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, Numbered, ReadsValues, Separate, Untouched
-from gqa.convert.methods import ALIGNING, METHODS, POOLING, Merging
+from gqa.convert.maps import HeadMaps
+from gqa.convert.methods import METHODS, Merging
 
 DIM = 8
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -186,6 +187,17 @@ def test_join_is_the_inverse_of_split(name: str) -> None:
         layout.split(torch.randn([size + 1 for size in shape]), heads)
 
 
-def test_methods_are_named_once() -> None:
-    assert METHODS == ("mean", "first", "random", "procrustes", "aligned", "calibrated", "refined")
-    assert {*POOLING, "random", *ALIGNING} == set(METHODS)
+def test_a_method_is_registered_by_one_function(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`last`, added here, converts, is refused nothing, and is told of in the card."""
+    monkeypatch.setattr(methods, "METHODS", dict(METHODS))
+    monkeypatch.setattr(plan, "METHODS", methods.METHODS)
+
+    @methods.register("last", "nothing", "seconds", "the last of each group")
+    def last(kv: int, groups: int) -> HeadMaps:
+        weights = torch.zeros(groups, kv // groups, dtype=torch.float64)
+        weights[:, -1] = 1.0
+        return HeadMaps(key=weights, value=weights)
+
+    out = convert_checkpoint(source, 2, tmp_path / "out", method="last").out
+    assert torch.equal(all_tensors(out)[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+    assert "the last of each group (method last)" in (out / "README.md").read_text()

@@ -35,10 +35,10 @@ class InMemory:
     names: frozenset[str] = frozenset()
     description: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, module: str) -> HeadMaps | None:
+    def of(self, module: str, meta: bool = False) -> HeadMaps | None:
         return self.maps if module == self.module else None
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, meta: bool = False) -> Tensor:
         raise KeyError(name)
 
 

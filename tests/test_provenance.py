@@ -1,0 +1,86 @@
+"""The command that a result names makes the same weights again, whatever options made it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from test_families import all_tensors, write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+
+from gqa.convert.cli import command
+
+CALIBRATED = ("--method", "calibrated", "--calibration", "self:256", "--calibration-length", 32)
+REFINED = (
+    *("--method", "refined", "--calibration", "self:2048", "--calibration-length", 32),
+    *("--refine-steps", 20, "--refine-batch", 8),
+)
+# Each option that changes weights: a conversion, and what the option adds to it.
+CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
+    "groups": ((), ("--groups", 1)),
+    "method": ((), ("--method", "first")),
+    "seed": (("--method", "random"), ("--seed", 7)),
+    "seed of samples": (CALIBRATED, ("--seed", 7)),
+    "dtype": ((), ("--dtype", "bfloat16")),
+    "calibration": (CALIBRATED, ("--calibration", "self:512")),
+    "calibration_tokens": (("--method", "calibrated", "--calibration-tokens", 256), ("--calibration-tokens", 512)),
+    "calibration_length": (CALIBRATED, ("--calibration-length", 16)),
+    "calibration_dtype": (CALIBRATED, ("--calibration-dtype", "bfloat16")),
+    "grouping": (("--method", "aligned"), ("--grouping", "search")),
+    "ridge": (CALIBRATED, ("--ridge", 0.123456789)),
+    "refine_steps": (REFINED, ("--refine-steps", 30)),
+    "refine_batch": (REFINED, ("--refine-batch", 4)),
+    "refine_learning_rate": (REFINED, ("--refine-learning-rate", 0.0123456789)),
+    "refine_precision": ((*REFINED, "--refine-precision", "no"), ("--refine-precision", "bf16")),
+}
+# What is computed is the same with and without them, but for rounding on another device; `maps` are made by options
+# that are told, `revision` and the two about the class are held against their own tests.
+OTHERS = {
+    *("model", "output", "maps", "device", "remote_code", "attention", "max_shard_size", "revision", "dry_run"),
+    *("as_json", "overwrite", "checksums", "verify_load", "tensor_parallel", "jobs", "push_to_hub", "public"),
+    *("verbose", "quiet", "families", "version"),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(build(TINY["llama"], 4), tmp_path_factory.mktemp("provenance") / "model")
+
+
+def convert(*words: object) -> dict[str, Tensor]:
+    done = checkpoints.run(*words, "-q", "--overwrite")
+    assert done.code == 0, done.err
+    return all_tensors(Path(str(words[words.index("-o") + 1])))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """To the bit, dtypes too; a bool, for pytest would print all weights."""
+    if one.keys() != other.keys():
+        return False
+    return all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+
+
+def test_every_option_is_known_here() -> None:
+    options = {str(parameter.name) for parameter in command.params}
+    assert options == {name for name in CASES if " " not in name} | OTHERS
+
+
+@pytest.mark.parametrize("option", CASES)
+def test_the_command_makes_the_same_weights(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """Run where the model lies, for the command holds no place; without the option the weights are others."""
+    plain, added = CASES[option]
+    monkeypatch.chdir(source.parent)
+    without = convert(source, "-g", 2, *plain, "-o", tmp_path / "without")
+    made = convert(source, "-g", 2, *plain, *added, "-o", tmp_path / "made")
+    record = json.loads((tmp_path / "made" / "gqa_conversion.json").read_text())
+    words = shlex.split(record["command"])
+    assert words[0] == "gqa-convert"
+    assert same(made, convert(*words[1:], "-o", tmp_path / "again")), record["command"]
+    assert not same(made, without)
