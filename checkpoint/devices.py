@@ -6,6 +6,9 @@ import torch
 
 from gqa.checkpoint.errors import RefusedError
 
+# Of torch's allocators of the machine's memory (Linux and macOS, Windows), of MPS and of cuBLAS.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 
 def default_device() -> str:
     """A GPU where there is one."""
@@ -20,6 +23,12 @@ def find_device(name: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError):
         raise RefusedError(f"--device {name} is not there; {default_device()} is") from None
     return name or default_device()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device, or the machine, has no memory left: torch has a class for the first only."""
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in _NO_MEMORY)
 
 
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -449,6 +449,45 @@ def test_one_line_for_what_cannot_be_calibrated(
         assert checkpoints.snapshot(tmp_path) == before
 
 
+def fails(error: Exception) -> Callable[..., None]:
+    def forward(*given: object, **named: object) -> None:
+        raise error
+
+    return forward
+
+
+NO_MEMORY = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+)
+MOST = (
+    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --calibration-"
+)
+EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "expected"),
+    [
+        (EMBEDDING, NO_MEMORY, MOST),
+        (EMBEDDING, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MOST),
+        (MLP, NO_MEMORY, MOST),
+        (MLP, MemoryError(), MOST),
+        (EMBEDDING, RuntimeError("no kernel"), "LlamaForCausalLM cannot be run layer by layer: no kernel"),
+        (EMBEDDING, RefusedError("our own words"), "our own words"),
+    ],
+)
+def test_errors_in_a_model_are_told_as_they_are(
+    source: Path, tmp_path: Path, where: str, error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too little memory as that, with the batch that was tried; whatever else by what it says."""
+    monkeypatch.setattr(f"{where}.forward", fails(error))
+    with pytest.raises(RefusedError, match=expected):
+        find_maps(plan_of(source), tmp_path / "maps", on_ids(), Silent())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    find_maps(plan_of(source), tmp_path / "maps", on_ids(), Silent())
+
+
 @pytest.mark.parametrize("method", ["procrustes", "aligned"])
 @pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
 def test_broken_weights_are_not_aligned(small: Path, tmp_path: Path, method: str, part: str) -> None:

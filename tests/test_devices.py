@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from gqa.checkpoint.devices import as_float64, find_device
+from gqa.checkpoint.devices import as_float64, find_device, out_of_memory
 from gqa.convert import RefusedError
 
 
@@ -24,3 +24,14 @@ def test_numbers_stay() -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(RefusedError, match=r"^--device \w+ is not there; \w+ is$"):
         find_device("xpu" if torch.cuda.is_available() else "cuda")
+
+
+def test_what_running_out_of_memory_looks_like() -> None:
+    """torch has a class for a GPU's memory alone; the machine's is told in words."""
+    with pytest.raises(RuntimeError) as told:
+        torch.empty(1 << 46)
+    assert out_of_memory(told.value)
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory(MemoryError())
+    assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not out_of_memory(ValueError("out of memory"))

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gqa.checkpoint.devices import default_device, native_bfloat16
+from gqa.checkpoint.devices import default_device, native_bfloat16, out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import OutputDirectory
 from gqa.convert.align.aligned import weight_maps
@@ -113,6 +113,22 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
             "by layer: use --method aligned, mean or first"
         )
     blocks = options.text.blocks(plan.checkpoint, options.device, progress.update)
+    try:
+        with _memory_told(options):
+            _run_layers(plan, parts, first, blocks, options, told, progress)
+    finally:
+        if not (parts / "done.json").exists():  # there is nothing to go on from
+            shutil.rmtree(parts, ignore_errors=True)
+    _join(parts, path, told)
+    shutil.rmtree(parts)
+    return open_maps(path)
+
+
+def _run_layers(
+    plan: Plan, parts: Path, first: int, blocks: Tensor, options: MapsOptions, told: dict[str, Any], progress: Progress
+) -> None:
+    """Layer after layer from `first` on, each kept in `parts`."""
+    search = options.grouping == "search"
     how = Calibration(
         options.ridge, options.training if plan.merging.method == "refined" else None, search, options.device,
         getattr(torch, options.dtype), options.batch,
@@ -133,9 +149,22 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
                 progress.warn(f"layer {layer}: {result.warning}")
         _save_streams(parts, layer + 1, calibrator.streams)
         progress.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
-    _join(parts, path, told)
-    shutil.rmtree(parts)
-    return open_maps(path)
+
+
+@contextmanager
+def _memory_told(options: MapsOptions) -> Iterator[None]:
+    """Raises RefusedError, with what was tried and what takes less, where memory is too small."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        batch, length = options.batch, options.text.length
+        raise RefusedError(
+            f"out of memory on {options.device} with {batch} blocks of {length} tokens in a layer at a time "
+            f"({options.refinement.batch} to refine it); lower --calibration-length or --refine-batch, give "
+            "--calibration-dtype bfloat16, or another --device"
+        ) from None
 
 
 @contextmanager

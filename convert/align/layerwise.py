@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.devices import out_of_memory
+from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import model_class
 from gqa.checkpoint.names import parameter_names
 
@@ -157,6 +158,7 @@ class Layerwise:
 
         owner = self.model.get_submodule(self.prefix.rpartition(".")[0])
         callers = (self.model.base_model,) if self.model.config.is_encoder_decoder else (self.model.base_model, owner)
+        failed: list[Exception] = []
         for caller, returned in itertools.product(callers, _RETURNED):
             told.clear()
             first.clear()
@@ -164,14 +166,22 @@ class Layerwise:
                 layer.forward = note(index, returned)
             try:
                 out = caller(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
-            except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            except RefusedError:
+                raise
+            except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+                if out_of_memory(error):
+                    raise
+                failed.append(error)
                 continue
             finally:
                 for layer in self.layers:
                     del layer.forward
             if first and out.shape == first[0].shape and len(told) == len(self.layers):
                 return first[0], [told[index] for index in range(len(self.layers))]
-        raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer")
+        # What torch itself says tells more than that a layer's result was not of the form that was tried.
+        reason = next((error for error in failed if isinstance(error, RuntimeError)), next(iter(failed), None))
+        why = f": {explain(reason)}" if reason else ""
+        raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer{why}")
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, given: tuple[Any, dict[str, Any]]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
 
 
@@ -45,7 +46,12 @@ def samples(model: Any, length: int, *, seed: int, batch: int) -> Iterator[Tenso
                 ids = model.generate(
                     prompt, attention_mask=torch.ones_like(prompt), generation_config=how, logits_processor=draw
                 )
-        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+        except (ValueError, RuntimeError, TypeError, NotImplementedError, MemoryError) as error:
+            if out_of_memory(error):
+                raise RefusedError(
+                    f"out of memory on {model.device} while {model.name_or_path} writes {batch} samples of {length} "
+                    "tokens at a time; give shorter blocks, another --device, or text instead of self"
+                ) from None
             raise RefusedError(
                 f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
             ) from None
