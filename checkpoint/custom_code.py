@@ -1,73 +1,79 @@
-"""The classes of `modelling/`: known to transformers while this tool runs, and to checkpoints that carry them.
+"""Our custom modelling code: classes with grouped-query attention for model types that transformers has without.
 
-A checkpoint names them in `auto_map`, so that transformers loads it with `trust_remote_code=True`. This tool's own
-commands need no such trust: they run the file that is installed, never the one beside the weights.
+The file travels with a checkpoint, which names its classes in `auto_map`, so that transformers loads it with
+`trust_remote_code=True`. This tool's own commands need no such trust: they run the installed text, never the file
+beside the weights. Nothing is registered with transformers' Auto classes, here or on loading: who meets one of these
+model types asks here for its class.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Iterator
+import atexit
+import importlib.util
+import shutil
+import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint import modelling
+from gqa.checkpoint.modelling.text import MODELS, auto_classes, text_of
 from gqa.checkpoint.provenance import version
 
 PREFIX = "gqa_"
-MODEL_TYPES = frozenset(
-    path.stem.removeprefix("modeling_") for path in Path(modelling.__path__[0]).glob(f"modeling_{PREFIX}*.py")
-)
-SOURCES = frozenset(model_type.removeprefix(PREFIX) for model_type in MODEL_TYPES)
+MODEL_TYPES = frozenset(PREFIX + source for source in MODELS)
 
 
-def register(model_type: object) -> None:
-    """Make transformers' Auto classes know one of our model types; nothing for any other."""
+def file_of(model_type: str) -> tuple[str, str]:
+    """Name and text of the file that travels, whose first line says where it is from."""
+    origin = f"# Written by gqa-convert {version()}. It needs nothing but torch and transformers.\n"
+    return f"modeling_{model_type}.py", origin + text_of(model_type.removeprefix(PREFIX))
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    """What config.json says about where transformers finds the classes."""
+    source, file = model_type.removeprefix(PREFIX), f"modeling_{model_type}"
+    classes = {"AutoConfig": f"{MODELS[source].classes}Config"} | auto_classes(source)
+    return {auto: f"{file}.GQA{name}" for auto, name in classes.items()}
+
+
+@cache
+def _folder() -> Path:
+    """Where this process keeps the files that it runs: save_pretrained copies them from there."""
+    folder = tempfile.mkdtemp(prefix="gqa-modelling-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@cache
+def _classes(model_type: str) -> dict[str, Any]:
+    """What the file defines, run as a module; its classes tell save_pretrained to write the file too."""
+    name, text = file_of(model_type)
+    path = _folder() / name
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"{modelling.__name__}.{path.stem}", path)
+    assert spec
+    assert spec.loader
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for auto, found in auto_map(model_type).items():
+        vars(module)[found.rpartition(".")[2]].register_for_auto_class(auto)
+    return vars(module)
+
+
+def config_class(model_type: str) -> Any:
+    """The config class of a model type, ours or transformers'; None where neither has it."""
     if model_type in MODEL_TYPES:
-        _register(str(model_type))
-
-
-@cache
-def _register(model_type: str) -> None:
-    import transformers
-
-    config, classes = _config_class(model_type), dict(auto_classes(model_type))
-    transformers.AutoConfig.register(model_type, config)
-    config.register_for_auto_class()  # so that save_pretrained writes the file too
-    for auto, made in classes.items():
-        getattr(transformers, auto).register(config, made)
-        made.register_for_auto_class(auto)
-
-
-@cache
-def _module(model_type: str) -> Any:
-    return importlib.import_module(f"gqa.checkpoint.modelling.modeling_{model_type}")
-
-
-def _config_class(model_type: str) -> Any:
-    """The config class that a file defines."""
-    made = (value for value in vars(_module(model_type)).values() if isinstance(value, type))
-    return next(value for value in made if getattr(value, "model_type", None) == model_type)
-
-
-def auto_classes(model_type: str) -> Iterator[tuple[str, Any]]:
-    """Names of transformers' Auto classes that know the class of transformers, and ours in its place."""
-    from transformers.models.auto import modeling_auto
+        return _classes(model_type)[f"GQA{MODELS[model_type.removeprefix(PREFIX)].classes}Config"]
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    source, ours = CONFIG_MAPPING[model_type.removeprefix(PREFIX)], vars(_module(model_type))
-    for name, auto in inspect.getmembers(modeling_auto, inspect.isclass):
-        mapping = getattr(auto, "_model_mapping", None) or {}
-        made = ours.get(f"GQA{mapping[source].__name__}") if source in mapping else None
-        if made and name.startswith("AutoModel"):
-            yield name, made
+    return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - `get` finds none
 
 
-def remote_class(architecture: str, model_type: object) -> Any:
+def custom_class(architecture: str, model_type: object) -> Any:
     """The class of ours that a config names, or None."""
-    return getattr(_module(str(model_type)), architecture, None) if model_type in MODEL_TYPES else None
+    return _classes(str(model_type)).get(architecture) if model_type in MODEL_TYPES else None
 
 
 # The Auto class whose class stands in where a config names none that ours know, first come.
@@ -76,21 +82,6 @@ _USUAL = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForCau
 
 def stand_in(architectures: list[str] | None, model_type: str) -> str:
     """The name of our class for that of a config of the source."""
-    ours, classes = vars(_module(model_type)), dict(auto_classes(model_type))
-    named = [f"GQA{name}" for name in architectures or () if f"GQA{name}" in ours]
-    usual = [classes[auto].__name__ for auto in _USUAL if auto in classes]
-    return str((named + usual)[0])
-
-
-def auto_map(model_type: str) -> dict[str, str]:
-    """What config.json says about where transformers finds the classes."""
-    file = _module(model_type).__name__.rpartition(".")[2]
-    made = {"AutoConfig": _config_class(model_type)} | dict(auto_classes(model_type))
-    return {auto: f"{file}.{found.__name__}" for auto, found in made.items()}
-
-
-def file_of(model_type: str) -> tuple[str, str]:
-    """Name and text of the file that travels: the installed one below a line that says where it is from."""
-    path = Path(str(_module(model_type).__file__))
-    origin = f"# Written by gqa-convert {version()}. It needs nothing but torch and transformers.\n"
-    return path.name, origin + path.read_text(encoding="utf-8")
+    classes = auto_classes(model_type.removeprefix(PREFIX))
+    named = [name for name in architectures or () if name in classes.values()]
+    return f"GQA{(named + [classes[auto] for auto in _USUAL if auto in classes])[0]}"

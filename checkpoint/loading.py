@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.custom_code import register, remote_class
+from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
 from gqa.checkpoint.errors import RefusedError, explain, listing
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def read_auto_config(name: str, **hub: Any) -> Any:
     import transformers
 
     raw, _ = transformers.PreTrainedConfig.get_config_dict(name, revision=hub.get("revision"))
-    register(raw.get("model_type"))
+    if raw.get("model_type") in MODEL_TYPES:
+        return config_class(raw["model_type"]).from_pretrained(name, revision=hub.get("revision"))
     return transformers.AutoConfig.from_pretrained(name, **hub)
 
 
@@ -64,7 +65,7 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     import transformers
 
     name = (config.architectures or [""])[0]
-    if ours := remote_class(name, config.model_type):
+    if ours := custom_class(name, config.model_type):
         return ours
     if trust_remote_code and getattr(config, "auto_map", None):
         autos = [auto for auto in config.auto_map if auto.startswith("AutoModelFor")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.custom_code import register
+from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.read import Checkpoint
 
@@ -25,11 +25,12 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     none = RefusedError(
         f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
     )
-    register(checkpoint.config.get("model_type"))
     if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
         raise none
+    model_type = checkpoint.config.get("model_type")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        ours = {"config": config_class(model_type).from_pretrained(directory)} if model_type in MODEL_TYPES else {}
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **ours)
     except Exception as error:  # whatever a library raises about files that it cannot read
         raise RefusedError(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; repair its files{advice}"

@@ -21,7 +21,7 @@ assert 'site-packages' in gqa.convert.__file__, gqa.convert.__file__
 for package in ('convert', 'corpus', 'uptrain', 'eval'):
     assert importlib.resources.files(f'gqa.{package}').joinpath('py.typed').is_file(), package
 files = {path.name for path in importlib.resources.files('gqa.checkpoint.modelling').iterdir()}
-assert {'modeling_gqa_gpt2.py', 'modeling_gqa_whisper.py'} <= files, files
+assert {'gpt2.py', 'whisper.py'} <= files, files
 from gqa.convert import convert_checkpoint, plan_conversion
 import importlib.metadata
 assert importlib.metadata.metadata('gqa-convert')['License-Expression'] == 'Apache-2.0'

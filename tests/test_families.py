@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from remote_copies import COPIES
 from safetensors.torch import load_file, save_file
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits, model_class
+from tiny_remote import COPIES
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,15 +15,24 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_json, run, snapshot
-from remote_copies import COPIES, MODELLING, copy_of, file_of
 from test_families import error, load, write_checkpoint
 from test_remote_code import ENCODER_DECODERS, OURS, REMOTE_CODE, THEIRS, TOLERANCE, ours
 from tiny_models import QUERY_HEADS, build, inputs, logits
+from tiny_remote import COPIES
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.custom_code import auto_classes, register
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.modelling.text import MODELS, text_of
+from gqa.checkpoint.read import read_checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import convert_checkpoint, plan_conversion
+
+ROOT = Path(__file__).parent.parent
+
+
+def file_of(name: str) -> str:
+    return f"modeling_gqa_{name}.py"
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +50,33 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_every_file_belongs_to_a_family() -> None:
-    assert {path.name for path in MODELLING.glob("modeling_*.py")} == {file_of(name).name for name in THEIRS}
+    assert set(MODELS) == set(THEIRS)
 
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_files_need_nothing_else(name: str) -> None:
-    """Imports of the standard library, torch and transformers; small enough to be read."""
-    text = file_of(name).read_text()
+    """Imports of the standard library, torch and transformers, all of them used; small enough to be read."""
+    text = text_of(name)
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     for node in ast.walk(ast.parse(text)):
-        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        assert {module.split(".")[0] for module in modules} <= {"types", "typing", "torch", "transformers"}
+        assert not isinstance(node, ast.Import)
+        if isinstance(node, ast.ImportFrom):
+            assert str(node.module).split(".")[0] in {"types", "typing", "torch", "transformers"}
+            assert {alias.asname or alias.name for alias in node.names} <= used
     assert len(text.splitlines()) < 130
+    assert max(map(len, text.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("name", COPIES)
-def test_copies_are_what_they_are_made_of(name: str) -> None:
-    """Each file travels alone, so what several need is in each; `python tests/remote_copies.py` writes them."""
-    assert file_of(name).read_text() == copy_of(name)
-    assert copy_of(name) != file_of(COPIES[name][0].modules).read_text()
+@pytest.mark.parametrize("name", THEIRS)
+def test_files_name_no_other_model(name: str) -> None:
+    """A file made of another's has its own model's name everywhere; only UMT5 runs T5's forward pass."""
+    text, names = text_of(name), MODELS[name]
+    classes = set(re.findall(r"\b(?:source\.|GQA)([A-Z]\w+)", text))
+    assert classes
+    assert all(found.startswith(names.classes) for found in classes)
+    assert set(re.findall(r"([\w-]+)'s (?:own|config|attention|models)", text)) == {names.words}
+    modules = set(re.findall(r"(?:models\.|gqa_)(\w+)", text))
+    assert modules - {"t5" if name == "umt5" else ""} == {name}
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -66,10 +84,10 @@ def test_what_is_written(name: str, converted: dict[str, Path]) -> None:
     """The installed file below a line that says who wrote it; every Auto class of the source is in the config."""
     from transformers.models.auto import modeling_auto
 
-    written = (converted[name] / file_of(name).name).read_text()
+    written = (converted[name] / file_of(name)).read_text()
     first, _, rest = written.partition("\n")
     assert first == f"# Written by gqa-convert {version('gqa-convert')}. It needs nothing but torch and transformers."
-    assert rest == file_of(name).read_text()
+    assert rest == text_of(name)
     config = json.loads((converted[name] / "config.json").read_text())
     assert config["model_type"] == f"gqa_{name}"
     assert config["architectures"] == [f"GQA{THEIRS[name].model_class}"]
@@ -119,7 +137,7 @@ def test_every_auto_class_in_a_fresh_process(converted: dict[str, Path], tmp_pat
         found = [torch.load(path) for path in out.parent.glob("Auto*.pt")]
         assert found
         assert all(error(one, expected) < TOLERANCE for one in found), name
-        assert (out.parent / "saved" / file_of(name).name).is_file()
+        assert (out.parent / "saved" / file_of(name)).is_file()
         saved = json.loads((out.parent / "saved" / "config.json").read_text())
         assert {auto: made.rpartition("--")[2] for auto, made in saved["auto_map"].items()} == json.loads(
             (out / "config.json").read_text()
@@ -183,7 +201,7 @@ def test_training(name: str, converted: dict[str, Path], tmp_path: Path) -> None
     again = load(OURS[name], tmp_path / "saved")
     plain = inputs(THEIRS[name])
     assert error(logits(OURS[name], again, plain), logits(OURS[name], model, plain)) < TOLERANCE
-    assert (tmp_path / "saved" / file_of(name).name).is_file()
+    assert (tmp_path / "saved" / file_of(name)).is_file()
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
 
 
@@ -221,7 +239,7 @@ def test_our_commands_need_no_trust(gpt2: Path, tmp_path: Path) -> None:
         tmp_path / "two", *data, "--steps", 1, "--block-size", 16, "-o", tmp_path / "trained", program="gqa-uptrain"
     )
     assert done.code == 0, done.err
-    assert (tmp_path / "trained" / file_of("gpt2").name).is_file()
+    assert (tmp_path / "trained" / "modeling_gqa_gpt2.py").is_file()
     done = run("--groups", 1, "--verify-load", "-o", tmp_path / "one", tmp_path / "trained")
     assert done.code == 0, done.err
     assert ours(tmp_path / "one").name == "gqa_gpt2"
@@ -229,11 +247,8 @@ def test_our_commands_need_no_trust(gpt2: Path, tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_carried(gpt2: Path, tmp_path: Path) -> None:
     """Where only the model type said which tokenizer it is, the config says it now."""
-    from transformers import AutoTokenizer
-
     out = convert_checkpoint(gpt2, 2, tmp_path / "out").out
-    register("gqa_gpt2")
-    before, after = (AutoTokenizer.from_pretrained(place)("a dog").input_ids for place in (gpt2, out))
+    before, after = (load_tokenizer(read_checkpoint(place))("a dog").input_ids for place in (gpt2, out))
     assert before == after != []
 
 
@@ -307,9 +322,38 @@ def test_heads_of_the_encoder_are_others(tmp_path: Path) -> None:
     assert "its encoder has 8 attention heads, its decoder 4" in done.err
 
 
-def test_registered_classes_are_those_of_the_file() -> None:
-    for name in THEIRS:
-        register(f"gqa_{name}")
-        assert {made.__module__ for _, made in auto_classes(f"gqa_{name}")} == {
-            f"gqa.checkpoint.modelling.modeling_gqa_{name}"
-        }
+REGISTRIES = """
+import importlib, inspect, sys, transformers
+from pathlib import Path
+from transformers.models.auto import configuration_auto, modeling_auto, tokenization_auto
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.read import read_checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
+
+known = [auto._model_mapping for _, auto in inspect.getmembers(modeling_auto) if hasattr(auto, "_model_mapping")]
+known += [configuration_auto.CONFIG_MAPPING, tokenization_auto.TOKENIZER_MAPPING]
+assert len(known) > 30
+root, out = map(Path, sys.argv[1:])
+for folder in ("checkpoint", "corpus", "convert", "uptrain", "eval"):
+    for path in (root / folder).rglob("*.py"):
+        words = ["gqa", *path.relative_to(root).with_suffix("").parts]
+        importlib.import_module(".".join(words).removesuffix(".__init__"))
+model = load_model(str(out))
+assert type(model).__name__ == "GQAGPT2LMHeadModel", type(model)
+assert load_tokenizer(read_checkpoint(out))("a dog").input_ids
+added = [one._extra_content for one in known if getattr(one, "_extra_content", None)]
+assert not added, added
+"""
+
+
+def test_transformers_registries_stay(gpt2: Path, tmp_path: Path) -> None:
+    """Neither importing every module of ours nor loading our classes makes any known to transformers' Auto classes."""
+    out = convert_checkpoint(gpt2, 2, tmp_path / "out").out
+    subprocess.run([sys.executable, "-c", REGISTRIES, ROOT, out], check=True, cwd=tmp_path)
+
+
+def test_the_installed_code_runs(gpt2: Path, tmp_path: Path) -> None:
+    """Not the file beside the weights, whatever that says."""
+    out = convert_checkpoint(gpt2, 2, tmp_path / "out").out
+    (out / "modeling_gqa_gpt2.py").write_text("raise RuntimeError('run')")
+    assert type(load_model(str(out))).__module__ == "gqa.checkpoint.modelling.modeling_gqa_gpt2"

@@ -18,9 +18,8 @@ from tiny_nested import NESTED, REFUSED, UNBUILDABLE
 from tiny_remote import REMOTE
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from gqa.checkpoint.custom_code import register
+from gqa.checkpoint.custom_code import config_class
 
 __all__ = ["QUERY_HEADS", "TINY", "UNBUILDABLE", "Tiny", "build", "config", "inputs", "logits", "model_class"]
 
@@ -46,7 +45,7 @@ def raw_config(tiny: Tiny, kv_heads: int) -> dict[str, Any]:
     raw: dict[str, Any] = copy.deepcopy(dict(tiny.options))
     for path in tiny.owners:
         section = _section(raw, path)
-        cls = CONFIG_MAPPING[section.get("model_type", tiny.model_type)]
+        cls = config_class(section.get("model_type", tiny.model_type))
         given = {cls.attribute_map.get(name, name) for name in section}
         for name, value in COMMON.items():
             target = cls.attribute_map.get(name, name)
@@ -60,8 +59,7 @@ def raw_config(tiny: Tiny, kv_heads: int) -> dict[str, Any]:
 
 def config(tiny: Tiny, kv_heads: int) -> PreTrainedConfig:
     """The config of the model with `kv_heads` key/value heads."""
-    register(tiny.model_type)
-    made = CONFIG_MAPPING[tiny.model_type](**raw_config(tiny, kv_heads))
+    made = config_class(tiny.model_type)(**raw_config(tiny, kv_heads))
     assert isinstance(made, PreTrainedConfig)
     return made
 

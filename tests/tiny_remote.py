@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tiny_configs import Tiny
+
+from gqa.checkpoint import modelling
+from gqa.checkpoint.modelling.text import MODELS
+
+# Those that are another one with other names.
+COPIES = [name for name in MODELS if not (Path(modelling.__path__[0]) / f"{name}.py").is_file()]
 
 
 def _no_kv(kv_heads: int) -> dict[str, Any]:

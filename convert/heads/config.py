@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gqa.checkpoint.custom_code import register
+from gqa.checkpoint.custom_code import config_class
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.convert.heads.families import FAMILIES, NESTED, find_family
 from gqa.convert.heads.family import Edits, Family
@@ -282,11 +282,8 @@ def _quiet_transformers() -> Iterator[None]:
 
 def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
     """transformers' config object; no code of the checkpoint is ever imported."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     refuse_model_type(model_type, None, name)
-    register(model_type)
-    if model_type not in CONFIG_MAPPING:
+    if config_class(model_type) is None:
         remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
         raise RefusedError(
             f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
@@ -302,11 +299,8 @@ def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
 
 def transformers_config(raw: dict[str, Any]) -> Any:
     """The config object of a config.json of a model type that transformers has, or that is ours."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    register(raw["model_type"])
     with _quiet_transformers():
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(_with_floats(copy.deepcopy(raw)))
+        return config_class(raw["model_type"]).from_dict(_with_floats(copy.deepcopy(raw)))
 
 
 def _with_floats(value: Any) -> Any:

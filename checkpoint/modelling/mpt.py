@@ -1,4 +1,3 @@
-# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
 """MPT with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
 by a group of query heads.
 
@@ -8,34 +7,19 @@ heads come out of the cache repeated. The slopes of ALiBi are those of the query
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from transformers import MptConfig
+from torch import Tensor, finfo, nn
 from transformers.models.mpt import modeling_mpt as source
-
-
-class GQAMptConfig(MptConfig):
-    """MPT's config with the number of key/value heads, by default that of the query heads."""
-
-    model_type = "gqa_mpt"
-
-    num_key_value_heads: int | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
 
 
 class GQAMptAttention(source.MptAttention):
     """MPT's attention with G key/value heads, which is also what it caches."""
 
-    def __init__(self, config: GQAMptConfig, layer_idx: int | None = None) -> None:
-        super().__init__(config, layer_idx)
-        groups = config.num_key_value_heads
-        if self.n_heads % groups:
-            raise ValueError(f"num_key_value_heads {groups} does not divide the {self.n_heads} attention heads")
-        self.num_key_value_groups = self.n_heads // groups
-        self.split_size = [self.hidden_size, groups * self.head_dim, groups * self.head_dim]
+    def group(self, heads: int) -> None:
+        """Give an attention module, which has been MPT's own, `heads` key/value heads in a new projection."""
+        if self.n_heads % heads:
+            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.n_heads} attention heads")
+        self.num_key_value_groups = self.n_heads // heads
+        self.split_size = [self.hidden_size, heads * self.head_dim, heads * self.head_dim]
         self.Wqkv = nn.Linear(self.hidden_size, sum(self.split_size), bias=False)
 
     def forward(
@@ -60,39 +44,7 @@ class GQAMptAttention(source.MptAttention):
         if position_bias is not None:
             scores = scores + position_bias[:, :, max(0, position_bias.size(2) - key.size(2)) :]
         if attention_mask is not None:
-            scores = scores.masked_fill(attention_mask, torch.finfo(query.dtype).min)
+            scores = scores.masked_fill(attention_mask, finfo(query.dtype).min)
         weights = scores.float().softmax(dim=-1).to(value.dtype)
         weights = nn.functional.dropout(weights, p=self.attn_dropout_p, training=self.training)
         return self.out_proj((weights @ value).transpose(1, 2).flatten(2)), weights
-
-
-class Grouped(source.MptPreTrainedModel):
-    """What makes any of MPT's models grouped-query ones: their attention is replaced."""
-
-    config_class = GQAMptConfig
-
-    def __init__(self, config: GQAMptConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        for index, block in enumerate(self.base_model.blocks):
-            block.attn = GQAMptAttention(config, layer_idx=index)
-        self.post_init()
-
-
-class GQAMptModel(Grouped, source.MptModel):
-    pass
-
-
-class GQAMptForCausalLM(Grouped, source.MptForCausalLM):
-    pass
-
-
-class GQAMptForSequenceClassification(Grouped, source.MptForSequenceClassification):
-    pass
-
-
-class GQAMptForTokenClassification(Grouped, source.MptForTokenClassification):
-    pass
-
-
-class GQAMptForQuestionAnswering(Grouped, source.MptForQuestionAnswering):
-    pass

@@ -1,16 +1,16 @@
-# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
 """BART with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
 by a group of query heads, in the attention modules that `grouped_attention` names.
 
 Everything is transformers' own BART but the size of the key and value projections.
 """
 
-from types import FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import BartConfig
 from transformers.models.bart import modeling_bart as source
+
+from gqa.checkpoint.modelling.gpt2 import repeating
 
 
 class GQABartConfig(BartConfig):
@@ -25,35 +25,18 @@ class GQABartConfig(BartConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.num_key_value_heads = self.num_key_value_heads or self.decoder_attention_heads
+        query_heads = getattr(self, "decoder_attention_heads", self.num_attention_heads)
+        self.num_key_value_heads = self.num_key_value_heads or query_heads
         self.grouped_attention = list(self.grouped_attention)
-
-
-def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """BART's own function on key and value heads (B, G, S, d) repeated for their queries (B, H, T, d)."""
-    key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
-    return source.eager_attention_forward(module, query, key, value, *args, **kwargs)
-
-
-# What the forward pass below sees as its module: with the function above for the one of the same name, and without a
-# name, by which torch.compile would look for the other one.
-SEEN = {**vars(source), "eager_attention_forward": eager_attention_forward}
-del SEEN["__name__"]
 
 
 class GQABartAttention(source.BartAttention):
     """BART's attention with G key/value heads, which is also what it caches."""
 
-    # BART's own. What transformers has besides eager attention repeats heads by `num_key_value_groups`.
-    forward = FunctionType(
-        source.BartAttention.forward.__code__,
-        SEEN,
-        "forward",
-        source.BartAttention.forward.__defaults__,
-    )
+    forward = repeating(source.BartAttention.forward)
 
     def group(self, heads: int) -> None:
-        """Give an attention module, which may have been BART's own, `heads` key/value heads in new projections."""
+        """Give an attention module, which has been BART's own, `heads` key/value heads in new projections."""
         if self.num_heads % heads:
             raise ValueError(f"num_key_value_heads {heads} does not divide the {self.num_heads} attention heads")
         self.num_key_value_groups = self.num_heads // heads
@@ -71,28 +54,9 @@ class Grouped(source.BartPreTrainedModel):
         super().__init__(config, *args, **kwargs)
         for name, module in list(self.named_modules()):
             if isinstance(module, source.BartAttention):
-                place = "cross" if name.endswith("encoder_attn") else "decoder-self" if module.is_decoder else "encoder"
+                cross = name.endswith(("encoder_attn", "EncDecAttention"))
+                place = "cross" if cross else "decoder-self" if module.is_decoder else "encoder"
                 if place in config.grouped_attention:
                     module.__class__ = GQABartAttention
                     module.group(config.num_key_value_heads)
         self.post_init()
-
-
-class GQABartModel(Grouped, source.BartModel):
-    pass
-
-
-class GQABartForConditionalGeneration(Grouped, source.BartForConditionalGeneration):
-    pass
-
-
-class GQABartForSequenceClassification(Grouped, source.BartForSequenceClassification):
-    pass
-
-
-class GQABartForQuestionAnswering(Grouped, source.BartForQuestionAnswering):
-    pass
-
-
-class GQABartForCausalLM(Grouped, source.BartForCausalLM):
-    pass

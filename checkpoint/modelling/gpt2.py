@@ -1,4 +1,3 @@
-# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
 """GPT-2 with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
 by a group of query heads.
 
@@ -32,30 +31,27 @@ def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tens
     return source.eager_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-# What the forward pass below sees as its module: with the function above for the one of the same name, and without a
-# name, by which torch.compile would look for the other one.
-SEEN = {**vars(source), "eager_attention_forward": eager_attention_forward}
-del SEEN["__name__"]
+def repeating(forward: Any) -> Any:
+    """A forward pass of transformers that calls the function above in place of the one of the same name.
+
+    What transformers has besides eager attention repeats heads by `num_key_value_groups`.
+    """
+    seen = {**forward.__globals__, "eager_attention_forward": eager_attention_forward}
+    del seen["__name__"]  # by which torch.compile would look for the other one
+    return FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__)
 
 
 class GQAGPT2Attention(source.GPT2Attention):
     """GPT-2's attention with G key/value heads, which is also what it caches."""
 
-    # GPT-2's own. What transformers has besides eager attention repeats heads by `num_key_value_groups`.
-    forward = FunctionType(
-        source.GPT2Attention.forward.__code__,
-        SEEN,
-        "forward",
-        source.GPT2Attention.forward.__defaults__,
-    )
+    forward = repeating(source.GPT2Attention.forward)
 
-    def __init__(self, config: GQAGPT2Config, layer_idx: int | None = None) -> None:
-        super().__init__(config, layer_idx=layer_idx)
-        groups = config.num_key_value_heads
-        if self.num_heads % groups:
-            raise ValueError(f"num_key_value_heads {groups} does not divide the {self.num_heads} attention heads")
-        self.num_key_value_groups = self.num_heads // groups
-        self.split_size = [self.embed_dim, groups * self.head_dim, groups * self.head_dim]
+    def group(self, heads: int) -> None:
+        """Give an attention module, which has been GPT-2's own, `heads` key/value heads in a new projection."""
+        if self.num_heads % heads:
+            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.num_heads} attention heads")
+        self.num_key_value_groups = self.num_heads // heads
+        self.split_size = [self.embed_dim, heads * self.head_dim, heads * self.head_dim]
         self.c_attn = Conv1D(sum(self.split_size), self.embed_dim)
 
     def _upcast_and_reordered_attn(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> Any:
@@ -64,32 +60,14 @@ class GQAGPT2Attention(source.GPT2Attention):
 
 
 class Grouped(source.GPT2PreTrainedModel):
-    """What makes any of GPT-2's models grouped-query ones: their self-attention is replaced."""
+    """What makes any of GPT-2's models grouped-query ones: their self-attention modules become such."""
 
     config_class = GQAGPT2Config
 
     def __init__(self, config: GQAGPT2Config, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        for index, block in enumerate(self.base_model.h):
-            block.attn = GQAGPT2Attention(config, layer_idx=index)
+        for module in list(self.modules()):
+            if isinstance(module, source.GPT2Attention) and not getattr(module, "is_cross_attention", False):
+                module.__class__ = GQAGPT2Attention
+                module.group(config.num_key_value_heads)
         self.post_init()
-
-
-class GQAGPT2Model(Grouped, source.GPT2Model):
-    pass
-
-
-class GQAGPT2LMHeadModel(Grouped, source.GPT2LMHeadModel):
-    pass
-
-
-class GQAGPT2ForSequenceClassification(Grouped, source.GPT2ForSequenceClassification):
-    pass
-
-
-class GQAGPT2ForTokenClassification(Grouped, source.GPT2ForTokenClassification):
-    pass
-
-
-class GQAGPT2ForQuestionAnswering(Grouped, source.GPT2ForQuestionAnswering):
-    pass

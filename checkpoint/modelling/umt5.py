@@ -1,0 +1,44 @@
+"""UMT5 with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
+by a group of query heads, in the attention modules that `grouped_attention` names.
+
+Everything is transformers' own UMT5 but the size of the key and value projections, and how many heads they hold.
+Relative positions are those of the query heads.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.t5.modeling_t5 import T5Attention
+from transformers.models.umt5 import modeling_umt5 as source
+
+from gqa.checkpoint.modelling.gpt2 import repeating
+
+
+class GQAUMT5Attention(source.UMT5Attention):
+    """UMT5's attention with G key/value heads, which is also what it caches."""
+
+    # It cuts keys and values into as many heads as there are, UMT5's into as many as queries.
+    attend_like_t5 = repeating(T5Attention.forward)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As UMT5's own: T5's, where each layer has relative positions of its own."""
+        output, _, weights = self.attend_like_t5(
+            hidden_states, attention_mask, encoder_hidden_states, None, past_key_values, **kwargs
+        )
+        return output, weights
+
+    def group(self, heads: int) -> None:
+        """Give an attention module, which has been UMT5's own, `heads` key/value heads in new projections."""
+        if self.n_heads % heads:
+            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.n_heads} attention heads")
+        self.num_key_value_groups = self.n_heads // heads
+        self.gradient_checkpointing = False  # T5's forward pass asks
+        for name in ("k", "v"):
+            setattr(self, name, nn.Linear(self.d_model, heads * self.key_value_proj_dim, bias=False))
