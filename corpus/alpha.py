@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.document import Document
-from gqa.corpus.sources import Source, hash_threshold, is_below, text_digest
-from gqa.corpus.tokens import AddBos, Block, Blocks, Encoder, Ints, TokenisedText, block_of
+from gqa.corpus.sources import Source, hash_threshold
+from gqa.corpus.tokens import Block, Blocks, Encoder, Ints, TokenisedText, block_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,18 +40,11 @@ def n_blocks_for(
 ) -> int:
     """The blocks that training reads: those that fit into alpha x all tokens, into `tokens`, or that `steps` need.
 
-    All tokens are `pretraining_tokens` if given, else `data_tokens`. `blocks_per_step` is the global batch.
-    Raises CorpusError unless exactly one of alpha, tokens and steps is given and comes to at least one block.
+    Of alpha, tokens and steps one is given. All tokens are `pretraining_tokens` if given, else `data_tokens`.
+    `blocks_per_step` is the global batch. Raises CorpusError where it comes to less than one block.
     """
-    given = {"alpha": alpha, "tokens": tokens, "steps": steps}
-    if len(named := [name for name, value in given.items() if value is not None]) != 1:
-        raise CorpusError(
-            f"the length is given by {' and '.join(named) or 'nothing'}; give one of alpha, tokens and steps"
-        )
     if data_tokens < block_size:
         raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {block_size}; use smaller blocks")
-    if pretraining_tokens is not None and alpha is None:
-        raise CorpusError("pretraining_tokens is what alpha is a fraction of; give alpha with it")
     if pretraining_tokens is not None and pretraining_tokens < 1:
         raise CorpusError(f"pretraining_tokens is {pretraining_tokens}; give a number above 0")
     if steps is not None:
@@ -60,8 +52,6 @@ def n_blocks_for(
             raise CorpusError(f"steps is {steps}; give a number above 0")
         return steps * blocks_per_step
     if alpha is not None:
-        if not 0 < alpha <= 1:
-            raise CorpusError(f"alpha is {alpha:g}; it is a fraction of the data, above 0 and at most 1")
         # As it is written: 0.29 of 100 is 29, and not 28 as in binary.
         tokens = int(Fraction(repr(float(alpha))) * (pretraining_tokens or data_tokens))
     assert tokens is not None
@@ -210,9 +200,8 @@ def _merged(text: TokenisedText, sources: list[Ints], shares: list[Fraction], wa
 class StreamedBlocks:
     """The blocks of sources that are too large to be kept: documents in the order of the stream, tokenised on the way.
 
-    A document is read if its `order_hash` is below `alpha` (of 1), so that a larger alpha reads a superset. With
-    `n_blocks` the stream ends there, and sources that are exhausted before begin again; without it, it ends with the
-    first of them. Every rank reads the whole stream and takes its own blocks.
+    With `n_blocks` the stream ends there, and sources that are exhausted before begin again; without it, it ends with
+    the first of them. Every rank reads the whole stream and takes its own blocks.
     """
 
     def __init__(
@@ -221,21 +210,18 @@ class StreamedBlocks:
         tokenizer: PreTrainedTokenizerBase,
         *,
         block_size: int,
-        seed: int = 0,
-        alpha: float = 1.0,
         n_blocks: int | None = None,
         heldout_fraction: float = 0.0,
-        add_bos: AddBos = "auto",
         boundaries: bool = False,
     ) -> None:
         """Raises CorpusError where there are several sources and they have no weights."""
         if len(sources) > 1 and any(source.weight is None for source in sources):
             raise CorpusError("several streams need weights (SPEC@WEIGHT): their sizes are not known")
+        if heldout_fraction:
+            sources = [source.part("train", heldout_fraction) for source in sources]
         self.sources = sources
-        self.encoder = Encoder(tokenizer, add_bos)
-        self.size, self.seed, self.n_blocks, self.boundaries = block_size, seed, n_blocks, boundaries
-        self.threshold, self.heldout = hash_threshold(alpha), hash_threshold(heldout_fraction)
-        self.remainder = 0  # tokens after the last block, once the stream has ended
+        self.encoder = Encoder(tokenizer)
+        self.size, self.n_blocks, self.boundaries = block_size, n_blocks, boundaries
 
     def blocks(self, start: int = 0) -> Iterator[Block]:
         """Blocks from number `start` on. Those before are read too: a stream has no other way to get there."""
@@ -252,7 +238,7 @@ class StreamedBlocks:
         parts: list[NDArray[np.int32]] = []
         held = 0
         for document in self._merged():
-            tokens = document
+            tokens = document  # and then what is left of it
             while held + len(tokens) >= self.size:
                 taken = self.size - held
                 yield block_of([*parts, tokens[:taken]], self.size, self.boundaries)
@@ -260,7 +246,6 @@ class StreamedBlocks:
             if len(tokens):
                 parts.append(tokens)
                 held += len(tokens)
-        self.remainder = held
 
     def _merged(self) -> Iterator[NDArray[np.int32]]:
         """As the function `_merged` does, by a queue of the sources."""
@@ -278,17 +263,7 @@ class StreamedBlocks:
     def _endless(self, source: Source) -> Iterator[NDArray[np.int32]]:
         """The documents of a source that are trained on; again and again where a number of blocks is wanted."""
         while True:
-            count = 0
-            for _, tokens in self.encoder.encode(self._chosen(source)):
-                count += 1
+            for _, tokens in self.encoder.encode(source.documents()):
                 yield np.array(tokens, np.int32)
             if self.n_blocks is None:
                 return
-            if count == 0:
-                raise CorpusError(f"no document of {source.spec} is below alpha or not held out; nothing to train on")
-
-    def _chosen(self, source: Source) -> Iterator[Document]:
-        for found in source.documents():
-            digest = text_digest(found.text)
-            if is_below(order_hash(digest, self.seed), self.threshold) and not is_below(digest, self.heldout):
-                yield found

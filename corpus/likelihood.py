@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,20 +95,17 @@ class ChunkedHead:
         )
 
 
-class _replaced_forward:  # noqa: N801 - reads as a function
-    """`with _replaced_forward(module, function)`: an instance attribute that hides the class' method meanwhile."""
-
-    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
-        self._module, self._function = module, function
-
-    def __enter__(self) -> None:
-        self._before = self._module.__dict__.get("forward")
-        self._module.forward = self._function
-
-    def __exit__(self, *error: object) -> None:
-        del self._module.forward
-        if self._before is not None:
-            self._module.forward = self._before
+@contextmanager
+def _replaced_forward(module: torch.nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """An instance attribute that hides the class' method meanwhile."""
+    before = module.__dict__.get("forward")
+    module.forward = function
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def chunks(count: int, vocabulary: int, device: torch.device | None = None) -> Iterator[slice]:

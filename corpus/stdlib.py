@@ -15,8 +15,6 @@ from typing import Literal
 
 from gqa.corpus.document import Document
 
-__all__ = ["Document", "Split", "is_heldout", "stdlib_documents"]
-
 Split = Literal["train", "heldout"]
 
 HELDOUT_PER_MILLE = 50
@@ -25,18 +23,12 @@ _EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 _EXCLUDED_PACKAGES = frozenset({"encodings", "pydoc_data", "turtledemo", "lib2to3"})
 
 
-def is_heldout(module: str) -> bool:
-    """Whether a module (dotted name) belongs to the held-out split, by the SHA-256 of its name."""
-    digest = hashlib.sha256(module.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % 1000 < HELDOUT_PER_MILLE
+def stdlib_documents(split: Split) -> Iterator[Document]:
+    """The modules of one split in the order of their names. Files that are not UTF-8 are left out.
 
-
-def stdlib_documents(split: Split, root: Path | None = None) -> Iterator[Document]:
-    """The modules of one split in the order of their names.
-
-    `root` is the library's directory (default: the running Python's). Files that are not UTF-8 are left out.
+    Held out are those whose name (dotted) has a SHA-256 that is low.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if _EXCLUDED_PARTS.intersection(parts) or parts[0] in _EXCLUDED_PACKAGES:
@@ -44,7 +36,8 @@ def stdlib_documents(split: Split, root: Path | None = None) -> Iterator[Documen
         if parts[0].startswith(("_sysconfigdata", "config-")):  # describes one machine
             continue
         module = ".".join(parts)
-        if is_heldout(module) != (split == "heldout"):
+        heldout = int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % 1000 < HELDOUT_PER_MILLE
+        if heldout != (split == "heldout"):
             continue
         try:
             text = path.read_text(encoding="utf-8")

@@ -12,7 +12,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +24,9 @@ from gqa.corpus.document import Document
 from gqa.corpus.sources import Source, text_digest
 
 if TYPE_CHECKING:
+    import pyarrow  # type: ignore[import-untyped]
     from transformers import PreTrainedTokenizerBase
 
-AddBos = bool | Literal["auto"]
 Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
@@ -37,42 +38,43 @@ _BATCH_TEXTS, _BATCH_CHARACTERS = 1024, 1 << 22  # tokenised at a time
 class TokenisedText:
     """The documents of a source (or of several, one after the other) as tokens, memory-mapped.
 
-    `pieces[k]`: int32, documents one after the other; document i is tokens `starts[i]` to `starts[i] + lengths[i]` of
-    `pieces[piece_of[i]]`. `digests`: (D, 32) uint8, SHA-256 of each document's text. `sizes`: documents of each source.
+    `tokens`: Arrow's lists of int32, one for each of D documents. `digests`: (D, 32) uint8, SHA-256 of each document's
+    text. `sizes`: documents of each source.
     """
 
-    pieces: list[NDArray[np.int32]]
-    piece_of: Ints
-    starts: Ints
-    lengths: Ints
+    tokens: pyarrow.ChunkedArray
     digests: NDArray[np.uint8]
     sizes: tuple[int, ...]
     fingerprint: str
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.tokens)
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """(D,) tokens of each document."""
+        import pyarrow.compute  # type: ignore[import-untyped]
+
+        lengths: Ints = pyarrow.compute.list_value_length(self.tokens).to_numpy().astype(np.int64)
+        return lengths
 
     def document(self, i: int) -> NDArray[np.int32]:
         """(n,) tokens of document i, BOS and EOS among them."""
-        start = self.starts[i]
-        tokens: NDArray[np.int32] = self.pieces[self.piece_of[i]][start : start + self.lengths[i]]
+        tokens: NDArray[np.int32] = self.tokens[i].values.to_numpy()
         return tokens
 
 
-def tokenise(
-    source: Source, tokenizer: PreTrainedTokenizerBase, *, add_bos: AddBos = "auto", cache_dir: str | None = None
-) -> TokenisedText:
+def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
     """The tokens of a source, from the cache where its content was tokenised before by the same tokenizer.
 
-    `add_bos="auto"` does as the tokenizer does by itself: Llama and Gemma get BOS before each document, GPT-2 and Qwen
-    do not. The cache is that of `datasets` (HF_DATASETS_CACHE) unless `cache_dir` says otherwise; processes that ask
-    for the same at the same time wait for one of them. Raises CorpusError.
+    The cache is that of `datasets` (HF_DATASETS_CACHE); processes that ask for the same at the same time wait for one
+    of them. Raises CorpusError.
     """
     import datasets
 
     if source.streaming:
         raise CorpusError(f"{source.spec} is streamed, and a stream is not kept; read it as StreamedBlocks")
-    encoder = Encoder(tokenizer, add_bos)
+    encoder = Encoder(tokenizer)
     key = f"gqa tokens {_LAYOUT} {source.identify()} {encoder.identify()}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
     features = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")})
@@ -83,45 +85,21 @@ def tokenise(
 
     try:
         with quiet("datasets"):
-            table = datasets.Dataset.from_generator(
-                rows, features=features, cache_dir=cache_dir, fingerprint=fingerprint
-            ).data
+            table = datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint).data
     except datasets.exceptions.DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
-    return _from_columns(table.column("tokens").chunks, table.column("digest").chunks, fingerprint)
-
-
-def _from_columns(tokens: Iterable[Any], digests: Iterable[Any], fingerprint: str) -> TokenisedText:
-    """Views of Arrow's list and binary arrays, one for each record batch."""
-    pieces, piece_of, starts, lengths = [], [], [], []
-    for number, chunk in enumerate(tokens):
-        offsets = chunk.offsets.to_numpy().astype(np.int64)
-        pieces.append(chunk.values.to_numpy(zero_copy_only=True))
-        piece_of.append(np.full(len(chunk), number))
-        starts.append(offsets[:-1])
-        lengths.append(np.diff(offsets))
-    digest = np.frombuffer(b"".join(b"".join(chunk.to_pylist()) for chunk in digests), np.uint8).reshape(-1, 32)
-    return TokenisedText(
-        pieces,
-        np.concatenate(piece_of),
-        np.concatenate(starts),
-        np.concatenate(lengths),
-        digest,
-        (len(digest),),
-        fingerprint,
-    )
+    digests = np.frombuffer(b"".join(table.column("digest").to_pylist()), np.uint8).reshape(-1, 32)
+    return TokenisedText(table.column("tokens"), digests, (len(digests),), fingerprint)
 
 
 def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
     """Several tokenised sources as one; `sizes` remembers how many documents are of each."""
+    import pyarrow
+
     if len(texts) == 1:
         return texts[0]
-    first_piece = np.cumsum([0, *(len(text.pieces) for text in texts)])
     return TokenisedText(
-        [piece for text in texts for piece in text.pieces],
-        np.concatenate([text.piece_of + first for text, first in zip(texts, first_piece, strict=False)]),
-        np.concatenate([text.starts for text in texts]),
-        np.concatenate([text.lengths for text in texts]),
+        pyarrow.chunked_array([chunk for text in texts for chunk in text.tokens.chunks]),
         np.concatenate([text.digests for text in texts]),
         tuple(size for text in texts for size in text.sizes),
         hashlib.sha256(" ".join(text.fingerprint for text in texts).encode()).hexdigest()[:32],
@@ -129,18 +107,17 @@ def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
 
 
 class Encoder:
-    """What a tokenizer makes of documents. Raises CorpusError where it lacks the tokens that are wanted."""
+    """What a tokenizer makes of documents. Raises CorpusError where it has no token to put between them.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, add_bos: AddBos = "auto") -> None:
+    BOS is put before each where the tokenizer does that by itself: of Llama and Gemma, not of GPT-2 and Qwen.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         if tokenizer.eos_token_id is None:
             raise CorpusError("the tokenizer has no EOS token, which is put between documents; set its eos_token")
-        if add_bos is True and tokenizer.bos_token_id is None:
-            raise CorpusError("the tokenizer has no BOS token to put before documents; leave BOS away")
         self.eos: int = tokenizer.eos_token_id
-        self.bos: int | None = None
-        if add_bos is True or (add_bos == "auto" and adds_bos(tokenizer)):
-            self.bos = tokenizer.bos_token_id
+        self.bos: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
         """Each document with its tokens, BOS and EOS among them."""
@@ -193,8 +170,7 @@ class Blocks:
 
     `order`: (N,) document numbers, repeated where there are several epochs. Block b is tokens b * size to
     (b + 1) * size of the stream: {"input_ids": (size,) int64} and, on request, "position_ids" and "document_ids"
-    (size,): see `block_of`. There are `n_blocks` (by default all that fit); `remainder` is how many tokens of the
-    stream are in none.
+    (size,): see `block_of`. There are `n_blocks`, by default all that fit.
     """
 
     text: TokenisedText
@@ -206,24 +182,12 @@ class Blocks:
 
     def __post_init__(self) -> None:
         ends = np.cumsum(self.text.lengths[self.order])
+        tokens = int(ends[-1]) if len(ends) else 0
         object.__setattr__(self, "ends", ends)
-        fitting = self.stream_tokens // self.size
-        if self.n_blocks > fitting:
-            raise ValueError(
-                f"{self.n_blocks} blocks of {self.size} tokens are more than the {self.stream_tokens} there are"
-            )
+        if self.n_blocks > tokens // self.size:
+            raise ValueError(f"{self.n_blocks} blocks of {self.size} tokens are more than the {tokens} there are")
         if self.n_blocks < 0:
-            object.__setattr__(self, "n_blocks", fitting)
-
-    @property
-    def stream_tokens(self) -> int:
-        """Tokens of all documents in the order."""
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    @property
-    def remainder(self) -> int:
-        """Tokens of the stream after the last block."""
-        return self.stream_tokens - self.n_blocks * self.size
+            object.__setattr__(self, "n_blocks", tokens // self.size)
 
     @property
     def fingerprint(self) -> str:

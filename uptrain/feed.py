@@ -106,7 +106,7 @@ def _open_stream(options: TrainOptions, sources: tuple[Source, ...], tokenizer: 
     )  # fmt: skip
     steps = _steps(n_blocks, options, block_size)
     blocks = StreamedBlocks(
-        sources, tokenizer, block_size=block_size, seed=options.seed, n_blocks=steps * options.batch_size,
+        sources, tokenizer, block_size=block_size, n_blocks=steps * options.batch_size,
         heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
     )  # fmt: skip
     told = f"a stream of {', '.join(source.spec for source in sources)}"
@@ -132,9 +132,7 @@ def open_heldout(options: TrainOptions, tokenizer: Any, block_size: int) -> list
     if not sources:
         return []
     if any(source.streaming for source in sources):
-        stream = StreamedBlocks(
-            sources, tokenizer, block_size=block_size, seed=options.seed, boundaries=options.mask_documents
-        )
+        stream = StreamedBlocks(sources, tokenizer, block_size=block_size, boundaries=options.mask_documents)
         found = list(islice(stream.blocks(), wanted))
     else:
         text = concatenate([tokenise(source, tokenizer) for source in sources])
