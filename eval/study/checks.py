@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
-from gqa.eval.study.tradeoff import Point
+import pandas
 
-PAPER = ("mean", "first", "random")
+from gqa.eval.study.tradeoff import heads
+
+PAPER = ["mean", "first", "random"]
+_HOW = ["train", "teacher"]
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """A claim of the paper at one place of the grid; `detail` has the numbers."""
 
     claim: str
@@ -21,93 +22,88 @@ class Check:
     detail: str
 
 
-def checks(found: Sequence[Point]) -> list[Check]:
+def checks(points: pandas.DataFrame) -> list[Check]:
     """All claims that the points have numbers for."""
-    return [*_pooling(found), *_uptraining(found), *_useful_at_once(found), *_more_groups(found), *_decoding(found)]
+    if points.empty:
+        return []
+    paper = points[points.method.isin(PAPER)]
+    paper = paper.assign(method=pandas.Categorical(paper.method, PAPER))  # in this order
+    pooled = paper[paper.method != "random"]
+    return [*_pooling(paper), *_uptraining(paper), *_useful_at_once(pooled), *_more_groups(pooled), *_decoding(points)]
 
 
-def _merged(found: Sequence[Point]) -> dict[tuple[str, str], list[Point]]:
-    """By what is trained and who teaches."""
-    variants: dict[tuple[str, str], list[Point]] = {}
-    for point in found:
-        variants.setdefault((point.train, point.teacher), []).append(point)
-    return variants
+def _table(points: pandas.DataFrame, lines: Sequence[str], across: str, value: str = "loss") -> pandas.DataFrame:
+    return points.pivot(index=list(lines), columns=across, values=value)
 
 
-def _variant(key: tuple[str, str]) -> str:
-    train, teacher = key
+def _how(train: str, teacher: str) -> str:
     return f"{f', {train}' if train != 'all' else ''}{', taught' if teacher != 'none' else ''}"
 
 
-def _pooling(found: Sequence[Point]) -> Iterator[Check]:
-    for key, some in _merged(found).items():
-        for groups, alpha in sorted({(p.groups, p.alpha) for p in some}):
-            at = {p.method: p for p in some if (p.groups, p.alpha) == (groups, alpha) and p.method in PAPER}
-            if len(at) == len(PAPER):
-                losses = [at[method].loss for method in PAPER]
-                yield Check(
-                    "mean before first before random (figure 4)",
-                    f"{_heads(groups)}, alpha {alpha:g}{_variant(key)}",
-                    losses == sorted(losses),
-                    ", ".join(f"{method} {loss:.3f}" for method, loss in zip(PAPER, losses, strict=True)),
-                )
+def _losses(losses: pandas.Series, sign: str = "") -> str:
+    """By the number of heads."""
+    return ", ".join(f"{heads(groups)} {loss:{sign}.3f}" for groups, loss in losses.items())
 
 
-def _uptraining(found: Sequence[Point]) -> Iterator[Check]:
-    for key, some in _merged(found).items():
-        for method, groups in dict.fromkeys((p.method, p.groups) for p in some if p.method in PAPER):
-            at = {p.alpha: p.loss for p in some if (p.method, p.groups) == (method, groups)}
-            if {0.0, 0.05, 0.1} <= at.keys():
-                first, second = at[0.0] - at[0.05], at[0.05] - at[0.1]
-                yield Check(
-                    "5 % of training gains, another 5 % gains less (figure 5)",
-                    f"{method}, {_heads(groups)}{_variant(key)}",
-                    first > 0 and first > second,
-                    f"{first:+.3f} nats gained by alpha 0.05, {second:+.3f} more by 0.1",
-                )
-
-
-def _useful_at_once(found: Sequence[Point]) -> Iterator[Check]:
-    """ "GQA already achieves reasonable performance after conversion while MQA requires uptraining" (section 3.3)."""
-    for method in dict.fromkeys(p.method for p in found if p.method in PAPER[:2]):
-        at = {p.groups: p.increase for p in found if p.method == method and not p.alpha}
-        if 1 in at and len(at) > 1:
-            least = max(groups for groups in at)
-            yield Check(
-                "untrained, groups lose less than a single head (figure 5)",
-                method,
-                at[least] < at[1] / 2,
-                ", ".join(f"{_heads(groups)} {at[groups]:+.3f}" for groups in sorted(at)) + " (agrees below half)",
-            )
-
-
-def _more_groups(found: Sequence[Point]) -> Iterator[Check]:
-    for key, some in _merged(found).items():
-        alpha = max(p.alpha for p in some)
-        for method in dict.fromkeys(p.method for p in some if p.method in PAPER[:2]):
-            at = {p.groups: p.loss for p in some if p.method == method and p.alpha == alpha}
-            if len(at) > 1:
-                losses = [at[groups] for groups in sorted(at)]
-                yield Check(
-                    "more groups, better quality (figure 3, table 1)",
-                    f"{method}, alpha {alpha:g}{_variant(key)}",
-                    losses == sorted(losses, reverse=True),
-                    ", ".join(f"{_heads(groups)} {at[groups]:.3f}" for groups in sorted(at)),
-                )
-
-
-def _decoding(found: Sequence[Point]) -> Iterator[Check]:
-    at = {p.groups: p.decode_seconds for p in found if p.decode_seconds is not None}
-    if len(at) > 2:
-        times = [at[groups] for groups in sorted(at)]
-        steps = [later / earlier for earlier, later in pairwise(times)]
+def _pooling(paper: pandas.DataFrame) -> Iterator[Check]:
+    table = _table(paper, [*_HOW, "groups", "alpha"], "method").reindex(columns=PAPER).dropna()
+    for (train, teacher, groups, alpha), losses in table.iterrows():
         yield Check(
-            "decoding takes longer with more groups, most from the last step (figure 6)",
-            "all methods",
-            times == sorted(times) and steps[-1] == max(steps),
-            ", ".join(f"{_heads(groups)} {at[groups] * 1e3:.2f} ms" for groups in sorted(at)),
+            "mean before first before random (figure 4)",
+            f"{heads(groups)}, alpha {alpha:g}{_how(train, teacher)}",
+            losses.is_monotonic_increasing,
+            ", ".join(f"{method} {loss:.3f}" for method, loss in losses.items()),
         )
 
 
-def _heads(groups: int) -> str:
-    return f"{groups} head{'s' * (groups > 1)}"
+def _uptraining(paper: pandas.DataFrame) -> Iterator[Check]:
+    table = _table(paper, [*_HOW, "groups", "method"], "alpha").reindex(columns=[0.0, 0.05, 0.1]).dropna()
+    for (train, teacher, groups, method), (untrained, five, ten) in table.iterrows():
+        first, second = untrained - five, five - ten
+        yield Check(
+            "5 % of training gains, another 5 % gains less (figure 5)",
+            f"{method}, {heads(groups)}{_how(train, teacher)}",
+            first > 0 and first > second,
+            f"{first:+.3f} nats gained by alpha 0.05, {second:+.3f} more by 0.1",
+        )
+
+
+def _useful_at_once(pooled: pandas.DataFrame) -> Iterator[Check]:
+    """ "GQA already achieves reasonable performance after conversion while MQA requires uptraining" (section 3.3)."""
+    untrained = pooled[pooled.alpha == 0].drop_duplicates(["method", "groups"])
+    for method, increases in _table(untrained, ["method"], "groups", "loss_increase").iterrows():
+        found = increases.dropna()
+        if 1 in found.index and len(found) > 1:
+            yield Check(
+                "untrained, groups lose less than a single head (figure 5)",
+                str(method),
+                found.iloc[-1] < found[1] / 2,
+                f"{_losses(found, '+')} (agrees below half)",
+            )
+
+
+def _more_groups(pooled: pandas.DataFrame) -> Iterator[Check]:
+    longest = pooled[pooled.alpha == pooled.groupby(_HOW).alpha.transform("max")]
+    for (train, teacher, method, alpha), losses in _table(longest, [*_HOW, "method", "alpha"], "groups").iterrows():
+        found = losses.dropna()
+        if len(found) > 1:
+            yield Check(
+                "more groups, better quality (figure 3, table 1)",
+                f"{method}, alpha {alpha:g}{_how(train, teacher)}",
+                found.is_monotonic_decreasing,
+                _losses(found),
+            )
+
+
+def _decoding(points: pandas.DataFrame) -> Iterator[Check]:
+    if "decode_seconds_per_token" not in points:
+        return
+    times = points.dropna(subset="decode_seconds_per_token").groupby("groups").decode_seconds_per_token.first() * 1e3
+    if len(times) > 2:
+        steps = times.diff().dropna()
+        yield Check(
+            "decoding takes longer with more groups, most from the last step (figure 6)",
+            "all methods",
+            times.is_monotonic_increasing and steps.iloc[-1] == steps.max(),
+            ", ".join(f"{heads(groups)} {time:.2f} ms" for groups, time in times.items()),
+        )

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections.abc import Iterable
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import pandas
+
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
 from gqa.eval.report import Table, no_pictures, number
 from gqa.eval.study.checks import checks
-from gqa.eval.study.directory import RECORD, ROWS, Rows, read_record, writing
-from gqa.eval.study.page import page
-from gqa.eval.study.study import Cell
-from gqa.eval.study.tradeoff import Point, points, recommend
+from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
+from gqa.eval.study.tradeoff import points, recommend
 
 BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
+_BYTES, _SPEED = "{kv_bytes_per_token:,}", "{decode_tokens_per_second:,.0f}"
+_CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
+         "alpha": "{alpha:g}"}  # fmt: skip
+_FOUND = {
+    "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}", "above source": "{loss_increase:+.4f}",
+    "95 % of the ratio": "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}", "perplexity": "{perplexity}",
+    "bits/byte": "{bits_per_byte:.4f}", "KL": "{kl:.4f}", "same top": "{top1_agreement:.1%}", "KV bytes/token": _BYTES,
+    "tokens/s": _SPEED, "s converting": "{seconds_converting:,.1f}", "s training": "{seconds_training:,.1f}",
+    "s measuring": "{seconds_evaluating:,.1f}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,17 +39,21 @@ class Results:
     """What a directory holds."""
 
     directory: Path
-    record: dict[str, Any]
-    rows: list[dict[str, Any]]
+    record: Row
+    rows: list[Row]
 
     @cached_property
-    def points(self) -> list[Point]:
+    def points(self) -> pandas.DataFrame:
         return points(self.rows)
 
     @property
-    def source(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.record["source"]
+    def source(self) -> Row:
+        found: Row = self.record["source"]
         return found
+
+    @property
+    def failed(self) -> list[Row]:
+        return [row for row in self.rows if row["error"]]
 
 
 def open_results(directory: Path) -> Results:
@@ -52,66 +69,44 @@ def open_results(directory: Path) -> Results:
 
 def short_table(results: Results) -> Table:
     """What fits into a terminal: losses by method and number of heads, a column for each alpha."""
-    alphas = sorted({point.alpha for point in results.points})
-    found: dict[tuple[int, str], dict[float, Point]] = {}
-    for point in results.points:
-        found.setdefault((point.groups, point.series), {})[point.alpha] = point
-    source = results.source
+    source, found = results.source, results.points
+    alphas = sorted(found["alpha"].unique()) if len(found) else []
     rows = []
-    if not any(series == "source" for _, series in found):
+    if found.empty or "source" not in set(found.series):
+        loss = [f"{source['loss']:.4f}", *[""] * (len(alphas) - 1)]
+        rows.append(("source", f"{source['groups']}", *_shown(source, _BYTES, _SPEED), *loss[: len(alphas)]))
+    for (groups, series), some in found.groupby(["groups", "series"], sort=False) if len(found) else ():
+        losses = {point.alpha: _loss(point) for point in some.itertuples()}
         rows.append(
-            ("source", f"{source['groups']}", *_costs(source), f"{source['loss']:.4f}", *[""] * (len(alphas) - 1))
+            (series, f"{groups}", *_shown(some.iloc[0], _BYTES, _SPEED), *(losses.get(alpha, "") for alpha in alphas))
         )
-    for (groups, series), at in found.items():
-        costs = _costs(next(iter(at.values())).rows[0])
-        rows.append((series, f"{groups}", *costs, *(_loss(at.get(alpha)) for alpha in alphas)))
     header = ("method", "KV heads", "KV bytes/token", "tokens/s", *(f"alpha {alpha:g}" for alpha in alphas))
-    note = "nats per token on held-out text, means over seeds ± half of their range" + _failures(results)
+    note = "nats per token on held-out text, means over seeds ± half of their range"
+    if failed := len(results.failed):
+        note += f"; {failed} of {len(results.rows)} cells failed, as the report says"
     return Table(f"Study of {results.record['identity']['model']}", header, tuple(rows), note)
 
 
-def _costs(row: dict[str, Any]) -> tuple[str, str]:
-    return f"{row['kv_bytes_per_token']:,}", _number(row.get("decode_tokens_per_second"), ",.0f")
+def _loss(point: Any) -> str:
+    return f"{point.loss:.4f}" + (f" ± {(point.highest - point.lowest) / 2:.3f}" if point.seeds > 1 else "")
 
 
-def _loss(point: Point | None) -> str:
-    if point is None:
-        return ""
-    spread = f" ± {(max(point.losses) - min(point.losses)) / 2:.3f}" if len(point.losses) > 1 else ""
-    return f"{point.loss:.4f}{spread}"
-
-
-def _number(value: float | None, how: str) -> str:
-    return "" if value is None else format(value, how)
-
-
-def _failures(results: Results) -> str:
-    failed = sum(bool(row["error"]) for row in results.rows)
-    return f"; {failed} of {len(results.rows)} cells failed, as the report says" if failed else ""
+def _shown(row: Any, *formats: str) -> Iterator[str]:
+    """Empty where the row has no such numbers."""
+    for how in formats:
+        try:
+            yield how.format_map(row)
+        except (KeyError, TypeError):
+            yield ""
 
 
 def _all_rows(results: Results) -> Table:
     """One line a cell."""
-    header = ("method", "KV heads", "seed", "trains", "teacher", "alpha", "train tokens", "nats/token", "above source",
-              "95 % of the ratio", "perplexity", "bits/byte", "KL", "same top", "KV bytes/token", "tokens/s",
-              "s converting", "s training", "s measuring")  # fmt: skip
     rows = []
-    for row in results.rows:
-        cell = Cell.of(row)
-        start = (cell.method, f"{cell.groups}", f"{cell.seed}", cell.train, cell.teacher, f"{cell.alpha:g}")
-        if row["error"]:
-            rows.append((*start, "", "failed", *[""] * (len(header) - len(start) - 2)))
-            continue
-        ratio = f"{row['perplexity_ratio_low']:.4g} - {row['perplexity_ratio_high']:.4g}"
-        rows.append(
-            (
-                *start, f"{row['train_tokens']:,}", f"{row['loss']:.4f}", f"{row['loss_increase']:+.4f}",
-                ratio if row.get("perplexity_ratio_low") else "", number(row["perplexity"]),
-                _number(row["bits_per_byte"], ".4f"), _number(row["kl"], ".4f"), _number(row["top1_agreement"], ".1%"),
-                f"{row['kv_bytes_per_token']:,}", _number(row.get("decode_tokens_per_second"), ",.0f"),
-                *(_number(row.get(f"seconds_{what}"), ",.1f") for what in ("converting", "training", "evaluating")),
-            )
-        )  # fmt: skip
+    for measured in results.rows:
+        row = measured | {"perplexity": number(measured.get("perplexity"))}
+        found = ("", "failed", *[""] * (len(_FOUND) - 2)) if row["error"] else _shown(row, *_FOUND.values())
+        rows.append((*_shown(row, *_CELL.values()), *found))
     text, source = results.source["text"], results.source
     note = (
         f"source: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
@@ -122,58 +117,38 @@ def _all_rows(results: Results) -> Table:
     if "decode_tokens_before" in source:
         batch = results.record["identity"]["decode_batch"]
         note += f"; tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
-    return Table("Cells", header, tuple(rows), note)
+    return Table("Cells", (*_CELL, *_FOUND), tuple(rows), note)
 
 
-def _paper(results: Results) -> Iterable[Table]:
-    found = checks(results.points)
-    if found:
+def _tables(results: Results) -> Iterator[Table]:
+    """All of the report, the short one first."""
+    yield short_table(results)
+    if found := checks(results.points):
         rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
         agreeing = sum(check.agrees for check in found)
         note = f"{agreeing} of {len(found)} agree; numbers are nats per token, of means over seeds"
-        header = ("claim of the GQA paper", "where", "this study", "numbers")
+        header: tuple[str, ...] = ("claim of the GQA paper", "where", "this study", "numbers")
         yield Table("Where this agrees with the paper", header, rows, note)
+    yield _budgets(results)
+    if failed := results.failed:
+        rows = tuple((*_shown(row, *_CELL.values()), row["error"]) for row in failed)
+        yield Table("Cells that failed", (*_CELL, "why"), rows, "the same command tries them again")
+    yield _all_rows(results)
 
 
 def _budgets(results: Results) -> Table:
-    rows = []
+    rows, whole = [], results.source["kv_bytes_per_token"]
     for budget in BUDGETS:
-        chosen = recommend(results.points, results.source["kv_bytes_per_token"], budget).chosen
+        chosen = recommend(results.points, whole, budget).chosen
         if chosen is None:
-            rows.append((f"{budget:g}", "nothing smaller than the source", "", "", "", "", ""))
-            continue
-        share = chosen.kv_bytes / results.source["kv_bytes_per_token"]
-        rows.append(
-            (f"{budget:g}", chosen.series, f"{chosen.groups}", f"{chosen.alpha:g}", f"{chosen.kv_bytes:,}",
-             f"{share:.0%}", f"{max(chosen.increases):+.4f}")
-        )  # fmt: skip
+            found = ["nothing smaller than the source", *[""] * 5]
+        else:
+            share = chosen.kv_bytes_per_token / whole
+            names = "{series}", "{groups}", "{alpha:g}", _BYTES
+            found = [*_shown(chosen, *names), f"{share:.0%}", f"{chosen.worst:+.4f}"]
+        rows.append((f"{budget:g}", *found))
     header = ("nats above source, at most", "method", "KV heads", "alpha", "KV bytes/token", "of the source", "above")
     return Table("The smallest cache within a budget", header, tuple(rows), "of the worst seed")
-
-
-def _errors(results: Results) -> Iterable[Table]:
-    rows = tuple(
-        (row["method"], f"{row['groups']}", f"{row['seed']}", row["train"], row["teacher"], f"{row['alpha']:g}",
-         row["error"])
-        for row in results.rows if row["error"]
-    )  # fmt: skip
-    if rows:
-        header = ("method", "KV heads", "seed", "trains", "teacher", "alpha", "why")
-        yield Table("Cells that failed", header, rows, "the same command tries them again")
-
-
-def _lead(results: Results) -> str:
-    runs = [run for run in results.record["runs"] if run["cells"]]
-    seconds = sum(run["seconds"] for run in runs)
-    commands = "\n".join(f"    {command}" for command in dict.fromkeys(one_line(run["command"], 4000) for run in runs))
-    return f"{commands}\n\n{len(results.rows)} cells, measured in {seconds:,.0f} seconds."
-
-
-def _foot(results: Results) -> str:
-    run = results.record["runs"][-1]
-    versions = ", ".join(f"{name} {found}" for name, found in run["versions"].items())
-    commit = f", commit {run['git']}" if run.get("git") else ""
-    return f"{run['created']}, {run['device']}, {run['threads']} threads; {versions}{commit}."
 
 
 def write_study_report(results: Results) -> list[str]:
@@ -194,14 +169,45 @@ def _make(results: Results, directory: Path) -> list[str]:
     if not (remark := no_pictures()):
         from gqa.eval.study.plots import draw_study
 
-        pictures = draw_study(results.points, results.source, directory)
+        pictures = draw_study(results.rows, results.source, directory)
     title = f"{results.record['identity']['model']}: methods, groups and training"
-    tables = [short_table(results), *_paper(results), _budgets(results), *_errors(results), _all_rows(results)]
-    lead, foot = _lead(results), _foot(results)
+    runs = [run for run in results.record["runs"] if run["cells"]]
+    commands = list(dict.fromkeys(one_line(run["command"], 4000) for run in runs))
+    lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
+    last = results.record["runs"][-1]
+    versions = ", ".join(f"{name} {found}" for name, found in last["versions"].items())
+    commit = f", commit {last['git']}" if last.get("git") else ""
+    made = f"{last['created']}, {last['device']}, {last['threads']} threads; {versions}{commit}."
+    feet, tables = [*filter(None, [remark]), made], list(_tables(results))
     shown = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
     first, *others = [table.markdown() for table in tables]
-    markdown = [f"# {title}", lead, first, *shown, *others, *filter(None, [remark]), foot]
-    write_text(directory / "report.md", "\n\n".join(markdown) + "\n")
-    files = [(directory / f"{name}.svg", caption) for name, caption in pictures]
-    write_text(directory / "report.html", page(title, lead, tables, files, " ".join(filter(None, [remark, foot]))))
+    indented = "\n".join(f"    {command}" for command in commands)
+    write_text(
+        directory / "report.md", "\n\n".join([f"# {title}", indented, lead, first, *shown, *others, *feet]) + "\n"
+    )
+    figures = [{"caption": text, "data": _base64(directory / f"{name}.svg")} for name, text in pictures]
+    html = page(title=title, commands=commands, lead=lead, tables=tables, figures=figures, foot=" ".join(feet))
+    write_text(directory / "report.html", html)
     return sorted(path.name for path in directory.iterdir())
+
+
+def _base64(path: Path) -> str:
+    return b64encode(path.read_bytes()).decode()
+
+
+def page(**shown: Any) -> str:
+    """A whole HTML document; page.html.jinja says of what. Text is escaped."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment.filters["kinds"] = _kinds
+    return environment.get_template("page.html.jinja").render(shown)
+
+
+def _kinds(table: Table) -> list[str]:
+    """Of its columns: numbers, of which a few may be words as `failed` is; words on one line; or longer words."""
+
+    def kind(column: Sequence[str]) -> str:
+        if 2 * sum(bool(re.search("[a-z]{3}", cell)) for cell in column) <= len(column):
+            return "numbers"
+        return "words" if max(map(len, column)) <= 30 else "long words"
+
+    return [kind(column) for column in zip(*table.rows, strict=True)]

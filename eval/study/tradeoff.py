@@ -6,74 +6,56 @@ import math
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import Any
+
+import pandas
 
 from gqa.convert.methods import ALIGNING
 from gqa.convert.summary import size
-from gqa.eval.study.study import UNMERGED, Cell
+from gqa.eval.study.directory import Row
+from gqa.eval.study.study import TRAINING, UNMERGED, Cell
 from gqa.uptrain.options import TrainOptions
 
-Row = dict[str, Any]
+Point = Any  # a line of `points`
+_POINT = ["groups", "method", "train", "teacher", "alpha"]
 
 
-@dataclass(frozen=True)
-class Point:
-    """One combination; losses are nats per token, one of each seed, `increases` those above the source's."""
-
-    method: str
-    groups: int
-    train: str
-    teacher: str
-    alpha: float
-    losses: tuple[float, ...]
-    increases: tuple[float, ...]
-    kv_bytes: int
-    decode_seconds: float | None
-    train_tokens: int
-    rows: tuple[Row, ...]
-
-    @property
-    def loss(self) -> float:
-        """Mean over the seeds."""
-        return sum(self.losses) / len(self.losses)
-
-    @property
-    def increase(self) -> float:
-        return sum(self.increases) / len(self.increases)
-
-    @property
-    def series(self) -> str:
-        """The method, and what else is unusual about how it is trained."""
-        name = "source" if self.method == "none" else self.method
-        return ", ".join([name, *[self.train] * (self.train != "all"), *["taught"] * (self.teacher != "none")])
-
-    def mean(self, column: str) -> float | None:
-        """Of a column over the seeds; None where one has none."""
-        found = [row.get(column) for row in self.rows]
-        return None if any(value is None for value in found) else sum(map(float, found)) / len(found)  # type: ignore[arg-type]
-
-    def __str__(self) -> str:
-        trained = f"alpha {self.alpha:g}" if self.alpha else "untrained"
-        return f"{self.series}, {self.groups} KV head{'s' * (self.groups > 1)}, {trained}"
+def measured(rows: Iterable[Row]) -> pandas.DataFrame:
+    """Rows without an error, in the order of the grid. `series`: the method, and what is unusual about its training."""
+    frame = pandas.DataFrame(sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order))
+    return frame.assign(series=[_series(Cell.of(row)) for _, row in frame.iterrows()])
 
 
-def points(rows: Iterable[Row]) -> list[Point]:
-    """Rows without an error, those that differ in the seed alone as one; in the order of the grid."""
-    cells = sorted(
-        ((Cell.of(row)._replace(seed=0), row) for row in rows if not row["error"]), key=lambda pair: pair[0].order
-    )
-    found = []
-    for cell, some in groupby(cells, key=lambda pair: pair[0]):
-        same = tuple(row for _, row in some)
-        found.append(
-            Point(
-                cell.method, cell.groups, cell.train, cell.teacher, cell.alpha, tuple(row["loss"] for row in same),
-                tuple(row["loss_increase"] for row in same), same[0]["kv_bytes_per_token"],
-                same[0].get("decode_seconds_per_token"), same[0]["train_tokens"], same,
-            )
-        )  # fmt: skip
-    return found
+def _series(cell: Cell) -> str:
+    name = "source" if cell.method == "none" else cell.method
+    return ", ".join([name, *[cell.train] * (cell.train != "all"), *["taught"] * (cell.teacher != "none")])
+
+
+def points(rows: Iterable[Row]) -> pandas.DataFrame:
+    """One line a combination, in the order of the grid: the row of its first seed, but over all `seeds`
+
+    `loss` (nats per token) and `loss_increase` (above the source's) are means, `lowest`, `highest` and `worst` (of the
+    increases) extremes.
+    """
+    frame = measured(rows)
+    if frame.empty:
+        return frame
+    seeds = frame.groupby(_POINT, sort=False)
+    loss, increase = seeds["loss"], seeds["loss_increase"]
+    found = frame.drop_duplicates(_POINT).set_index(_POINT)
+    return found.assign(
+        seeds=seeds.size(), loss=loss.mean(), lowest=loss.min(), highest=loss.max(), loss_increase=increase.mean(),
+        worst=increase.max(),
+    ).reset_index()  # fmt: skip
+
+
+def heads(groups: int) -> str:
+    return f"{groups} KV heads" if groups > 1 else "1 KV head"
+
+
+def name(point: Point) -> str:
+    trained = f"alpha {point.alpha:g}" if point.alpha else "untrained"
+    return f"{point.series}, {heads(point.groups)}, {trained}"
 
 
 def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
@@ -98,81 +80,83 @@ class Recommendation:
         return "\n".join(self.lines)
 
 
-def recommend(found: Sequence[Point], source_bytes: int, budget: float) -> Recommendation:
+def recommend(found: pandas.DataFrame, source_bytes: int, budget: float) -> Recommendation:
     """The smallest KV cache whose loss, of its worst seed, is at most `budget` nats above the source's; of those with
     the same cache what trains on the fewest tokens, and then what loses least.
     """
-    smaller = [point for point in found if point.kv_bytes < source_bytes]
-    within = [point for point in smaller if max(point.increases) <= budget]
-    limit = f"{budget:g} nats per token above the source"
-    if not smaller:
+    smaller = found[found.kv_bytes_per_token < source_bytes] if len(found) else found
+    if smaller.empty:
         return Recommendation(None, ("nothing with a smaller KV cache than the source's was measured",))
-    if not within:
-        closest = min(smaller, key=lambda point: max(point.increases))
+    within = smaller[smaller.worst <= budget]
+    limit = f"{budget:g} nats per token above the source"
+    if within.empty:
+        closest = _best(smaller, "worst")
         return Recommendation(
             None,
             (
                 f"nothing that was measured is within {limit}",
-                f"closest     {closest}: {_increase(closest)} with {_cache(closest, source_bytes)}",
+                f"closest     {name(closest)}: {_increase(closest)} with {_cache(closest, source_bytes)}",
                 "allow more with --max-loss-increase, or add longer training, a teacher or methods to the study",
             ),
         )
-    chosen = min(within, key=lambda point: (point.kv_bytes, point.train_tokens, point.loss))
+    chosen = _best(within, "kv_bytes_per_token", "train_tokens", "loss")
+    below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
+    same = within[within.kv_bytes_per_token == chosen.kv_bytes_per_token]
+    none = "none has a smaller cache"
+    if len(below):
+        best = _best(below, "worst")
+        none = f"none of those with a smaller cache: at best {name(best)} with {_increase(best)}"
     lines = [
-        f"recommended {chosen}: {_cache(chosen, source_bytes)}, {_increase(chosen)}",
-        f"why         {len(within)} of {len(smaller)} combinations are within {limit}, {_smaller(chosen, smaller)}",
+        f"recommended {name(chosen)}: {_cache(chosen, source_bytes)}, {_increase(chosen)}",
+        f"why         {len(within)} of {len(smaller)} combinations are within {limit}, {none}",
     ]
-    if equal := [point for point in within if point.kv_bytes == chosen.kv_bytes and point is not chosen]:
-        least = min(equal, key=lambda point: point.loss)
-        better = f"; {least} is better with {_increase(least)}" if least.loss < chosen.loss else ""
-        lines.append(f"            of {len(equal) + 1} with that cache it trains on the fewest tokens{better}")
+    if len(same) > 1:
+        least = _best(same, "loss")
+        better = f"; {name(least)} is better with {_increase(least)}" if least.loss < chosen.loss else ""
+        lines.append(f"            of {len(same)} with that cache it trains on the fewest tokens{better}")
     return Recommendation(chosen, (*lines, *(f"            {line}" for line in commands(chosen))))
 
 
+def _best(found: pandas.DataFrame, *by: str) -> Point:
+    return found.sort_values(list(by), kind="stable").iloc[0]
+
+
 def _cache(point: Point, source_bytes: int) -> str:
-    return f"{size(point.kv_bytes)} of KV cache a token ({point.kv_bytes / source_bytes:.0%} of the source's)"
+    kept = point.kv_bytes_per_token
+    return f"{size(kept)} of KV cache a token ({kept / source_bytes:.0%} of the source's)"
 
 
 def _increase(point: Point) -> str:
-    worst = f" (worst of {len(point.increases)} seeds {max(point.increases):+.4f})" if len(point.increases) > 1 else ""
-    return f"{point.increase:+.4f} nats per token{worst}"
-
-
-def _smaller(chosen: Point, smaller: Sequence[Point]) -> str:
-    below = [point for point in smaller if point.kv_bytes < chosen.kv_bytes]
-    if not below:
-        return "none has a smaller cache"
-    best = min(below, key=lambda point: max(point.increases))
-    return f"none of those with a smaller cache: at best {best} with {_increase(best)}"
+    worst = f" (worst of {point.seeds} seeds {point.worst:+.4f})" if point.seeds > 1 else ""
+    return f"{point.loss_increase:+.4f} nats per token{worst}"
 
 
 def commands(point: Point) -> list[str]:
     """What makes the checkpoint of a point again."""
-    row = point.rows[0]
-    words = ["gqa-convert", row["model"], "--groups", row["groups"]]
-    out = f"{row['model'].split('/')[-1]}-gqa{row['groups']}"
-    if row["method"] not in UNMERGED:
-        words += ["--method", row["method"], "--seed", row["seed"]]
-    if row["method"] in ALIGNING and row["grouping"] != "contiguous":
-        words += ["--grouping", row["grouping"]]
-    if row["method"] in ("calibrated", "refined"):
-        words += ["--calibration", row["calibration"], "--calibration-tokens", row["calibration_tokens"]]
-        words += ["--calibration-length", row["calibration_length"], "--ridge", row["ridge"]]
-    if row["method"] == "refined":
-        words += ["--refine-steps", row["refine_steps"], "--refine-batch", row["refine_batch"]]
-        words += ["--refine-learning-rate", row["refine_learning_rate"]]
-        words += ["--refine-precision", row["refine_precision"]]
-    found = [shlex.join(map(str, [*words, "-o", out]))]
-    if point.alpha:
-        words = ["gqa-uptrain", out]
-        for source in row["data"].split(","):
-            words += ["--data", source]
-        names = ("alpha", "field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup",
-                 "batch_size", "block_size", "optimizer", "weight_decay", "precision", "train", "seed")  # fmt: skip
+    model, method = point["model"], point["method"]
+    out = f"{model.split('/')[-1]}-gqa{point['groups']}"
+    words = ["gqa-convert", model, "--groups", point["groups"]]
+    if method not in UNMERGED:
+        words += ["--method", method, "--seed", point["seed"]]
+    names: list[str] = []
+    if method in ALIGNING and point["grouping"] != "contiguous":
+        names += ["grouping"]
+    if method in ("calibrated", "refined"):
+        names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
+    if method == "refined":
+        names += ["refine_steps", "refine_batch", "refine_learning_rate", "refine_precision"]
+    found = [[*words, *_options(point, names), "-o", out]]
+    if point["alpha"]:
         defaults = {field.name: field.default for field in fields(TrainOptions)}
-        for name in names:
-            if row.get(name) not in (None, defaults[name]):
-                words += [f"--{name.replace('_', '-')}", row[name]]
-        words += ["--teacher", row["model"]] if row["teacher"] == "source" else []
-        found.append(shlex.join(map(str, [*words, "-o", f"{out}-trained"])))
-    return found
+        given = [name for name in ("alpha", *TRAINING[1:], "train", "seed") if point.get(name) != defaults[name]]
+        words = ["gqa-uptrain", out]
+        for source in point["data"].split(","):
+            words += ["--data", source]
+        words += _options(point, [name for name in given if pandas.notna(point.get(name))])
+        words += ["--teacher", model] if point["teacher"] == "source" else []
+        found.append([*words, "-o", f"{out}-trained"])
+    return [shlex.join(map(str, line)) for line in found]
+
+
+def _options(point: Point, names: Iterable[str]) -> list[Any]:
+    return [word for name in names for word in (f"--{name.replace('_', '-')}", point[name])]
