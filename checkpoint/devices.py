@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import RefusedError, explain
 
 # Of torch's allocators of the machine's memory (Linux and macOS, Windows), of MPS and of cuBLAS.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -17,12 +17,14 @@ def default_device() -> str:
 
 
 def find_device(name: str | None) -> str:
-    """The device of that name, or the default. Raises RefusedError where there is none."""
+    """The device of that name, or the default. Raises RefusedError where it is not there or cannot hold numbers."""
+    if name is None:
+        return default_device()
     try:
-        torch.empty(0, device=name or default_device())
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise RefusedError(f"--device {name} is not there; {default_device()} is") from None
-    return name or default_device()
+        torch.zeros(1, device=name).item()
+    except Exception as error:  # each backend has its own
+        raise RefusedError(f"--device {name} cannot be used: {explain(error)}; {default_device()} can") from None
+    return name
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -254,38 +254,32 @@ def copy_range(
     stop: threading.Event | None = None,
 ) -> None:
     """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
-    copiers = [copier for copier in (_copy_file_range, _sendfile, _read_write) if copier is not None]
+    copier = _copy_file_range or _read_write
     done = 0
     while done < count:
         if stop and stop.is_set():
             raise CancelledError
         try:
-            moved = copiers[0](source.fileno(), target.fileno(), offset + done, min(CHUNK, count - done))
+            moved = copier(source.fileno(), target.fileno(), offset + done, min(CHUNK, count - done))
         except OSError as error:
-            if len(copiers) == 1 or error.errno not in _UNSUPPORTED:
+            if copier is _read_write or error.errno not in _UNSUPPORTED:
                 raise
-            copiers.pop(0)  # this file system or kernel cannot: the next way down
-            continue
-        if moved == 0 and len(copiers) > 1:
-            copiers.pop(0)  # some file systems answer 0 instead of an error
-            continue
-        if moved == 0:
+            moved = 0
+        if moved:
+            done += moved
+            drop_written(target)
+            progress(moved)
+        elif copier is _read_write:
             raise OutputError(f"{source.name} became shorter while it was copied")
-        done += moved
-        drop_written(target)
-        progress(moved)
+        else:  # this kernel or file system cannot; some answer 0 instead of an error
+            copier = _read_write
 
 
 _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
-Copier = Callable[[int, int, int, int], int]
 
 
 def _via_copy_file_range(source: int, target: int, offset: int, count: int) -> int:
     return os.copy_file_range(source, target, count, offset_src=offset)
-
-
-def _via_sendfile(source: int, target: int, offset: int, count: int) -> int:
-    return os.sendfile(target, source, offset, count)
 
 
 def _read_write(source: int, target: int, offset: int, count: int) -> int:
@@ -297,9 +291,7 @@ def _read_write(source: int, target: int, offset: int, count: int) -> int:
     return len(data)
 
 
-_copy_file_range: Copier | None = _via_copy_file_range if hasattr(os, "copy_file_range") else None
-# Between two files only Linux has it.
-_sendfile: Copier | None = _via_sendfile if sys.platform == "linux" else None
+_copy_file_range = _via_copy_file_range if hasattr(os, "copy_file_range") else None
 
 
 def drop_written(stream: BinaryIO) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.devices import find_device
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.corpus.likelihood import ChunkedHead
@@ -62,13 +63,7 @@ class Row:
 def usable_device(asked: str | None) -> str:
     """The device to run on: this rank's, unless another is asked for. Raises RefusedError where it cannot be used."""
     own = ranks().device
-    if asked is None or asked == own.type:
-        return str(own)
-    try:
-        torch.zeros(1, device=asked).item()
-    except Exception as error:  # each backend has its own
-        raise RefusedError(f"--device {asked} cannot be used: {_first_line(error)}") from None
-    return asked
+    return str(own) if asked is None or asked == own.type else find_device(asked)
 
 
 def load(subject: Subject, options: Options) -> PreTrainedModel:

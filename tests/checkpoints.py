@@ -176,6 +176,15 @@ def load(directory: Path) -> Tensors:
     return made
 
 
+def contents(directory: Path) -> dict[str, str]:
+    """SHA-256 of the files that are the same in every run: not of the two that state a time or a name."""
+    return {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in ("gqa_conversion.json", "README.md")
+    }
+
+
 def snapshot(directory: Path) -> dict[str, str]:
     """Every path below a directory with the SHA-256 of its bytes (or where it links to), its mode and its time."""
 

@@ -1,8 +1,33 @@
 """What holds for every test."""
 
+from __future__ import annotations
+
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from hub_server import Hub, Machine
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    """A stand-in for the Hugging Face hub on this machine."""
+    from hub_server import hub_server
+
+    with hub_server() as server:
+        yield server
+
+
+@pytest.fixture
+def machine(tmp_path: Path, hub: Hub) -> Machine:
+    """A fresh machine that knows this hub."""
+    from hub_server import Machine
+
+    return Machine(tmp_path, hub.endpoint)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import random
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import leftovers, llama, run, snapshot, weights
+from checkpoints import contents, leftovers, llama, run, snapshot, weights
 from processes import Running, Server
 from test_hostile import check_refused
 
@@ -26,15 +25,6 @@ from gqa.checkpoint import write as writer
 from gqa.checkpoint.errors import OutputError
 from gqa.convert import convert_checkpoint, verify
 from gqa.convert import merge as rewrite
-
-
-def contents(directory: Path) -> dict[str, str]:
-    """Hashes of the files that are the same in every run: not the two that state a time or a name."""
-    return {
-        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name not in ("gqa_conversion.json", "README.md")
-    }
 
 
 def small(directory: Path, seed: int = 0) -> Path:
@@ -353,30 +343,6 @@ def test_failed_second_rename_is_undone(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "rename", fail)
     assert run("--groups", 2, "--overwrite", "-o", out, model).code == 1
     assert snapshot(tmp_path) == before
-
-
-def refusing(number: int) -> Any:
-    def copier(source: int, target: int, offset: int, count: int) -> int:
-        if number:
-            raise OSError(number, os.strerror(number))
-        return 0
-
-    return copier
-
-
-@pytest.mark.parametrize("number", [0, errno.EXDEV, errno.ENOSYS, errno.EINVAL])
-@pytest.mark.parametrize("refused", [["_copy_file_range"], ["_copy_file_range", "_sendfile"]])
-def test_ways_down_where_the_kernel_cannot(tmp_path: Path, monkeypatch: Any, number: int, refused: list[str]) -> None:
-    for name in refused:
-        monkeypatch.setattr(writer, name, refusing(number))
-    data = random.Random(1).randbytes(100_000)
-    (tmp_path / "a").write_bytes(data)
-    moved: list[int] = []
-    with (tmp_path / "a").open("rb") as source, (tmp_path / "b").open("wb", buffering=0) as target:
-        target.write(b"head")
-        writer.copy_range(source, target, 7, 90_000, moved.append, threading.Event())
-    assert (tmp_path / "b").read_bytes() == b"head" + data[7:90_007]
-    assert sum(moved) == 90_000
 
 
 def test_source_that_became_shorter(tmp_path: Path) -> None:

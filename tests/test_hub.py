@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import INDEX, SINGLE, Result, edit_json, llama, load, run, snapshot, weights, write_raw
-from hub_server import Hub, Machine, hub_server
+from hub_server import Hub, Machine
 
 NAME = "lab/tiny-llama"
 FIRST_BYTES = 2**16  # of a shard, all that a dry run may fetch
 CLOSED = "http://127.0.0.1:9"  # nothing listens on the port of the discard service
 SHARDS = [f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)]
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with hub_server() as server:
-        yield server
-
-
-@pytest.fixture
-def machine(tmp_path: Path, hub: Hub) -> Machine:
-    return Machine(tmp_path, hub.endpoint)
 
 
 def model(directory: Path, shards: int = 2, **changes: Any) -> Path:

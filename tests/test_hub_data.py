@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from hub_server import Hub, Machine, hub_server
+from hub_server import Hub, Machine
 
 
 def lines(path: Path, *rows: object) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with hub_server() as server:
-        yield server
 
 
 # Each line of its input is a spec and options; each line of its output is the texts, or what was refused.
@@ -51,8 +43,7 @@ def data_set(directory: Path) -> Path:
     return directory
 
 
-def test_hub(tmp_path: Path, hub: Hub) -> None:
-    machine = Machine(tmp_path, hub.endpoint)
+def test_hub(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     hub.repo("lab/data", data_set(tmp_path / "data"), token="hf_secret")
     hub.repo("lab/gated", data_set(tmp_path / "gated"), gated=True)
     (tmp_path / "broken").mkdir()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gqa.checkpoint.read import Checkpoint, read_json
+from gqa.checkpoint.tokenizers import load_tokenizer
 
 _FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 _CONFIG, _WHOLE = "tokenizer_config.json", "tokenizer.json"
@@ -50,10 +51,8 @@ def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) 
 
     A tokenizer that cannot be loaded is carried along as it is.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.directory))
+        tokenizer = load_tokenizer(checkpoint)
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         files = {} if whole else {_WHOLE: tokenizer.backend_tokenizer.to_str(pretty=True)}
     except Exception:  # whatever a library raises about files that it cannot read
