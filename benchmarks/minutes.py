@@ -72,11 +72,12 @@ def train(options: dict[str, Any], start: Path, out: Path, steps: int, precision
     from accelerate.state import AcceleratorState
 
     from gqa.uptrain.options import TrainOptions
-    from gqa.uptrain.run import prepare, run
+    from gqa.uptrain.run import uptrain
+    from gqa.uptrain.setup import prepare
 
     AcceleratorState._reset_state(reset_partial_state=True)  # the run before had another precision
     started = time.perf_counter()
-    run(prepare(TrainOptions(
+    uptrain(prepare(TrainOptions(
         model=str(start), output=out, data=(f"self:{options['train_tokens']}",), steps=steps, teacher=options["model"],
         train="attention", block_size=options["length"], batch_size=BATCH, learning_rate=options["learning_rate"],
         schedule="linear", warmup=5, precision=precision, heldout_tokens=options["length"], overwrite=True,

@@ -128,7 +128,7 @@ def open_setup(options: dict[str, Any], scratch: Path) -> Any:
     from dataclasses import replace
 
     from gqa.uptrain.options import TrainOptions
-    from gqa.uptrain.run import prepare
+    from gqa.uptrain.setup import prepare
 
     chosen = TrainOptions(
         model=options["model"], output=scratch / "out", data=("stdlib:train",), block_size=options["block_size"],
@@ -144,7 +144,7 @@ def bare_loop(setup: Any) -> Train:
 
     model, device = setup.model.train(), setup.accelerator.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    batches = [micro["input_ids"] for (micro,) in setup.feed.batches(0, 0, 1, setup.micro)]
+    batches = [micro["input_ids"] for (micro,) in setup.dataloader.batches(0, 0, 1, setup.micro)]
 
     def run(clock: Clock) -> tuple[float, float | None]:
         first = None
@@ -165,7 +165,7 @@ def bare_loop(setup: Any) -> Train:
 
 
 def ours(setup: Any) -> Train:
-    from gqa.uptrain.run import run as uptrain
+    from gqa.uptrain.run import uptrain
 
     def run(clock: Clock) -> tuple[float, float | None]:
         records: list[dict[str, Any]] = []
@@ -185,10 +185,10 @@ def trainer(setup: Any) -> Train:
     import torch
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    options, blocks = setup.options, setup.feed.blocks
+    options, blocks = setup.options, setup.dataloader.blocks
     arguments = TrainingArguments(
         output_dir=str(options.output.with_name("trainer")), per_device_train_batch_size=setup.micro,
-        max_steps=setup.feed.steps, learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95,
+        max_steps=setup.dataloader.steps, learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95,
         weight_decay=0.1, optim="adamw_torch_fused", bf16=options.precision == "bf16",
         save_strategy="no", report_to="none", disable_tqdm=True,
         use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=False,

@@ -25,9 +25,9 @@ def without_place(word: str) -> str:
     return option + (Path(path).name if Path(path).is_absolute() else path)
 
 
-def source_card(source: Checkpoint) -> tuple[dict[str, Any], str]:
-    """Metadata and text of a checkpoint's README.md; of one that this tool wrote only the part of the original model's
-    card, so that cards do not grow with every step.
+def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any], str]:
+    """Metadata and text of a checkpoint's README.md. Unless the `whole` of it is wanted, only the part of the original
+    model's card of one that this tool wrote, so that cards do not grow with every step.
     """
     from huggingface_hub import ModelCard
 
@@ -41,4 +41,4 @@ def source_card(source: Checkpoint) -> tuple[dict[str, Any], str]:
     except Exception:  # a card that cannot be parsed is carried along as it is
         pass
     own, mark, original = text.partition(SOURCE_CARD)
-    return metadata, (original if mark else own).strip()
+    return metadata, (text if whole else original if mark else own).strip()

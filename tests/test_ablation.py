@@ -162,13 +162,13 @@ def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch
         result = ablate(tmp_path / "study", methods="mean")
     assert (result.code, result.err) == (143, "gqa-ablate: stopped; the same command continues\n")
     assert len(rows(tmp_path / "study")) == 2
-    trained = study_cells.train_prepared
+    trained = study_cells.train
 
     def noting(setup: Any, **options: Any) -> Any:
-        began.append(options["resume"])
+        began.append(setup.resume)
         return trained(setup, **options)
 
-    monkeypatch.setattr(study_cells, "train_prepared", noting)
+    monkeypatch.setattr(study_cells, "train", noting)
     measured(tmp_path / "study", methods="mean")
     assert began == [True]
     assert without_speed(tmp_path / "study") == without_speed(study())[:3]

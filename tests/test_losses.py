@@ -10,6 +10,7 @@ from tiny_models import TINY, build
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import training_model
 from transformers import PreTrainedModel
 
 import gqa.corpus.likelihood
@@ -17,7 +18,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import nats
 from gqa.uptrain.losses import chunked_sum, distillation
 from gqa.uptrain.scope import unreached
-from gqa.uptrain.training_model import TrainingModel, check_documents_apart, matching_error, predictions, split_batch
+from gqa.uptrain.training_model import check_documents_apart, matching_error, predictions, split_batch
 
 VOCABULARY = 96
 # Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
@@ -52,7 +53,7 @@ def of_training_model(
     model: PreTrainedModel, given: dict[str, Tensor], **options: Any
 ) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and its gradients as training computes them."""
-    loss, told = TrainingModel(model, **options)(**given)
+    loss, told = training_model(model, **options)(**given)
     (loss / told[0]).backward()
     return float(loss.detach() / told[0]), gradients(model)
 
@@ -99,13 +100,13 @@ def test_distillation_equals_that_on_whole_logits(name: str, weight: float, temp
     assert loss == pytest.approx(float(expected), abs=1e-5)
     assert_close(found, wanted)
     assert not gradients(teacher)
-    _, told = TrainingModel(model, teacher)(**given)
+    _, told = training_model(model, teacher)(**given)
     assert float(told[1] / told[0]) == pytest.approx(float(likelihood), abs=1e-5)
 
 
 def test_the_teacher_is_no_part_of_the_model() -> None:
     model, teacher = made("llama"), made("llama", seed=1).eval()
-    training = TrainingModel(model, teacher)
+    training = training_model(model, teacher)
     assert {name.removeprefix("model.") for name in training.state_dict()} == set(model.state_dict())
     training.train()
     assert not teacher.training
@@ -139,7 +140,7 @@ class Widest(TorchDispatchMode):
 @pytest.mark.parametrize("taught", [False, True])
 def test_nothing_of_width_v_is_held_for_a_batch(monkeypatch: pytest.MonkeyPatch, taught: bool) -> None:
     model, teacher = made("gemma2"), made("gemma2", seed=1).eval() if taught else None
-    training, given = TrainingModel(model, teacher), batch(8)
+    training, given = training_model(model, teacher), batch(8)
     training(**batch(1))  # the heads are checked on the first input
     matrix = 32  # the gradient of the head is of width V too
     for rows, most in ((16, max(16, matrix)), (100, 100), (999, 8 * 32)):
@@ -184,7 +185,7 @@ def test_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gradient_is_taken_once() -> None:
-    loss, _ = TrainingModel(made("llama"))(**batch())
+    loss, _ = training_model(made("llama"))(**batch())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already taken"):
         loss.backward()
@@ -193,7 +194,7 @@ def test_a_gradient_is_taken_once() -> None:
 def test_autocast_loses_no_gradient() -> None:
     """The first input is also the one that the head is checked on, without gradients, in the same region."""
     model = made("llama+tied")
-    training, found = TrainingModel(model), []
+    training, found = training_model(model), []
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             loss, told = training(**batch())
@@ -219,20 +220,20 @@ def packed(lengths: list[int]) -> dict[str, Tensor]:
 def test_documents_in_a_block_are_as_apart(attention: str, lengths: list[int]) -> None:
     """Loss and gradients are the sums of those of each document alone: none sees, or predicts into, another."""
     model, given = made("llama", attention=attention), packed(lengths)
-    loss, told = TrainingModel(model)(**given)
+    loss, told = training_model(model)(**given)
     loss.backward()
     found = gradients(model)
     expected = torch.zeros(())
     for ids in given["input_ids"].split(lengths, dim=1):
         if ids.shape[1] > 1:
-            alone, _ = TrainingModel(model)(input_ids=ids)
+            alone, _ = training_model(model)(input_ids=ids)
             alone.backward()
             expected = expected + alone.detach()
     wanted = gradients(model)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert_close({k: v / 30 for k, v in found.items()}, {k: v / 30 for k, v in wanted.items()})
     assert int(told[0]) == sum(lengths) - len(lengths) == predictions(given)
-    unmasked, _ = TrainingModel(model)(input_ids=given["input_ids"])
+    unmasked, _ = training_model(model)(input_ids=given["input_ids"])
     assert float(unmasked) != pytest.approx(float(expected), rel=1e-2)
 
 
@@ -251,7 +252,7 @@ def test_what_counts() -> None:
 def test_a_block_without_predictions_is_nothing() -> None:
     """Every document one token long: no loss, no gradient, no division by zero."""
     model = made("llama")
-    loss, told = TrainingModel(model)(**packed([1, 1, 1]))
+    loss, told = training_model(model)(**packed([1, 1, 1]))
     loss.backward()
     assert (float(loss), float(told[0])) == (0, 0)
     assert all(not tensor.any() for tensor in gradients(model).values())
@@ -267,11 +268,11 @@ def test_classes_that_keep_documents_apart(name: str) -> None:
 @pytest.mark.parametrize("name", ["jamba", "falcon_h1", "falcon"])
 def test_classes_that_do_not_are_refused(name: str) -> None:
     with pytest.raises(RefusedError, match="does not keep documents apart; use --attention sdpa"):
-        TrainingModel(made(name))(**packed([9, 24]))
+        training_model(made(name))(**packed([9, 24]))
 
 
 def matched(match: str, model: PreTrainedModel, teacher: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    training = TrainingModel(model, teacher, match=match, match_weight=0.5)
+    training = training_model(model, teacher, match=match, match_weight=0.5)
     found: tuple[Tensor, Tensor] = training(**batch())
     return found
 
@@ -297,7 +298,7 @@ def test_matching_by_hand(match: str) -> None:
     errors = [(a - b).square().sum(-1) / b.square().sum(-1) for a, b in zip(*outputs, strict=True)]
     expected = torch.stack(errors).mean(0).sum()
     loss, told = matched(match, model, teacher)
-    plain, _ = TrainingModel(model, teacher)(**batch())
+    plain, _ = training_model(model, teacher)(**batch())
     assert float(told[3]) == pytest.approx(float(expected), rel=1e-5)
     assert float(loss) == pytest.approx(float(plain + 0.5 * expected), rel=1e-5)
     loss.backward()
@@ -309,7 +310,7 @@ def test_matching_by_hand(match: str) -> None:
 
 def test_matching_does_not_depend_on_what_else_is_in_the_batch() -> None:
     model, teacher = made("llama"), made("llama", seed=1).eval()
-    training, given = TrainingModel(model, teacher, match="attention"), batch(4)
+    training, given = training_model(model, teacher, match="attention"), batch(4)
     whole = training(**given)[1]
     parts = sum(training(input_ids=given["input_ids"][i : i + 1])[1] for i in range(4))
     assert torch.allclose(whole, parts, rtol=1e-5)
@@ -342,8 +343,8 @@ def test_models_that_do_not_correspond_are_refused() -> None:
 
 def test_what_fsdp_gathers_one_at_a_time() -> None:
     """Classes that are there; accelerate refuses names that are not."""
-    assert TrainingModel(made("llama"))._no_split_modules == ["LlamaDecoderLayer"]
-    assert "Gemma3DecoderLayer" in TrainingModel(made("gemma3"))._no_split_modules
+    assert training_model(made("llama"))._no_split_modules == ["LlamaDecoderLayer"]
+    assert "Gemma3DecoderLayer" in training_model(made("gemma3"))._no_split_modules
 
 
 def test_unreached_parameters() -> None:

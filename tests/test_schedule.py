@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tiny_models import TINY, build
 from torch import nn
+from training import training_model
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.schedule import SCHEDULES, Schedule, rate_factor, warmup_steps
 from gqa.uptrain.scope import decay_groups
-from gqa.uptrain.training_model import TrainingModel
 
 
 def rates(schedule: Schedule, steps: int, **options: Any) -> list[float]:
@@ -67,7 +67,7 @@ def names_of(model: nn.Module, group: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize("name", ["llama+bias", "gemma2", "olmo2", "cohere+qk_norm", "mixtral", "stablelm+qk_norm"])
 def test_norms_and_biases_do_not_decay(name: str) -> None:
     """Cohere's norms of heads are matrices, and experts are three-dimensional."""
-    model = TrainingModel(build(TINY[name], 2))
+    model = training_model(build(TINY[name], 2))
     decayed, others = decay_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     one, other = names_of(model, decayed), names_of(model, others)
@@ -79,7 +79,7 @@ def test_norms_and_biases_do_not_decay(name: str) -> None:
 
 
 def test_what_is_frozen_is_in_no_group() -> None:
-    model = TrainingModel(build(TINY["llama"], 2))
+    model = training_model(build(TINY["llama"], 2))
     model.requires_grad_(False)
     kept = model.model.lm_head.weight.requires_grad_(True)
     assert [list(map(id, group["params"])) for group in decay_groups(model, 0.1)] == [[id(kept)], []]

@@ -22,13 +22,13 @@ from training import (
     infinite_gradient,
     metrics,
     tiny_checkpoint,
+    trained,
     words_for,
     write_corpus,
 )
 
 from gqa.uptrain.loop import Progress
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.run import uptrain
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,7 +100,7 @@ def train(place: Path, out: Path, **options: Any) -> tuple[Progress, dict[int, d
         records.append({key: record[key] for key in ("step", "loss", "learning_rate", "gradient_norm")})
 
     given = {"data": (str(place / "data.jsonl"),), "batch_size": 2, "learning_rate": 1e-3} | options
-    progress, _ = uptrain(TrainOptions(str(place / "model"), out, **given), after_step=after_step)
+    progress, _ = trained(TrainOptions(str(place / "model"), out, **given), after_step=after_step)
     return progress, weights, records
 
 
@@ -225,7 +225,7 @@ def bad_models(place: Path, root: Path) -> dict[str, tuple[dict[str, Any], str]]
         "teacher": ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),
         "teacher's tokens": ({"teacher": other}, "the teacher other has other tokens than the model's"),
         "teacher's layers": ({"teacher": deep, "match": "hidden"}, "do not correspond in model.layers.2"),
-        "no tokenizer": ({"model": bare}, "bare has no tokenizer; copy its source's tokenizer files into it"),
+        "no tokenizer": ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         "no model": ({"model": root / "nothing"}, "there is no directory"),
         "output is there": ({"output": full}, "full exists; choose another output with -o"),
         "output is the model": ({"output": place / "model"}, "is the model itself or inside it"),
@@ -268,6 +268,38 @@ def test_no_compiler(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     done = command(place, tmp_path / "out", steps=1, compile=True)
     check_refused(done, "--compile: torch.compile does not work here")
     assert list(tmp_path.iterdir()) == []
+
+
+NO_MEMORY = {
+    "GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB"),
+    "CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+}
+
+
+@pytest.mark.parametrize("error", NO_MEMORY.values(), ids=NO_MEMORY)
+@pytest.mark.parametrize("where", ["step", "documents", "state", "compiler"])
+def test_out_of_memory(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
+) -> None:
+    """It is said as what it is, with the batch and what to lower, and not as a fault of a class, disk or compiler."""
+
+    def fail(*given: Any, **how: Any) -> Any:
+        raise error
+
+    import gqa.uptrain.training_model as module
+
+    owner, name = {
+        "step": (module, "next_token_loss"), "documents": (torch, "allclose"), "state": (torch, "save"),
+        "compiler": (torch, "compile"),
+    }[where]  # fmt: skip
+    monkeypatch.setattr(owner, name, (lambda function: fail) if where == "compiler" else fail)
+    done = command(
+        place, tmp_path / "out", steps=1, batch_size=4, micro_batch=2, save_every=1,
+        mask_documents=where == "documents", compile=where == "compiler",
+    )  # fmt: skip
+    batch = "training, 2 blocks of 64 tokens at a time on cpu; lower --micro-batch (now 2) or --block-size (now 64), or"
+    check_refused(done, f"out of memory while {'preparing the model' if where == 'compiler' else batch}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_space(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +367,7 @@ def test_tensorboard(place: Path, tmp_path: Path) -> None:
 
 def test_a_teacher_is_loaded_on_every_rank(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older transformers leave it empty on all but one where FSDP is told to load the model once."""
-    import gqa.uptrain.run as module
+    import gqa.uptrain.setup as module
 
     load, told = module._load, []
 

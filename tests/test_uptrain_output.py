@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
-from training import alone, tiny_checkpoint, write_corpus
+from training import alone, tiny_checkpoint, trained, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError
@@ -27,8 +27,9 @@ from gqa.convert import convert_checkpoint
 from gqa.uptrain.export import _write_weights, check_exportable
 from gqa.uptrain.lora import merged
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.run import prepare, run, uptrain
+from gqa.uptrain.run import uptrain
 from gqa.uptrain.scope import attention_parameters
+from gqa.uptrain.setup import prepare
 
 __all__ = ["alone"]  # a fixture
 pytestmark = pytest.mark.usefixtures("alone")
@@ -62,7 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", KINDS)
 def test_the_output_is_as_the_source(place: Path, tmp_path: Path, name: str) -> None:
     source = tiny_checkpoint(tmp_path / "source", name, **KINDS[name])
-    uptrain(options(place, source, tmp_path / "out"))
+    trained(options(place, source, tmp_path / "out"))
     before, after = load(source), load(tmp_path / "out")
     assert shapes(after) == shapes(before)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
@@ -113,7 +114,7 @@ def test_odd_sources(place: Path, tmp_path: Path) -> None:
             if path.name != "tokenizer.model":
                 path.unlink()
         save_file(tensors, source / kind) if kind.endswith("rs") else torch.save(tensors, source / kind)
-        uptrain(options(place, source, tmp_path / kind))
+        trained(options(place, source, tmp_path / kind))
         after = load_file(tmp_path / kind / "model.safetensors")
         assert shapes(after) == shapes(tensors)
         assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
@@ -150,7 +151,7 @@ def test_modes_follow_the_umask(place: Path, tmp_path: Path, mask: int) -> None:
     source = tiny_checkpoint(tmp_path / "source")
     before = os.umask(mask)
     try:
-        uptrain(options(place, source, tmp_path / "out", train="lora", keep_adapter=True, heldout_fraction=0.3))
+        trained(options(place, source, tmp_path / "out", train="lora", keep_adapter=True, heldout_fraction=0.3))
     finally:
         os.umask(before)
     for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
@@ -170,7 +171,7 @@ def test_exactly_what_was_asked_for_trains(place: Path, tmp_path: Path, name: st
     """Separate, fused, fused by group, with biases, under other names than are stored."""
     source = tiny_checkpoint(tmp_path / "source", name, dtype="bfloat16")
     setup = prepare(options(place, source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0))
-    run(setup)
+    uptrain(setup)
     before, after = load(source), load(tmp_path / "out")
     assert shapes(before) == shapes(after)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
@@ -197,7 +198,7 @@ def test_merged_adapters_are_the_adapted_model(place: Path, tmp_path: Path) -> N
     source = tiny_checkpoint(tmp_path / "source", "qwen2")
     given = options(place, source, tmp_path / "out", train="lora", lora_rank=4, keep_adapter=True, learning_rate=0.05)
     setup = prepare(given)
-    run(setup)
+    uptrain(setup)
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
         adapted = setup.model.eval()(ids, use_cache=False).logits
@@ -239,7 +240,7 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     teacher = str(source)
     words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={teacher}", "--alpha", "0.5"]
     given = options(place, tmp_path / "converted", first, alpha=0.1, steps=None, heldout_fraction=0.3, teacher=teacher)
-    _, record = uptrain(given, words=words)
+    _, record = trained(given, words=words)
     assert record == json.loads((first / "gqa_uptraining.json").read_text())
     assert record["command"] == "gqa-uptrain converted --data data.jsonl --teacher=source --alpha 0.5"
     assert record["conversion"]["tool"] == "gqa-convert"
@@ -258,7 +259,7 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     assert "model-index" not in text
     (first / "training_log.jsonl").write_text("of somebody else")
     for before, after in ((first, second), (second, third)):
-        uptrain(options(place, before, after))
+        trained(options(place, before, after))
         record = json.loads((after / "gqa_uptraining.json").read_text())
         assert record["trained_before"]["tool"] == "gqa-uptrain"
         assert record["conversion"]["tool"] == "gqa-convert"
@@ -269,7 +270,7 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_without_a_card(place: Path, tmp_path: Path) -> None:
-    uptrain(options(place, tiny_checkpoint(tmp_path / "source"), tmp_path / "out"))
+    trained(options(place, tiny_checkpoint(tmp_path / "source"), tmp_path / "out"))
     assert (tmp_path / "out" / "README.md").read_text().rstrip().endswith("```")
 
 

@@ -102,6 +102,22 @@ def words_for(model: Path, data: Path, out: Path, **options: Any) -> list[str]:
     return words
 
 
+def trained(options: Any, **how: Any) -> Any:
+    """What a run of these options returns: how it went, and its record."""
+    from gqa.uptrain.run import uptrain
+    from gqa.uptrain.setup import prepare
+
+    return uptrain(prepare(options), **how)
+
+
+def training_model(model: Any, teacher: Any = None, **options: Any) -> Any:
+    """The module that is trained, with these options."""
+    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.training_model import TrainingModel
+
+    return TrainingModel(model, teacher, TrainOptions("model", Path("out"), **options))
+
+
 def metrics(path: Path) -> list[dict[str, Any]]:
     """What metrics.jsonl tells, without what depends on the machine."""
     timed = ("tokens_per_second", "memory_bytes", "mfu")
@@ -255,7 +271,7 @@ def shard(load_once: bool = False) -> None:
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    import gqa.uptrain.run as module
+    import gqa.uptrain.setup as module
 
     def make(**options: Any) -> Accelerator:
         accelerator = Accelerator(**options)

@@ -44,7 +44,7 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
     """README.md: the source card's metadata kept, what was trained on how much, and the source's card below it."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    metadata, text = source_card(source)
+    metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
     metadata.pop("model-index", None)  # results of other weights
     data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata.get("tags", []), _TAG]))})
     lines = [f"# {name}", "", _told(source, record), "", "```", record["command"], "```"]

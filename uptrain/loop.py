@@ -8,23 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import Tensor
 
-from gqa.corpus.tokens import Block
-from gqa.uptrain.feed import Feed, stack
+from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
 from gqa.uptrain.lora import merged
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import rate_factor, warmup_steps
 from gqa.uptrain.scope import decay_groups
-from gqa.uptrain.state import States, check_same_run
+from gqa.uptrain.setup import Setup
+from gqa.uptrain.state import check_same_run
 from gqa.uptrain.training_model import Batch, TrainingModel, predictions
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 Weights = dict[str, Tensor]
 # Called after a step with its number, the record of metrics.jsonl and a function that gives the weights then.
@@ -70,57 +69,52 @@ def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.O
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
-def train(
-    accelerator: Accelerator,
-    model: TrainingModel,
-    feed: Feed,
-    heldout: list[Block],
-    options: TrainOptions,
-    *,
-    micro: int,
-    states: States,
-    log: Callable[[int], Log],
-    resume: bool = False,
-    after_step: AfterStep | None = None,
-) -> tuple[Progress, Weights]:
-    """Train over the feed's steps; returns how it went and the weights (adapters apart), whole on the main process.
+def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = None) -> tuple[Progress, Weights]:
+    """Train a setup that is `held`; returns how it went and the weights (adapters apart), whole on the main process.
 
-    `log` makes the log once it is known where the run starts. Raises RefusedError (a state of another run),
-    DivergedError, StoppedError, and OutputError where no state can be saved.
+    No checkpoint is written. Raises RefusedError (a state of another run, or too little memory), DivergedError,
+    StoppedError, and OutputError where no state can be saved.
     """
-    wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, options))
-    progress = _resume(accelerator, states, feed, options) if resume else Progress()
-    if progress.step == 0 and heldout:
-        progress.heldout_before = heldout_loss(accelerator, wrapped, heldout, micro)
-    told = log(progress.step)
-    warmup = warmup_steps(options.warmup, options.schedule, feed.steps)
-    saved = time.monotonic()
-    wrapped.train()
-    with _signals() as signalled:
-        batches = feed.batches(progress.step, accelerator.process_index, accelerator.num_processes, micro)
-        for step, micro_batches in enumerate(batches, progress.step):
-            rate = options.learning_rate * rate_factor(step, feed.steps, options.schedule, warmup, options.decay)
-            sums, norm = _step(accelerator, wrapped, optimizer, micro_batches, rate, options.clip)
-            told.trained(feed.tokens_per_step)
-            _count(progress, sums, norm, feed, options)
+    options, accelerator, dataloader = setup.options, setup.accelerator, setup.dataloader
+    set_seed(options.seed, device_specific=True)  # dropout differs between ranks
+    training = TrainingModel(setup.model, setup.teacher, options)
+    with _trackers(setup):
+        with setup.memory_explained():
+            model, optimizer = accelerator.prepare(training, make_optimizer(training, options))
+            progress = _resume(setup) if setup.resume else Progress()
+        if progress.step == 0 and setup.heldout:
+            progress.heldout_before = heldout_loss(setup, model)
+        log = Log(accelerator, setup.metrics, dataloader.steps, progress.step, setup.parameters, quiet)
+        warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
+        saved = time.monotonic()
+        model.train()
+        with _signals() as signalled:
+            ranks = accelerator.process_index, accelerator.num_processes
+            for step, micro_batches in enumerate(dataloader.batches(progress.step, *ranks, setup.micro), progress.step):
+                factor = rate_factor(step, dataloader.steps, options.schedule, warmup, options.decay)
+                rate = options.learning_rate * factor
+                with setup.memory_explained():
+                    sums, norm = _step(accelerator, model, optimizer, micro_batches, rate, options.clip)
+                log.trained(dataloader.tokens_per_step)
+                numbers = _count(progress, sums, norm, rate, setup)
 
-            numbers = _numbers(sums, norm, rate, progress, feed)
-            last = progress.step == feed.steps
-            if heldout and (last or (options.eval_every and progress.step % options.eval_every == 0)):
-                progress.heldout_after = numbers["heldout_loss"] = heldout_loss(accelerator, wrapped, heldout, micro)
-            record = told.step(progress.step, numbers)
-            if after_step:
-                after_step(progress.step, record, lambda: merged(weights(accelerator, wrapped)))
+                last = progress.step == dataloader.steps
+                if setup.heldout and (last or (options.eval_every and progress.step % options.eval_every == 0)):
+                    progress.heldout_after = numbers["heldout_loss"] = heldout_loss(setup, model)
+                record = log.step(progress.step, numbers)
+                if after_step:
+                    after_step(progress.step, record, lambda: merged(weights(accelerator, model)))
 
-            stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved, last))
-            if stop or due:
-                states.save(accelerator, _record(progress, feed, options))
-                saved = time.monotonic()
-            if stop:
-                raise StoppedError(stop, progress.step)
-            told.begin()
-    told.close()
-    return progress, weights(accelerator, wrapped)
+                stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved, last))
+                if stop or due:
+                    with setup.memory_explained():
+                        setup.states.save(accelerator, vars(progress) | _identity(setup))
+                    saved = time.monotonic()
+                if stop:
+                    raise StoppedError(stop, progress.step)
+                log.begin()
+        log.close()
+        return progress, weights(accelerator, model)
 
 
 def _step(
@@ -168,19 +162,25 @@ def _zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
 
 
-def _count(progress: Progress, sums: Tensor, norm: float, feed: Feed, options: TrainOptions) -> None:
-    progress.step, progress.tokens = progress.step + 1, progress.tokens + feed.tokens_per_step
+def _count(progress: Progress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
+    """Note a step in `progress`; returns its numbers as they are told."""
+    tokens = setup.dataloader.tokens_per_step
+    nats, divergence, matching = _per_prediction(sums)
+    progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
     if _is_finite(sums, norm):
-        progress.skipped_in_a_row = 0
-        progress.loss = _per_prediction(sums)[0]
-        return
-    progress.skipped += 1
-    progress.skipped_in_a_row += 1
-    if progress.skipped_in_a_row >= options.patience:
+        progress.skipped_in_a_row, progress.loss = 0, nats
+    else:
+        progress.skipped, progress.skipped_in_a_row = progress.skipped + 1, progress.skipped_in_a_row + 1
+    if progress.skipped_in_a_row >= setup.options.patience:
         raise DivergedError(
             f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
             "what was saved before is kept. Lower --learning-rate, lengthen --warmup or use bf16 instead of fp16"
         )
+    told = {"distillation": divergence, "matching": matching}
+    return {
+        "tokens": progress.tokens, "step_tokens": tokens, "loss": nats, "learning_rate": rate, "gradient_norm": norm,
+        "skipped": progress.skipped, **{name: value for name, value in told.items() if value},
+    }  # fmt: skip
 
 
 def _per_prediction(sums: Tensor) -> list[float]:
@@ -189,30 +189,19 @@ def _per_prediction(sums: Tensor) -> list[float]:
     return [value / max(count, 1.0) for value in others]
 
 
-def _numbers(sums: Tensor, norm: float, rate: float, progress: Progress, feed: Feed) -> dict[str, float]:
-    nats, divergence, matching = _per_prediction(sums)
-    numbers = {
-        "tokens": progress.tokens, "step_tokens": feed.tokens_per_step, "loss": nats,
-        "learning_rate": rate, "gradient_norm": norm, "skipped": progress.skipped,
-    }  # fmt: skip
-    if divergence:
-        numbers["distillation"] = divergence
-    if matching:
-        numbers["matching"] = matching
-    return numbers
-
-
 @torch.no_grad()
-def heldout_loss(accelerator: Accelerator, model: Any, blocks: list[Block], micro: int) -> float:
+def heldout_loss(setup: Setup, model: Any) -> float:
     """Mean nats per token over blocks that are never trained on, shared by the ranks."""
     model.eval()
+    accelerator, blocks, micro = setup.accelerator, setup.heldout, setup.micro
     device, ranks, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
     sums = _zeros(2, device)
     # All ranks make the same number of passes (FSDP waits for them); one without a block repeats and does not count.
     for start in range(0, len(blocks), micro * ranks):
         own = blocks[start + rank * micro : start + (rank + 1) * micro]
         batch = {name: tensor.to(device) for name, tensor in stack(own or blocks[:1]).items()}
-        _, numbers = model(**batch)
+        with setup.memory_explained():
+            _, numbers = model(**batch)
         if own:
             sums += numbers[:2]
     sums = accelerator.reduce(sums, "sum")
@@ -233,14 +222,15 @@ def _is_due(options: TrainOptions, step: int, saved: float, last: bool) -> bool:
     return bool(options.save_minutes and (last or time.monotonic() - saved > 60 * options.save_minutes))
 
 
-def _record(progress: Progress, feed: Feed, options: TrainOptions) -> dict[str, Any]:
-    return {**vars(progress), "options": options.binding(), "data": feed.fingerprint}
+def _identity(setup: Setup) -> dict[str, Any]:
+    """What a state must have in common with the run that continues it."""
+    return {"options": setup.options.binding(), "data": setup.dataloader.fingerprint}
 
 
-def _resume(accelerator: Accelerator, states: States, feed: Feed, options: TrainOptions) -> Progress:
-    path, record = states.latest(whole=accelerator.is_main_process)
-    check_same_run(path, record, options.binding(), feed.fingerprint)
-    accelerator.load_state(str(path))
+def _resume(setup: Setup) -> Progress:
+    path, record = setup.states.latest(whole=setup.accelerator.is_main_process)
+    check_same_run(path, record, _identity(setup))
+    setup.accelerator.load_state(str(path))
     return Progress(**{name: record[name] for name in vars(Progress())})
 
 
@@ -251,6 +241,19 @@ def _agree(accelerator: Accelerator, signalled: list[int], due: bool) -> tuple[i
         return number, due
     told = accelerator.gather(torch.tensor([[number, due]], device=accelerator.device))
     return int(told[:, 0].max()), bool(told[:, 1].max())
+
+
+@contextmanager
+def _trackers(setup: Setup) -> Iterator[None]:
+    """Those of --report-to are open, and closed also where the run stops."""
+    if setup.options.report_to:
+        described = {name: str(value) for name, value in setup.options.binding().items()}
+        setup.accelerator.init_trackers("gqa-uptrain", config=described)
+    try:
+        yield
+    finally:
+        if setup.options.report_to:
+            setup.accelerator.end_training()
 
 
 @contextmanager

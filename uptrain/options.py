@@ -1,23 +1,51 @@
-"""Everything that decides a training run, as one value; what must be equal for a run to be continued."""
+# ruff: noqa: RUF009 - what _option returns is a field, made once for each
+"""Everything that decides a training run, as one value and as options of the command; what must be equal for a run to
+be continued. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import click
+
+from gqa.checkpoint.console import Option
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.sources import is_self, self_tokens
 from gqa.uptrain.schedule import Schedule
-from gqa.uptrain.scope import Scope
 
 Precision = Literal["no", "bf16", "fp16"]
-# Where a run is kept and what is told of it may change between a run and its continuation.
-_FREE = frozenset(
-    {"output", "save_every", "save_minutes", "keep_last", "keep_state", "eval_every", "report_to", "overwrite",
-     "micro_batch", "checkpointing", "compile", "attention", "patience", "keep_adapter"}
-)  # fmt: skip
+Scope = Literal["all", "attention", "kv", "lora"]
+
+
+class Count(click.ParamType[int]):
+    """`500M`, `1B`."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", str(value).strip().upper())
+        if match is None or float(match[1]) == 0:
+            self.fail(f"{value!r} is not a number of tokens; give one like 65536, 500M or 1B", param, ctx)
+        return int(float(match[1]) * 1000 ** (" KMBT".index(match[2] or " ")))
+
+
+def _option(default: Any, help: str | None = None, *flags: str, free: bool = False, **how: Any) -> Any:
+    """A field that is an option too: `flags` besides its own name, and `how` click takes it beyond what its type says.
+
+    `free`: may change between a run and its continuation, as it is about where the run is kept and what is told of it.
+    """
+    return field(default=default, metadata={"flags": flags, "click": {"help": help, **how}, "free": free})
+
+
+_ABOVE_ZERO, _FROM_ZERO, _SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0), click.FloatRange(0, 1)
+_FROM_ONE = click.IntRange(1)
+_DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False), "metavar": "DIR", "required": True}
+_SOURCES: dict[str, Any] = {"metavar": "SOURCE", "required": True}
 
 
 @dataclass(frozen=True)
@@ -25,58 +53,89 @@ class TrainOptions:
     """See `gqa-uptrain --help`. Batches are counted in blocks; exactly one of alpha, tokens and steps is given."""
 
     model: str
-    output: Path
-    data: tuple[str, ...] = ("stdlib:train",)
-    field: str = "text"
-    data_config: str | None = None
-    split: str | None = None
-    separator: str | None = None
-    streaming: bool = False
-    heldout: str | None = None
-    heldout_fraction: float = 0.0
-    heldout_tokens: int = 65_536
-    alpha: float | None = None
-    tokens: int | None = None
-    steps: int | None = None
-    pretraining_tokens: int | None = None
-    block_size: int | None = None
-    mask_documents: bool = False
-    batch_size: int = 8
-    micro_batch: int | None = None
-    train: Scope = "all"
-    lora_rank: int = 16
-    keep_adapter: bool = False
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
-    learning_rate: float = 3e-4
-    schedule: Schedule = "constant"
-    warmup: int | None = None
-    decay: float = 0.2
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    precision: Precision = "no"
-    checkpointing: bool = False
-    compile: bool = False
-    attention: str = "sdpa"
-    teacher: str | None = None
-    distill: float = 1.0
-    temperature: float = 1.0
-    match: Literal["attention", "hidden"] | None = None
-    match_weight: float = 1.0
-    seed: int = 0
-    save_every: int | None = None
-    save_minutes: float | None = None
-    keep_last: int = 2
-    keep_state: bool = False
-    eval_every: int | None = None
-    patience: int = 10
-    report_to: tuple[str, ...] = ()
-    revision: str | None = None
-    trust_remote_code: bool = False
-    overwrite: bool = False
+    output: Path = _option(
+        MISSING, "The trained checkpoint; DIR-state holds the run until it is done.", "-o", free=True, **_DIRECTORY
+    )
+    data: tuple[str, ...] = _option(
+        ("stdlib:train",),
+        "stdlib:train, a file, a directory or glob of them, a hub data set; several times for a mixture, with "
+        "SOURCE@WEIGHT.",
+        **_SOURCES,
+    )
+    field: str = _option("text", "Of jsonl, csv, parquet and data sets.")
+    data_config: str | None = _option(None, "Configuration of a hub data set.", metavar="NAME")
+    split: str | None = _option(None, "Split of a hub data set.  [default: train]")
+    data_revision: str | None = _option(None, "Branch, tag or commit of a hub data set.", metavar="REVISION")
+    separator: str | None = _option(None, "Between the documents of a text file, like '<|endoftext|>'.", metavar="TEXT")
+    streaming: bool = _option(False, "Read a hub data set as it comes, keep nothing.")
+    heldout: str | None = _option(
+        None, "Text to report the loss on.  [default: stdlib:heldout with stdlib:train]", metavar="SOURCE"
+    )
+    heldout_fraction: float = _option(0.0, "Hold out this share of the documents.", type=_SHARE)
+    heldout_tokens: int = _option(65_536, "Of them, at most.", type=Count())
+    alpha: float | None = _option(None, "Train on this fraction of the data (0.05 in the GQA paper).")
+    tokens: int | None = _option(None, "Train on so many tokens, like 1B.", type=Count())
+    steps: int | None = _option(None, "Train for so many steps.", type=_FROM_ONE)
+    pretraining_tokens: int | None = _option(None, "That alpha is a fraction of.  [default: the data's]", type=Count())
+    block_size: int | None = _option(
+        None, "Tokens of one sequence.  [default: the model's positions, 2048 at most]", type=click.IntRange(2)
+    )
+    mask_documents: bool = _option(False, "Keep attention inside documents.")
+    batch_size: int = _option(8, "Blocks of one step, over all processes.", type=_FROM_ONE)
+    micro_batch: int | None = _option(
+        None, "Blocks of one forward pass on one process.  [default: its share of the batch]", type=_FROM_ONE, free=True
+    )
+    train: Scope = _option(
+        "all",
+        "What trains. kv: projections to keys and values (where they are fused, to queries too); lora: these, "
+        "and adapters elsewhere that are merged at the end.",
+    )
+    lora_rank: int = _option(16, "Of --train lora.", type=_FROM_ONE)
+    keep_adapter: bool = _option(False, "Of --train lora: also keep it, in DIR/adapter, for peft.", free=True)
+    optimizer: Literal["adamw", "adafactor"] = _option("adamw")
+    learning_rate: float = _option(3e-4, None, "--lr", type=_ABOVE_ZERO)
+    schedule: Schedule = _option("constant", "Of the learning rate, after the warm-up.")
+    warmup: int | None = _option(
+        None, "Steps.  [default: none with constant, else 5 %, 100 at most]", type=click.IntRange(0)
+    )
+    decay: float = _option(0.2, "Share of the steps in which wsd decays.", type=_SHARE)
+    weight_decay: float = _option(0.1, type=_FROM_ZERO)
+    clip: float = _option(1.0, "Norm of the gradient, at most.", type=_ABOVE_ZERO)
+    precision: Precision = _option(
+        "no",
+        "Of the computation; weights and optimiser stay in float32. As the launcher says, unless given.",
+        envvar="ACCELERATE_MIXED_PRECISION",
+    )
+    checkpointing: bool = _option(False, "Compute activations twice instead of keeping them.", free=True)
+    compile: bool = _option(False, "Compile the model with torch.compile.", free=True)
+    attention: str = _option("sdpa", "sdpa, eager, flash_attention_2 ...", free=True)
+    teacher: str | None = _option(None, "The checkpoint before conversion: learn its predictions.", metavar="MODEL")
+    distill: float = _option(1.0, "Share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
+    temperature: float = _option(1.0, type=_ABOVE_ZERO)
+    match: Literal["attention", "hidden"] | None = _option(
+        None, "Also match the teacher's attention outputs, or the outputs of its layers."
+    )
+    match_weight: float = _option(1.0, type=_FROM_ZERO)
+    seed: int = _option(0, "Of the order of the data.")
+    save_every: int | None = _option(None, type=_FROM_ONE, metavar="STEPS", free=True)
+    save_minutes: float | None = _option(None, type=_ABOVE_ZERO, metavar="MINUTES", free=True)
+    keep_last: int = _option(2, "States.", type=_FROM_ONE, free=True)
+    keep_state: bool = _option(False, "Keep DIR-state after the end.", free=True)
+    eval_every: int | None = _option(
+        None, "Held-out loss.  [default: at the start and the end]", type=_FROM_ONE, metavar="STEPS", free=True
+    )
+    patience: int = _option(10, "Give up after so many steps in a row that are not finite.", type=_FROM_ONE, free=True)
+    report_to: tuple[str, ...] = _option(
+        (), "tensorboard (in DIR-logs), wandb, trackio ...; several times for several.", free=True
+    )
+    revision: str | None = _option(None, "Branch, tag or commit of a hub id.")
+    trust_remote_code: bool = _option(False, "Run code that a checkpoint brings (dangerous).")
+    overwrite: bool = _option(False, "Replace the checkpoint at DIR once the new one is complete.", free=True)
 
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in _FREE}
+        bound = [field.name for field in fields(self) if not field.metadata.get("free")]
+        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in bound}
 
     def check(self, ranks: int) -> int:
         """Blocks of one forward pass on one of `ranks`; raises RefusedError where options do not go together."""
@@ -100,9 +159,14 @@ class TrainOptions:
             )
         return micro
 
+    @property
+    def lengths(self) -> list[str]:
+        """Which of the three ways to say how long training is are used."""
+        return [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
+
     def _check_length(self) -> None:
         """Before any data is read; how much data there is decides the rest."""
-        given = [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
+        given = self.lengths
         if len(given) != 1 and not (not given and any(map(is_self, self.data))):
             raise RefusedError(
                 f"the length is given by {' and '.join(given) or 'nothing'}; give one of --alpha, --tokens and --steps"
@@ -127,6 +191,25 @@ class TrainOptions:
             raise RefusedError("--distill and --match need --teacher, the model before conversion")
         if self.match and self.compile:
             raise RefusedError("--match reads outputs of modules, which a compiled model has none of; drop --compile")
+
+
+def click_options() -> list[Option]:
+    """The options of TrainOptions for a command."""
+    kinds = get_type_hints(TrainOptions)
+    return [_click_option(found, kinds[found.name]) for found in fields(TrainOptions) if found.metadata]
+
+
+def _click_option(found: Field[Any], kind: Any) -> Option:
+    how, (plain, *_) = dict(found.metadata["click"]), (*get_args(kind), kind)
+    if kind is bool:
+        how["is_flag"] = True
+    elif Literal in (get_origin(kind), get_origin(plain)):
+        how["type"] = click.Choice(get_args(plain) or get_args(kind))
+    else:
+        how |= {"type": how.get("type", plain), "multiple": get_origin(kind) is tuple}
+    if not how.get("required") and found.default not in (None, ()):
+        how |= {"default": found.default, "show_default": kind is not bool}
+    return click.option(*found.metadata["flags"], f"--{found.name.replace('_', '-')}", found.name, **how)
 
 
 def differences(now: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.modules import attention_modules
 from gqa.uptrain.lora import add_adapters
-
-Scope = Literal["all", "attention", "kv", "lora"]
-SCOPES: tuple[Scope, ...] = ("all", "attention", "kv", "lora")
+from gqa.uptrain.options import Scope
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.write import fsync_directory, write_text
 from gqa.uptrain.options import differences
@@ -77,6 +78,8 @@ class States:
                 self._publish(work, final, record)
         except (OSError, RuntimeError) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
+            if out_of_memory(error):
+                raise
             raise OutputError(
                 f"the state of step {record['step']} could not be saved in {self.directory} ({explain(error)}); "
                 "free some space and continue from the one before with --resume"
@@ -114,16 +117,16 @@ class States:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RefusedError(f"the state {path} cannot be read ({explain(error)}); {older}") from None
         if damaged:
-            raise RefusedError(
-                f"the state {path} is damaged: {listing(damaged)} not as saved; {older}"
-            )  # fmt: skip
+            raise RefusedError(f"the state {path} is damaged: {listing(damaged)} not as saved; {older}")
         return path, record
 
 
-def check_same_run(path: Path, record: dict[str, Any], options: dict[str, Any], data: str) -> None:
-    """Raise RefusedError where a state belongs to another run, with every difference."""
-    changed = differences(json.loads(json.dumps(options, default=str)), record.get("options", {}))
-    if record.get("data") != data:
+def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
+    """Raise RefusedError where a state belongs to another run than one of these `options` and `data`, with every
+    difference.
+    """
+    changed = differences(json.loads(json.dumps(run["options"], default=str)), record.get("options", {}))
+    if record.get("data") != run["data"]:
         changed.append("the content of the data")
     if changed:
         raise RefusedError(f"{path} was saved by another run: {'; '.join(changed)}; start without --resume, or as then")

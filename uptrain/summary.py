@@ -6,25 +6,25 @@ from typing import Any
 
 from gqa.convert.summary import size
 from gqa.uptrain.loop import Progress
-from gqa.uptrain.run import Setup
 from gqa.uptrain.schedule import warmup_steps
+from gqa.uptrain.setup import Setup
 
 
 def plan_record(setup: Setup) -> dict[str, Any]:
     """What would be trained on what, JSON-ready."""
-    options, feed = setup.options, setup.feed
+    options, dataloader = setup.options, setup.dataloader
     return {
         "model": setup.checkpoint.hub_id or setup.checkpoint.name,
         "parameters": setup.parameters,
-        "trained_parameters": setup.trained,
-        "data": feed.summary,
-        "steps": feed.steps,
-        "tokens": feed.steps * feed.tokens_per_step,
-        "tokens_per_step": feed.tokens_per_step,
+        "trained_parameters": setup.trainable_parameters,
+        "data": dataloader.summary,
+        "steps": dataloader.steps,
+        "tokens": dataloader.steps * dataloader.tokens_per_step,
+        "tokens_per_step": dataloader.tokens_per_step,
         "block_size": setup.block_size,
         "micro_batch": setup.micro,
         "processes": setup.accelerator.num_processes,
-        "warmup_steps": warmup_steps(options.warmup, options.schedule, feed.steps),
+        "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": len(setup.heldout) * setup.block_size,
         "memory_bytes": _memory(setup),
     }
@@ -34,7 +34,7 @@ def _memory(setup: Setup) -> int:
     """Weights, gradients, optimiser and teacher, of one process without sharding; activations come on top."""
     teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
     optimizer = 8 if setup.options.optimizer == "adamw" else 1  # Adafactor keeps rows and columns only
-    return 4 * setup.parameters + (4 + optimizer) * setup.trained + teacher
+    return 4 * setup.parameters + (4 + optimizer) * setup.trainable_parameters + teacher
 
 
 def plan_text(setup: Setup) -> str:

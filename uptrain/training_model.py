@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, listing
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.uptrain.losses import chunked_sum, next_token_loss
+from gqa.uptrain.options import TrainOptions
 
 Batch = dict[str, Tensor]
 
@@ -24,23 +26,12 @@ Batch = dict[str, Tensor]
 class TrainingModel(nn.Module):
     """The model with its loss and, where there is one, its teacher (which is no part of it: not trained, not saved)."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        teacher: PreTrainedModel | None = None,
-        *,
-        distill: float = 1.0,
-        temperature: float = 1.0,
-        match: str | None = None,
-        match_weight: float = 1.0,
-        compile_backbone: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, teacher: PreTrainedModel | None, options: TrainOptions) -> None:
         super().__init__()
         self.model = model
-        self._head = ChunkedHead(model, compile_backbone)
+        self._options = options
+        self._head = ChunkedHead(model, options.compile)
         self._teacher = [] if teacher is None else [ChunkedHead(teacher)]  # a list hides it from nn.Module
-        self._distill, self._temperature = distill, temperature
-        self._match, self._match_weight = match, match_weight
         self._documents_checked = False
         # What FSDP gathers one at a time.
         present = {type(module).__name__ for module in model.modules()}
@@ -61,7 +52,7 @@ class TrainingModel(nn.Module):
             check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
             self._documents_checked = True
         taught = bool(self._teacher) and torch.is_grad_enabled()
-        match = self._match if taught else None
+        options, match = self._options, self._options.match if taught else None
         with _outputs(self.model, match) as ours:
             hidden = self._head.hidden(**inputs).flatten(0, 1)
         theirs, rows = {}, None
@@ -75,14 +66,13 @@ class TrainingModel(nn.Module):
                 with torch.no_grad():
                     given = self._teacher[0].logits(rows[piece])
             scored = None if counted is None else counted[piece]
-            return next_token_loss(
-                self._head.logits(leaf), targets[piece], given, self._distill, self._temperature, scored
-            )
+            logits = self._head.logits(leaf)
+            return next_token_loss(logits, targets[piece], given, options.distill, options.temperature, scored)
 
         loss, told = chunked_sum(of_slice, self._head.vocabulary, hidden, self._head_parameters())
         count = told.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=told.dtype).reshape(1)
         error = matching_error(ours, theirs, counted) if match else told.new_zeros(())
-        return loss + self._match_weight * error, torch.cat([count, told, error.detach().reshape(1)])
+        return loss + options.match_weight * error, torch.cat([count, told, error.detach().reshape(1)])
 
     def _head_parameters(self) -> list[nn.Parameter]:
         """What the head reads besides hidden states: parameters outside the backbone, and a tied embedding."""
@@ -135,7 +125,9 @@ def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
             for given in (ids, changed)
         )
         apart = torch.allclose(first, second, rtol=0, atol=1e-4 * float(first.abs().max()), equal_nan=True)
-    except (TypeError, ValueError, IndexError, RuntimeError):  # it takes no positions, or others
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:  # it takes no positions, or others
+        if out_of_memory(error):
+            raise
         apart = False
     finally:
         model.train(training)

@@ -41,9 +41,9 @@ from gqa.eval.study.jobs import measure_side_by_side
 from gqa.eval.study.speeds import measure_speeds
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
-from gqa.uptrain.feed import heldout_sources, open_feed
+from gqa.uptrain.dataloader import heldout_sources, open_dataloader
 from gqa.uptrain.options import differences
-from gqa.uptrain.run import find_block_size
+from gqa.uptrain.setup import find_block_size
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ def open_study(options: StudyOptions, grid: Grid) -> Study:
     text = _text(subject, options, heldout_sources(training))
     alphas = [alpha for alpha in grid.alphas if alpha]
     asked = {alpha: replace(training, alpha=alpha) for alpha in alphas}
-    feeds = {}
+    dataloaders = {}
     for alpha, one in asked.items():
         one.check(1)
         size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
-        feeds[alpha] = open_feed(one, subject.tokenizer, size)
+        dataloaders[alpha] = open_dataloader(one, subject.tokenizer, size)
     sources = parse_sources(training.data, field=training.field)
     identity = {
         "model": without_place(subject.checkpoint.hub_id or subject.name),
@@ -114,8 +114,8 @@ def open_study(options: StudyOptions, grid: Grid) -> Study:
         "content of the data": _digest(" ".join(source.identify() for source in sources)),
         "content of the held-out text": _digest(repr([window.ids for window in text.windows])),
     }
-    steps = {alpha: feed.steps for alpha, feed in feeds.items()}
-    tokens = {alpha: feed.steps * feed.tokens_per_step for alpha, feed in feeds.items()}
+    steps = {alpha: loader.steps for alpha, loader in dataloaders.items()}
+    tokens = {alpha: loader.steps * loader.tokens_per_step for alpha, loader in dataloaders.items()}
     study = Study(options, grid, subject, plan, text, steps, tokens, json.loads(json.dumps(identity)))
     _check_directory(study)
     return study

@@ -33,8 +33,9 @@ from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study.directory import Row, UnwrittenError
 from gqa.eval.study.study import UNMERGED, Cell, Conversion, StudyOptions
-from gqa.uptrain.loop import DivergedError, StoppedError, Weights
-from gqa.uptrain.run import held, prepare, train_prepared
+from gqa.uptrain.loop import DivergedError, StoppedError, Weights, train
+from gqa.uptrain.run import held
+from gqa.uptrain.setup import prepare
 
 Report = Callable[[Row], None]
 
@@ -230,5 +231,5 @@ def train_along(
             )  # fmt: skip
 
     with held(setup):
-        train_prepared(setup, resume=resume, after_step=after_step)
+        train(setup, after_step=after_step)
     shutil.rmtree(setup.states.directory, ignore_errors=True)

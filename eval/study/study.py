@@ -12,8 +12,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.align.find_maps import MapsOptions
 from gqa.convert.methods import METHODS
-from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.scope import Scope
+from gqa.uptrain.options import Scope, TrainOptions
 
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")

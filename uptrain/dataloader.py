@@ -24,8 +24,11 @@ _ENDLESS = 2**62  # tokens of a stream
 
 
 @dataclass(frozen=True)
-class Feed:
-    """Step s trains on blocks s * batch_size to (s + 1) * batch_size, in order."""
+class Dataloader:
+    """Step s trains on blocks s * batch_size to (s + 1) * batch_size, in order.
+
+    `fingerprint`: equal where the data is. `summary`: what the data is, for people.
+    """
 
     blocks: Blocks | StreamedBlocks | SampledBlocks
     batch_size: int
@@ -39,18 +42,14 @@ class Feed:
 
     def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[Batch]]:
         """For each step from `first_step` on, the micro-batches of one rank, which has every `ranks`th block."""
-        for own in self._own(first_step, rank, ranks):
+        size, blocks = self.batch_size, self.blocks
+        stream = blocks.blocks(first_step * size) if isinstance(blocks, StreamedBlocks) else iter(())
+        for step in range(first_step, self.steps):
+            if isinstance(blocks, StreamedBlocks):
+                own = list(islice(stream, size))[rank::ranks]
+            else:
+                own = [blocks[number] for number in range(step * size + rank, (step + 1) * size, ranks)]
             yield [stack(own[start : start + micro]) for start in range(0, len(own), micro)]
-
-    def _own(self, first: int, rank: int, ranks: int) -> Iterator[list[Block]]:
-        size = self.batch_size
-        if not isinstance(self.blocks, StreamedBlocks):
-            for step in range(first, self.steps):
-                yield [self.blocks[number] for number in range(step * size + rank, (step + 1) * size, ranks)]
-            return
-        stream = self.blocks.blocks(first * size)
-        for _ in range(first, self.steps):
-            yield list(islice(stream, size))[rank::ranks]
 
 
 def stack(blocks: list[Block]) -> Batch:
@@ -58,7 +57,7 @@ def stack(blocks: list[Block]) -> Batch:
     return {name: torch.from_numpy(np.stack([block[name] for block in blocks])) for name in blocks[0]}
 
 
-def open_feed(options: TrainOptions, tokenizer: Any, block_size: int) -> Feed:
+def open_dataloader(options: TrainOptions, tokenizer: Any, block_size: int) -> Dataloader:
     """Raises RefusedError and CorpusError."""
     sources = parse_sources(options.data, **_how(options))
     if options.streaming:
@@ -66,25 +65,22 @@ def open_feed(options: TrainOptions, tokenizer: Any, block_size: int) -> Feed:
     text = concatenate([tokenise(source, tokenizer) for source in sources])
     weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
     chosen = select(
-        text, block_size=block_size, seed=options.seed, alpha=options.alpha, tokens=options.tokens, steps=options.steps,
-        blocks_per_step=options.batch_size, pretraining_tokens=options.pretraining_tokens,
-        heldout_fraction=options.heldout_fraction, weights=weights, boundaries=options.mask_documents,
+        text, block_size=block_size, seed=options.seed, heldout_fraction=options.heldout_fraction, weights=weights,
+        boundaries=options.mask_documents, **_length(options),
     )  # fmt: skip
     steps = _steps(chosen.blocks.n_blocks, options, block_size)
-    return Feed(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
+    return Dataloader(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
 
 
-def open_self(
+def open_sampled(
     options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, block_size: int
-) -> Feed:
+) -> Dataloader:
     """Blocks that the teacher, `checkpoint`, writes; `load` gives it in a dtype. Raises RefusedError."""
     data_tokens = self_tokens(options.data[0]) or 0
-    everything = options.alpha is None and options.tokens is None and options.steps is None
-    n_blocks = n_blocks_for(
-        data_tokens, block_size, alpha=options.alpha, tokens=data_tokens if everything else options.tokens,
-        steps=options.steps,
-        blocks_per_step=options.batch_size, pretraining_tokens=options.pretraining_tokens,
-    )  # fmt: skip
+    length = _length(options)
+    if not options.lengths:  # all that is written
+        length["tokens"] = data_tokens
+    n_blocks = n_blocks_for(data_tokens, block_size, **length)
     if n_blocks * block_size > data_tokens:
         raise RefusedError(
             f"{n_blocks * block_size:,} tokens of training are more than --data {options.data[0]}; ask for more"
@@ -93,24 +89,28 @@ def open_self(
     count = steps * options.batch_size
     blocks = sampled_blocks(load, device, checkpoint, block_size, count, options.seed)
     told = f"{blocks.n_blocks:,} blocks of {block_size:,} that {checkpoint.name} writes"
-    return Feed(blocks, options.batch_size, steps, blocks.fingerprint, told)
+    return Dataloader(blocks, options.batch_size, steps, blocks.fingerprint, told)
 
 
-def _open_stream(options: TrainOptions, sources: tuple[Source, ...], tokenizer: Any, block_size: int) -> Feed:
+def _open_stream(options: TrainOptions, sources: tuple[Source, ...], tokenizer: Any, block_size: int) -> Dataloader:
     """A stream's length is not known: --alpha needs the pre-training tokens to become a number of steps."""
     if options.alpha is not None and options.pretraining_tokens is None:
         raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
-    n_blocks = n_blocks_for(
-        _ENDLESS, block_size, alpha=options.alpha, tokens=options.tokens, steps=options.steps,
-        blocks_per_step=options.batch_size, pretraining_tokens=options.pretraining_tokens,
-    )  # fmt: skip
-    steps = _steps(n_blocks, options, block_size)
+    steps = _steps(n_blocks_for(_ENDLESS, block_size, **_length(options)), options, block_size)
     blocks = StreamedBlocks(
         sources, tokenizer, block_size=block_size, n_blocks=steps * options.batch_size,
         heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
     )  # fmt: skip
     told = f"a stream of {', '.join(source.spec for source in sources)}"
-    return Feed(blocks, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told)
+    return Dataloader(blocks, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told)
+
+
+def _length(options: TrainOptions) -> dict[str, Any]:
+    """How long training is, as `n_blocks_for` takes it."""
+    return {
+        "alpha": options.alpha, "tokens": options.tokens, "steps": options.steps,
+        "blocks_per_step": options.batch_size, "pretraining_tokens": options.pretraining_tokens,
+    }  # fmt: skip
 
 
 def _steps(n_blocks: int, options: TrainOptions, block_size: int) -> int:
@@ -166,5 +166,6 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
 def _how(options: TrainOptions) -> dict[str, Any]:
     return {
         "field": options.field, "config": options.data_config, "split": options.split,
+        "revision": options.data_revision,
         "streaming": options.streaming, "separator": options.separator,
     }  # fmt: skip

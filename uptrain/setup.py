@@ -1,0 +1,265 @@
+"""From options to a run that is ready to start: data, model, teacher and processes, each checked before it trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    LoggerType,
+    set_seed,
+)
+from transformers import PreTrainedModel
+
+from gqa.checkpoint.devices import out_of_memory
+from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.checkpoint.write import OutputDirectory, require_space
+from gqa.corpus.sources import is_self
+from gqa.corpus.tokens import Block
+from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
+from gqa.uptrain.export import check_exportable
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.scope import choose, unreached
+from gqa.uptrain.state import States
+
+MAX_BLOCK = 2048
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is ready to start: everything that can be refused has been checked.
+
+    `micro` is the number of blocks of one forward pass on one process; `resume` says to start from the newest state.
+    """
+
+    options: TrainOptions
+    resume: bool
+    accelerator: Accelerator
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+    teacher: PreTrainedModel | None
+    dataloader: Dataloader
+    heldout: list[Block]
+    micro: int
+    states: States
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.dataloader.blocks.size
+
+    @property
+    def metrics(self) -> Path:
+        """The log of every step."""
+        return self.states.directory / "metrics.jsonl"
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @contextmanager
+    def memory_explained(self) -> Iterator[None]:
+        """Where memory ends, RefusedError tells the batch that was tried and what to lower."""
+        with memory_told(
+            f"training, {self.micro} blocks of {self.block_size} tokens at a time on {self.accelerator.device}",
+            f"lower --micro-batch (now {self.micro}) or --block-size (now {self.block_size}), or give --checkpointing, "
+            "--train lora or --optimizer adafactor",
+        ):
+            yield
+
+
+@contextmanager
+def memory_told(what: str, advice: str) -> Iterator[None]:
+    """Where memory ends, RefusedError says during what, and what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise RefusedError(f"out of memory while {what}; {advice}") from None
+
+
+def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedModel | None = None) -> Setup:
+    """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
+
+    `teacher` is the model that `options.teacher` names, where it is in memory already.
+    """
+    micro = options.check(ranks().num_processes)
+    checkpoint = open_model(options.model, options.revision)
+    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
+    require_space(checkpoint.nbytes, out)
+    accelerator = make_accelerator(options, out, micro)
+    states = States(_beside(out, "state"), options.keep_last)
+    if not resume and states.all():
+        raise RefusedError(
+            f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
+        )
+    if resume:
+        states.latest(whole=False)
+    tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
+    with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
+        model = _model(checkpoint, options, accelerator)
+        block_size = find_block_size(model.config, tokenizer, checkpoint, options)
+        if options.teacher is not None:
+            teacher = _teacher(open_model(options.teacher), model, tokenizer, options, accelerator, teacher)
+    with accelerator.main_process_first():  # one process tokenises, the others find it done
+        dataloader = _dataloader(options, tokenizer, accelerator, block_size)
+        heldout = open_heldout(options, tokenizer, block_size)
+    return Setup(options, resume, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
+
+
+def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerator:
+    """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
+    for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
+        raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
+    accumulation = options.batch_size // ranks().num_processes // micro
+    try:
+        accelerator = Accelerator(
+            mixed_precision=options.precision,
+            # Given as a number it would give way to a variable that the launcher sets for DeepSpeed.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+            cpu=not torch.accelerator.is_available(),
+            log_with=list(options.report_to) or None,
+            project_dir=str(_beside(out, "logs")),
+            kwargs_handlers=[DistributedDataParallelKwargs()],
+        )
+    except (ValueError, RuntimeError, ImportError) as error:
+        raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from None
+    if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
+        raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": options.clip,
+        }
+    return accelerator
+
+
+def _beside(out: Path, purpose: str) -> Path:
+    return out.with_name(f"{out.name}-{purpose}")
+
+
+def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator) -> PreTrainedModel:
+    """In float32, with what does not train frozen. Sharded models stay on the CPU until they are shards."""
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    model = _load(checkpoint, options, "cpu" if sharded else str(accelerator.device), dtype="float32")
+    if model.config.is_encoder_decoder:
+        raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
+    check_exportable(model, checkpoint)
+    set_seed(options.seed)  # of adapters
+    choose(model, checkpoint, options.train, options.lora_rank)
+    if accelerator.num_processes > 1 and not sharded:
+        with accelerator.autocast():
+            accelerator.ddp_handler.find_unused_parameters = bool(unreached(model))
+    if options.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise RefusedError(f"--checkpointing: {explain(error)}") from None
+    if options.compile:
+        _check_compiler()
+    return model
+
+
+def _load(checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str) -> PreTrainedModel:
+    return load_model(
+        str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+
+
+def _check_compiler() -> None:
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
+    except Exception as error:  # of any of the layers below
+        if out_of_memory(error):
+            raise
+        raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
+
+
+def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
+    """What is asked for, or the positions of the model but `MAX_BLOCK` at most. Raises RefusedError."""
+    config = config.get_text_config(decoder=True)
+    if len(tokenizer) > config.vocab_size:
+        raise RefusedError(
+            f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
+            f"{config.vocab_size:,}; give the tokenizer that belongs to the model"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and options.block_size and options.block_size > positions:
+        raise RefusedError(
+            f"--block-size {options.block_size} is more than the {positions} positions of {checkpoint.name}"
+        )
+    return options.block_size or min(positions or MAX_BLOCK, MAX_BLOCK)
+
+
+def _teacher(
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    options: TrainOptions,
+    accelerator: Accelerator,
+    loaded: PreTrainedModel | None,
+) -> PreTrainedModel:
+    """In its own dtype, without gradients, whole on every device."""
+    with _loaded_on_every_rank():
+        teacher = loaded or _load(checkpoint, options, str(accelerator.device), dtype="auto")
+    ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
+    if ours != theirs:
+        raise RefusedError(
+            f"the teacher {checkpoint.name} predicts {theirs:,} tokens, the model {ours:,}; give the checkpoint from "
+            "which the model was converted"
+        )
+    if load_tokenizer(checkpoint, options.trust_remote_code).get_vocab() != tokenizer.get_vocab():
+        raise RefusedError(
+            f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's; give the checkpoint "
+            "from which the model was converted"
+        )
+    return teacher.requires_grad_(False)
+
+
+def _dataloader(options: TrainOptions, tokenizer: Any, accelerator: Accelerator, block_size: int) -> Dataloader:
+    if not is_self(options.data[0]):
+        return open_dataloader(options, tokenizer, block_size)
+    assert options.teacher is not None
+    writer, device = open_model(options.teacher), str(accelerator.device)
+
+    def load(dtype: str) -> PreTrainedModel:
+        with _loaded_on_every_rank():
+            return _load(writer, options, device, dtype)
+
+    return open_sampled(options, load, device, writer, block_size)
+
+
+@contextmanager
+def _loaded_on_every_rank() -> Iterator[None]:
+    """FSDP's option to load on one rank and send to the others is for the model that it shards; older transformers
+    leave every other model empty too.
+    """
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
