@@ -20,7 +20,8 @@ from gqa.eval.study.study import Cell
 
 # What depends on the machine or on when it was measured.
 TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating")
-ALPHAS = "0,0.1,0.3"
+# Of `study()`: what the command that made it says beside the defaults of `words`.
+SAME: dict[str, Any] = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
 
 
 @cache
@@ -39,7 +40,7 @@ def words(out: Path, **options: Any) -> list[str]:
     """The command of a small study; an option that is None is left out, one that is True is a flag."""
     given: dict[str, Any] = {
         "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "methods": "mean,first", "groups": "1",
-        "alphas": ALPHAS, "batch_size": 4, "block_size": BLOCK, "learning_rate": 3e-3, "no_decode": True,
+        "alphas": "0,0.1,0.3", "batch_size": 4, "block_size": BLOCK, "learning_rate": 3e-3, "no_decode": True,
         "output": out, "quiet": True,
     }  # fmt: skip
     found = [str(options.pop("model", place() / "model"))]
@@ -64,16 +65,21 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
-def quality(out: Path) -> list[dict[str, Any]]:
+def untimed(out: Path) -> list[dict[str, Any]]:
     """Rows without what depends on the machine, in the order of the file."""
-    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows(out)]
+    return [{k: v for k, v in row.items() if k not in TIMED and "decode" not in k} for row in rows(out)]
+
+
+def copied(directory: Path) -> Path:
+    """A finished study that may be changed."""
+    return Path(shutil.copytree(study(), directory / "study"))
 
 
 @cache
 def study() -> Path:
     """A finished study, left as it is: 2 methods, 1 seed of each, 1 and 4 heads, 3 alphas."""
     out = place() / "study"
-    measured(out, groups="1,4", no_decode=None, decode_batch=1)
+    measured(out, **SAME)
     return out
 
 

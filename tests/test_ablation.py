@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,8 @@ from typing import Any
 import pandas
 import pytest
 from checkpoints import run, snapshot
-from studies import ALPHAS, Noted, ablate, dies, measured, place, quality, rows, study, words
+from datasets import load_dataset
+from studies import SAME, Noted, ablate, copied, dies, measured, place, rows, study, untimed, words
 from training import words_for
 
 from gqa.eval.study import ablation
@@ -90,26 +90,26 @@ def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     assert plain[0] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
 
 
-def test_as_many_heads_as_the_source_has_are_one_conversion() -> None:
+def test_rows_of_the_grid() -> None:
+    """As many heads as the source has are one conversion; options and what was measured have names of their own."""
     found = by_cell(study())
     assert [cell.method for cell in found] == [*["mean"] * 3, *["first"] * 3, *["none"] * 3]
     unmerged = found[Cell("none", 4, 0, "all", "none", 0.0)]
-    assert unmerged["loss_increase"] == 0
-    assert unmerged["merge_error"] == 0
+    assert unmerged["loss_increase"] == unmerged["merge_error"] == 0
     assert unmerged["kv_bytes_per_token"] == 4 * found[Cell("mean", 1, 0, "all", "none", 0.0)]["kv_bytes_per_token"]
     assert unmerged["decode_tokens_per_second"] > 0
-
-
-def test_rows_are_a_data_frame() -> None:
-    """As docs/studies.md reads them; options and what was measured have names of their own."""
-    frame = pandas.read_json(study() / "rows.jsonl", lines=True, precise_float=True)
-    assert len(frame) == 9
-    for (_, read), line in zip(frame.iterrows(), rows(study()), strict=True):
-        assert {k: read[k] for k, v in line.items() if v is not None} == {
-            k: v for k, v in line.items() if v is not None
-        }
+    tokens = [row["train_tokens"] for row in rows(study())[:3]]
+    assert tokens[0] == 0 < tokens[1] < tokens[2]
     identity = json.loads((study() / "study.json").read_text())["identity"]
     assert not {"loss", "kl", "error", "train_tokens"} & identity.keys()
+
+
+def test_rows_are_read_as_docs_say() -> None:
+    frame = pandas.read_json(study() / "rows.jsonl", lines=True, precise_float=True)
+    dataset = load_dataset("json", data_files=str(study() / "rows.jsonl"), split="train")
+    for line, (_, read), also in zip(rows(study()), frame.iterrows(), dataset, strict=True):
+        there = {name: value for name, value in line.items() if value is not None}
+        assert there == {name: read[name] for name in there} == {name: also[name] for name in there}
 
 
 # ------------------------------------------------------------------------------------------------ stop, continue
@@ -133,20 +133,16 @@ ablate_cli.main()
 
 def test_a_killed_study_continues_to_identical_rows(tmp_path: Path) -> None:
     """Killed in the middle of a training, with half a line of the next row written."""
-    given = words(tmp_path / "study", groups="1,4", no_decode=None, decode_batch=1)
+    given = words(tmp_path / "study", **SAME)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     killed = subprocess.run([sys.executable, "-c", _KILLED, *given], env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = [json.loads(line) for line in (tmp_path / "study" / "rows.jsonl").read_text().splitlines()[:-1]]
     assert len(before) == 5
-    measured(tmp_path / "study", groups="1,4", no_decode=None, decode_batch=1)
+    measured(tmp_path / "study", **SAME)
     assert before == rows(tmp_path / "study")[:5]  # not measured again: the seconds are the same too
-    assert without_speed(tmp_path / "study") == without_speed(study())
+    assert untimed(tmp_path / "study") == untimed(study())
     assert not (tmp_path / "study" / ".work").exists()
-
-
-def without_speed(out: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if "decode" not in k} for row in quality(out)]
 
 
 def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,36 +167,29 @@ def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch
     monkeypatch.setattr(study_cells, "train", noting)
     measured(tmp_path / "study", methods="mean")
     assert began == [True]
-    assert without_speed(tmp_path / "study") == without_speed(study())[:3]
+    assert untimed(tmp_path / "study") == untimed(study())[:3]
 
 
 def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(study(), tmp_path / "study")
-    before = snapshot(tmp_path / "study")
+    """Without speeds.json decoding is timed again, for all rows, and nothing else is measured."""
+    out = copied(tmp_path)
+    before = snapshot(out)
     monkeypatch.setattr(ablation, "_measure", lambda *given: pytest.fail("measured again"))
-    measured(tmp_path / "study", groups="1,4", no_decode=None, decode_batch=1)
-    after = snapshot(tmp_path / "study")
-    assert all(after[name] == before[name] for name in ("rows.jsonl", "study.json"))
-
-
-def test_decoding_is_timed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without speeds.json: in all rows, and nothing else is measured."""
-    out = shutil.copytree(study(), tmp_path / "study")
+    measured(out, **SAME)
+    assert all(snapshot(out)[name] == before[name] for name in ("rows.jsonl", "study.json", "speeds.json"))
     (out / "speeds.json").unlink()
-    monkeypatch.setattr(ablation, "_measure", lambda *given: pytest.fail("measured again"))
-    again = measured(out, groups="1,4", no_decode=None, decode_batch=1)
-    assert without_speed(out) == without_speed(study())
+    again = measured(out, **SAME)
+    assert untimed(out) == untimed(study())
     speeds = json.loads((out / "speeds.json").read_text())
-    for row, before in zip(again, rows(study()), strict=True):
-        assert row["decode_seconds_per_token"] != before["decode_seconds_per_token"]
+    for row, old in zip(again, rows(study()), strict=True):
+        assert row["decode_seconds_per_token"] != old["decode_seconds_per_token"]
         assert speeds[str(row["groups"])].items() <= row.items()
     assert speeds["4"].items() <= json.loads((out / "study.json").read_text())["source"].items()
 
 
 def test_a_study_grows(tmp_path: Path) -> None:
     """Of more methods and alphas only the new cells are measured."""
-    shutil.copytree(study(), tmp_path / "study")
-    grown = measured(tmp_path / "study", methods="random:2", alphas="0", no_decode=None, decode_batch=1)
+    grown = measured(copied(tmp_path), **SAME | {"methods": "random:2", "groups": "1", "alphas": "0"})
     new = [row for row in grown if row["method"] == "random"]
     assert [row for row in grown if row not in new] == rows(study())
     assert [row["seed"] for row in new] == [0, 1]
@@ -237,13 +226,13 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
     assert "the disk is on fire" in (tmp_path / "study" / "report.html").read_text()
     kept = rows(tmp_path / "study")[3:5]
     assert measured(tmp_path / "study")[3:5] == kept
-    assert without_speed(tmp_path / "study") == without_speed(study())[:6]
+    assert untimed(tmp_path / "study") == untimed(study())[:6]
 
 
 def test_side_by_side(tmp_path: Path) -> None:
     """The same rows, in the same order, from two processes."""
     measured(tmp_path / "study", jobs=2)
-    assert without_speed(tmp_path / "study") == without_speed(study())[:6]
+    assert untimed(tmp_path / "study") == untimed(study())[:6]
 
 
 def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,13 +261,6 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines[2:8]] == [*["mean"] * 3, *["first"] * 3]
     assert "6 of 6 cells to measure" in lines[-1]
     assert list(tmp_path.iterdir()) == []
-    shutil.copytree(study(), tmp_path / "study")
-    result = ablate(tmp_path / "study", dry_run=True, methods="mean,random", no_decode=None, decode_batch=1)
+    result = ablate(copied(tmp_path), **SAME | {"groups": "1", "dry_run": True, "methods": "mean,random"})
     assert [line.split()[-1] for line in result.out.splitlines()[2:5]] == ["done"] * 3
     assert "3 of 6 cells to measure" in result.out
-
-
-def test_alphas_are_those_of_the_data() -> None:
-    assert ALPHAS == "0,0.1,0.3"
-    tokens = [row["train_tokens"] for row in rows(study())[:3]]
-    assert tokens[0] == 0 < tokens[1] < tokens[2]

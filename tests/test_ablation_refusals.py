@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import edit_json, run, snapshot
-from studies import ablate, measured, place, rows, study, words
+from studies import SAME, ablate, copied, measured, place, rows, study
 from training import tiny_checkpoint
 
 from gqa.checkpoint.errors import OutputError
@@ -58,21 +58,12 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_options_are_named(tmp_path: Path) -> None:
-    shutil.copytree(study(), tmp_path / "study")
-    same = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
-    refused(tmp_path / "study", "holds another study: learning_rate: 0.003 -> 0.001", learning_rate=1e-3, **same)
-    refused(
-        tmp_path / "study", "content of the held-out text: ", "--overwrite", heldout=place() / "train.jsonl", **same
-    )
-    measured(tmp_path / "study", **same)  # the control: these are the options
-
-
-def test_another_model_is_named(tmp_path: Path) -> None:
-    shutil.copytree(study(), tmp_path / "study")
-    other = tiny_checkpoint(tmp_path / "other", kv_heads=4, initializer_range=0.5)
-    same = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
-    refused(tmp_path / "study", "model: model -> other", model=other, **same)
+def test_another_study_is_told_from_this_one(tmp_path: Path) -> None:
+    out, other = copied(tmp_path), tiny_checkpoint(tmp_path / "other" / "model", kv_heads=2)
+    refused(out, "holds another study: learning_rate: 0.003 -> 0.001", learning_rate=1e-3, **SAME)
+    refused(out, "content of the held-out text: ", "--overwrite", heldout=place() / "train.jsonl", **SAME)
+    refused(out, "fingerprint: ", model=other, **SAME)
+    measured(out, **SAME)  # the control: these are the options
 
 
 def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
@@ -80,27 +71,21 @@ def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis" / "chapter.md").write_text("one")
     refused(tmp_path / "thesis", "holds no study")
     refused(tmp_path / "thesis", "--overwrite will not remove it", overwrite=True)
-    shutil.copytree(study(), tmp_path / "study")
-    edit_json(tmp_path / "study" / "study.json", lambda record: record | {"schema": 99})
-    refused(tmp_path / "study", "no record of a study that this version can continue")
+    out = copied(tmp_path)
+    edit_json(out / "study.json", lambda record: record | {"schema": 99})
+    refused(out, "no record of a study that this version can continue")
     (tmp_path / "rows").mkdir()
     shutil.copyfile(study() / "study.json", tmp_path / "rows" / "study.json")
     (tmp_path / "rows" / "rows.jsonl").write_text('{"name": "not a cell"}\n')
-    result = run("-o", tmp_path / "rows", program="gqa-ablate")
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "something else than rows of a study" in result.err
+    for name, says in (("rows", "something else than rows of a study"), ("none", "holds no study")):
+        result = run("-o", tmp_path / name, program="gqa-ablate")
+        assert (result.code, result.err.count("\n")) == (2, 1)
+        assert says in result.err
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:
-    shutil.copytree(study(), tmp_path / "study")
-    found = measured(tmp_path / "study", overwrite=True, alphas="0", methods="mean", learning_rate=1e-4)
+    found = measured(copied(tmp_path), overwrite=True, alphas="0", methods="mean", learning_rate=1e-4)
     assert [row["learning_rate"] for row in found] == [1e-4]
-
-
-def test_without_a_model_only_what_is_there_is_told(tmp_path: Path) -> None:
-    result = run("-o", tmp_path / "none", program="gqa-ablate")
-    assert result.code == 2
-    assert "holds no study" in result.err
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
@@ -130,18 +115,18 @@ def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
     """Another process may be in the middle of a line."""
-    shutil.copytree(study(), tmp_path / "study")
-    with (tmp_path / "study" / "rows.jsonl").open("a") as stream:
+    out = copied(tmp_path)
+    with (out / "rows.jsonl").open("a") as stream:
         stream.write('{"method": "fir')
-    before = snapshot(tmp_path / "study")["rows.jsonl"]
-    assert run("-o", tmp_path / "study", program="gqa-ablate").code == 0
-    assert snapshot(tmp_path / "study")["rows.jsonl"] == before
+    before = snapshot(out)["rows.jsonl"]
+    assert run("-o", out, program="gqa-ablate").code == 0
+    assert snapshot(out)["rows.jsonl"] == before
 
 
 def test_an_interrupted_write_keeps_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written anew, rows.jsonl is the old one or the new one at every moment."""
-    shutil.copytree(study(), tmp_path / "study")
-    before = snapshot(tmp_path / "study")
+    out = copied(tmp_path)
+    before = snapshot(out)
 
     def failing(self: Path, target: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -149,10 +134,10 @@ def test_an_interrupted_write_keeps_the_rows(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", failing)
         with pytest.raises(OutputError, match="rows that are there are kept"):
-            Rows(tmp_path / "study").rewrite({1: {"kv_share": 0.5}})
-    assert snapshot(tmp_path / "study") == before
-    Rows(tmp_path / "study").rewrite({1: {"kv_share": 0.5}})
-    assert {row["kv_share"] for row in Rows(tmp_path / "study")} == {0.5, 1}
+            Rows(out).rewrite({1: {"kv_share": 0.5}})
+    assert snapshot(out) == before
+    Rows(out).rewrite({1: {"kv_share": 0.5}})
+    assert {row["kv_share"] for row in Rows(out)} == {0.5, 1}
 
 
 def test_two_runs_of_one_study(tmp_path: Path) -> None:
@@ -160,9 +145,3 @@ def test_two_runs_of_one_study(tmp_path: Path) -> None:
         result = ablate(tmp_path / "study", alphas="0")
     assert result.code == 2
     assert "another run is working on" in result.err
-
-
-def test_words_of_a_small_study_are_understood(tmp_path: Path) -> None:
-    """The control of all refusals above."""
-    result = run(*words(tmp_path / "study", alphas="0", methods="mean"), program="gqa-ablate")
-    assert (result.code, result.err) == (0, "")

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pandas
 import pytest
 from checkpoints import run
-from studies import row, rows, study
+from studies import copied, row, rows, study
 
 from gqa.eval.report import Table
 from gqa.eval.study.checks import checks
@@ -103,11 +103,11 @@ def test_claims_of_the_paper_are_read_off() -> None:
 
 
 def test_recommend_of_what_is_measured(tmp_path: Path) -> None:
-    shutil.copytree(study(), tmp_path / "study")
-    worse = [{**one, "loss_increase": one["loss_increase"] + 10} for one in rows(study())]
-    (tmp_path / "study" / "rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
+    out = copied(tmp_path)
+    worse = [{**one, "loss_increase": one["loss_increase"] + 10} for one in rows(out)]
+    (out / "rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
     for budget, says in (("1", "nothing that was measured"), ("100", "recommended ")):
-        result = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", budget, program="gqa-ablate")
+        result = run("-o", out, "--recommend", "--max-loss-increase", budget, program="gqa-ablate")
         assert result.code == 0
         assert says in result.out
 

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.errors import CorpusError, OutputError, RefusedError, explain, one_line
+from gqa.checkpoint.errors import OutputError, RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.provenance import PROVENANCE
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.plan import make_plan
@@ -37,6 +36,7 @@ from gqa.uptrain.loop import DivergedError, StoppedError, Weights, train
 from gqa.uptrain.run import held
 from gqa.uptrain.setup import prepare
 
+CONVERTED = "converted"  # where a conversion is, in the place for its work
 Report = Callable[[Row], None]
 
 
@@ -121,88 +121,75 @@ class Bench:
         }  # fmt: skip
 
 
-class _Unreported:
-    """The cells of one conversion that have no row yet."""
-
-    def __init__(self, shared: Shared, cells: Sequence[Cell], report: Report) -> None:
-        self._shared, self._report = shared, report
-        self.left, self.failed = set(cells), False
-
-    def done(self, row: Row) -> None:
-        self._report(row)
-        self.left.discard(Cell.of(row))
-
-    @contextmanager
-    def failing(self, cells: Sequence[Cell]) -> Iterator[None]:
-        """What goes wrong is the row of those of the cells that have none."""
-        try:
-            yield
-        except (StoppedError, UnwrittenError):
-            raise
-        except Exception as error:
-            self.failed = True
-            for cell in self.left.intersection(cells):
-                self.done(self._shared.row(cell, _told(error)))
-
-
 def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Report) -> None:
     """Report a row for each of the cells of one conversion, as soon as it is there; what goes wrong is a row too.
 
     Raises StoppedError, where a signal asked for the end of a training, and what `report` raises where rows cannot be
     kept, UnwrittenError.
     """
-    shared, conversion = bench.shared, cells[0].conversion
-    unreported = _Unreported(shared, cells, report)
-    with unreported.failing(cells):
-        directory, seconds = convert(bench, conversion)
-        model = bench.load(directory, bench.options.dtype)
+    shared, left, errors = bench.shared, dict.fromkeys(cells), []
+
+    def done(row: Row) -> None:
+        report(row)
+        del left[Cell.of(row)]
+
+    @contextmanager
+    def failing(some: Sequence[Cell]) -> Iterator[None]:
+        """What goes wrong is the row of those of the cells that have none."""
+        try:
+            yield
+        except (StoppedError, UnwrittenError):
+            raise
+        except Exception as error:
+            errors.append(_told(error))
+            for cell in [cell for cell in some if cell in left]:
+                done(shared.row(cell, errors[-1]))
+
+    work = shared.work / str(cells[0].conversion)
+    with failing(cells):
+        seconds = convert(bench, cells[0].conversion, work)
+        model = bench.load(work / CONVERTED, bench.options.dtype)
         if plain := [cell for cell in cells if not cell.alpha]:
             found = bench.quality(model) | bench.merge_errors(model)
             for cell in plain:
-                row = shared.row(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
-                unreported.done(row)
-    for _, some in groupby(sorted(unreported.left, key=lambda cell: cell.order), key=lambda cell: cell.training):
+                done(shared.row(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0))
+    for _, some in groupby(list(left), key=lambda cell: cell.training):
         along = list(some)
-        with unreported.failing(along):
-            train_along(bench, directory, seconds, along, model, unreported.done)
-    if not unreported.failed:  # else what is there serves the next attempt
-        _remove(shared.work, conversion)
-
-
-def _remove(work: Path, conversion: Conversion) -> None:
-    for path in work.glob(f"{conversion}*"):
-        if path.name.removeprefix(str(conversion))[:1] in ("", ".", "-"):  # s1 is no s10
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with failing(along):
+            train_along(bench, work / CONVERTED, seconds, along, model, done)
+    if not errors:  # else what is there serves the next attempt
+        shutil.rmtree(work)
 
 
 def _told(error: Exception) -> str:
     """One line for a row."""
-    if isinstance(error, RefusedError | OutputError | CorpusError | DivergedError):
+    if isinstance(error, RefusedError | OutputError | DivergedError):
         return one_line(str(error))
     if isinstance(error, torch.OutOfMemoryError):
         return "the memory of the device is too small; give --micro-batch, a smaller --eval-batch or --precision bf16"
     return one_line(f"{type(error).__name__}: {explain(error)}")
 
 
-def convert(bench: Bench, conversion: Conversion) -> tuple[Path, float]:
-    """The converted checkpoint and the seconds that it took; one that a killed study left is taken as it is."""
-    options, out = bench.options, bench.shared.work / str(conversion)
-    note = bench.shared.work / f"{conversion}.json"
-    if (out / PROVENANCE).exists() and note.exists():
-        return out, float(json.loads(note.read_text())["seconds"])
-    start, method = time.perf_counter(), conversion.method
-    method = "mean" if method in UNMERGED else method
-    plan, maps = make_plan(open_model(options.model), conversion.groups, method, conversion.seed), None
+def convert(bench: Bench, conversion: Conversion, work: Path) -> float:
+    """The seconds that the checkpoint in `work` took; one that a killed study left is taken as it is."""
+    options, note = bench.options, work / "seconds.json"
+    if note.exists():
+        return float(json.loads(note.read_text()))
+    start, maps = time.perf_counter(), None
+    method = "mean" if conversion.method in UNMERGED else conversion.method
+    plan = make_plan(open_model(options.model), conversion.groups, method, conversion.seed)
     if plan.lacks_maps:  # found in a file of their own: layers that are done are not sought again
-        maps = bench.shared.work / f"{conversion}.maps.safetensors"
+        maps = work / "maps.safetensors"
         if not maps.exists():
+            work.mkdir(exist_ok=True)
             find_maps(plan, maps, options.maps_of(conversion, bench.device), Silent())
     convert_checkpoint(
-        options.model, conversion.groups, out, method=method, seed=conversion.seed, maps=maps, overwrite=True
-    )
+        options.model, conversion.groups, work / CONVERTED, method=method, seed=conversion.seed, maps=maps,
+        overwrite=True,
+    )  # fmt: skip
     seconds = time.perf_counter() - start
-    note.write_text(json.dumps({"seconds": seconds}))
-    return out, seconds
+    note.write_text(json.dumps(seconds))
+    return seconds
 
 
 def train_along(

@@ -156,13 +156,13 @@ class StudyOptions:
             "refine_precision": "bf16" if self.maps.training.autocast else "no",
         }
 
-    def training_of(self, cell: Cell, directory: Path) -> TrainOptions:
-        """Of the conversion in `directory`, up to the alpha of `cell`; at a constant rate, so that every smaller alpha
+    def training_of(self, cell: Cell, converted: Path) -> TrainOptions:
+        """Of the checkpoint at `converted`, up to the alpha of `cell`; at a constant rate, so that every smaller alpha
         is a point of it.
         """
         return replace(
-            self.training, model=str(directory),
-            output=directory.with_name(f"{directory.name}-{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
+            self.training, model=str(converted),
+            output=converted.with_name(f"{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
             train=cast(Scope, cell.train), teacher=None if cell.teacher == "none" else self.model, seed=cell.seed,
             schedule="constant", keep_state=True,
         )  # fmt: skip
