@@ -13,7 +13,7 @@ from typing import Any
 from gqa.checkpoint.provenance import PROVENANCE, SOURCE_CARD, source_card, version, without_place
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.plan import Plan
-from gqa.convert.recast.recasting import REMOTE_CODE
+from gqa.convert.recast.view import CUSTOM_CODE
 from gqa.convert.summary import kv_line, recast_record, size
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
@@ -26,7 +26,7 @@ def command(plan: Plan) -> str:
         words += ["--method", plan.merging.method]
         words += ["--seed", str(plan.merging.seed)] if plan.merging.how.redraws else []
         words += _calibration(plan.merging.maps.description) if plan.merging.maps else []
-    if plan.checkpoint.way == REMOTE_CODE:
+    if plan.checkpoint.way == CUSTOM_CODE:
         kinds = plan.new_config.get("grouped_attention")
         words += ["--remote-code", *(["--attention", ",".join(kinds)] if kinds else [])]
     words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []

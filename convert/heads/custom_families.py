@@ -43,35 +43,35 @@ def _odd_kinds(config: Any) -> str | None:
 
 _BART_LIKE = ("gqa_bart", "gqa_m2m_100", "gqa_marian", "gqa_mbart", "gqa_pegasus", "gqa_whisper")
 
-REMOTE_FAMILIES: tuple[Family, ...] = (
+CUSTOM_FAMILIES: tuple[Family, ...] = (
     Family(
-        "Conv1D [Q | K | V], remote code",
+        "Conv1D [Q | K | V], custom modelling code",
         ("gqa_gpt2",),
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
         unchanged=("c_proj",),
     ),
     Family(
-        "separate k_proj and v_proj, remote code",
+        "separate k_proj and v_proj, custom modelling code",
         ("gqa_opt", "gqa_gpt_neo"),
         attention=("self_attn", "attn.attention"),
     ),
     Family(
-        "queries, key and value per KV head, remote code",
+        "queries, key and value per KV head, custom modelling code",
         ("gqa_bloom",),
         note="ALiBi's slopes stay with the query heads",
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
     ),
     Family(
-        "fused [Q | K | V], remote code",
+        "fused [Q | K | V], custom modelling code",
         ("gqa_mpt",),
         note="ALiBi's slopes stay with the query heads",
         attention=("attn",),
         rules=(Rule("Wqkv", Fused("stacked")),),
     ),
     Family(
-        "encoder-decoder, remote code",
+        "encoder-decoder, custom modelling code",
         _BART_LIKE,
         note="self- and cross-attention of the decoder, or as --attention says",
         cross_attention=("encoder_attn",),
@@ -81,7 +81,7 @@ REMOTE_FAMILIES: tuple[Family, ...] = (
         refusal=_odd_kinds,
     ),
     Family(
-        "encoder-decoder with relative positions, remote code",
+        "encoder-decoder with relative positions, custom modelling code",
         ("gqa_mt5", "gqa_t5", "gqa_umt5"),
         note="self- and cross-attention of the decoder, or as --attention says; positions stay with the query heads",
         attention=("layer.0.SelfAttention",),

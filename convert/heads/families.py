@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gqa.convert.heads.custom_families import REMOTE_FAMILIES
+from gqa.convert.heads.custom_families import CUSTOM_FAMILIES
 from gqa.convert.heads.family import FULL_WIDTH_K_NORM, PER_HEAD_K_NORM, SEPARATE, Edits, Family, Rule, uniform_heads
 from gqa.convert.heads.layout import Fused, LayerHeads, Numbered, ReadsValues, Role, Separate
 
@@ -329,7 +329,7 @@ FAMILIES: tuple[Family, ...] = (
         ("blt_global_transformer",),
         note="the local encoder, decoder and patcher stay as they are",
     ),
-    *REMOTE_FAMILIES,
+    *CUSTOM_FAMILIES,
 )
 
 # Models whose text part is one of the above: where in config.json it is described.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.convert.heads.layout import Fused
-from gqa.convert.recast.parts import Linear, NeutralNorm, Norm, Part, Place, Renamed, Rows
+from gqa.convert.recast.parts import Module, NeutralNorm, Norm, Place, Rows
 from gqa.convert.recast.recasting import Recasting
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _Role = Literal["query", "key", "value"]
 _ROLES: tuple[_Role, ...] = ("query", "key", "value")
-_Parts = tuple[Part, ...]
+_Parts = tuple[Module, ...]
 
 
 def _per_head(role: _Role) -> Rows:
@@ -171,10 +171,10 @@ _NEOX_NORMS = {
 _GPT2_BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.attn.embed_positions")
 
 
-def _linear(target: str, rows: Mapping[_Role, Rows | None], stored: str, **options: Any) -> tuple[Linear, ...]:
+def _linear(target: str, rows: Mapping[_Role, Rows | None], stored: str, **options: Any) -> _Parts:
     """q_proj, k_proj and v_proj out of `stored`, where {role} stands for their first letter."""
     return tuple(
-        Linear(f"{target}.{role[0]}_proj", stored.replace("{role}", role[0]), rows=picked, **options)
+        Module(f"{target}.{role[0]}_proj", stored.replace("{role}", role[0]), rows=picked, **options)
         for role, picked in rows.items()
     )
 
@@ -192,26 +192,26 @@ def _neox_modules(output: str, up: str, down: str, *, biases: bool, head_bias: b
     """
     qkv, rows = f"{_NEOX_LAYER}.attention.query_key_value", {role: _per_head(role) for role in _ROLES}
     return (
-        Renamed("model.embed_tokens", "embed_in"),
+        Module("model.embed_tokens", "embed_in"),
         *_linear(_ATTENTION, rows, qkv, norm=norms.get("attention"), always_bias=biases),
-        Linear(f"{_ATTENTION}.{output}", f"{_NEOX_LAYER}.attention.dense", always_bias=biases),
-        Linear(f"{_LAYER}.mlp.{up}", f"{_NEOX_LAYER}.mlp.dense_h_to_4h", norm=norms.get("mlp")),
-        Renamed(f"{_LAYER}.mlp.{down}", f"{_NEOX_LAYER}.mlp.dense_4h_to_h"),
-        Linear("lm_head", "embed_out|lm_head", always_bias=head_bias, tied="embed_in"),
+        Module(f"{_ATTENTION}.{output}", f"{_NEOX_LAYER}.attention.dense", always_bias=biases),
+        Module(f"{_LAYER}.mlp.{up}", f"{_NEOX_LAYER}.mlp.dense_h_to_4h", norm=norms.get("mlp")),
+        Module(f"{_LAYER}.mlp.{down}", f"{_NEOX_LAYER}.mlp.dense_4h_to_h"),
+        Module("lm_head", "embed_out|lm_head", always_bias=head_bias, tied="embed_in"),
     )
 
 
-def _phi_of(source: str, qkv: tuple[Linear, ...], refusal: Callable[[Any], str | None], note: str) -> Recasting:
+def _phi_of(source: str, qkv: _Parts, refusal: Callable[[Any], str | None], note: str) -> Recasting:
     """Of GPT-J and CodeGen, whose attention differs in how it stores projections."""
     parts: _Parts = (
-        Renamed("model.embed_tokens", "wte"),
-        Renamed(f"{_LAYER}.input_layernorm", "h.{}.ln_1"),
+        Module("model.embed_tokens", "wte"),
+        Module(f"{_LAYER}.input_layernorm", "h.{}.ln_1"),
         *qkv,
-        Linear(f"{_ATTENTION}.dense", "h.{}.attn.out_proj", always_bias=True),
-        Renamed(f"{_LAYER}.mlp.fc1", "h.{}.mlp.fc_in"),
-        Renamed(f"{_LAYER}.mlp.fc2", "h.{}.mlp.fc_out"),
-        Renamed("model.final_layernorm", "ln_f"),
-        Linear("lm_head", "lm_head", always_bias=True, tied="wte"),
+        Module(f"{_ATTENTION}.dense", "h.{}.attn.out_proj", always_bias=True),
+        Module(f"{_LAYER}.mlp.fc1", "h.{}.mlp.fc_in"),
+        Module(f"{_LAYER}.mlp.fc2", "h.{}.mlp.fc_out"),
+        Module("model.final_layernorm", "ln_f"),
+        Module("lm_head", "lm_head", always_bias=True, tied="wte"),
     )
     return Recasting(
         source, "phi", "PhiForCausalLM", _phi_of_gptj, prefix="transformer.", parts=parts, refusal=refusal, note=note,
@@ -230,7 +230,7 @@ _PHI_OF_NEOX: _Parts = (
         mlp=f"{_NEOX_LAYER}.post_attention_layernorm",
     ),
     NeutralNorm(f"{_LAYER}.input_layernorm", f"{_NEOX_LAYER}.input_layernorm"),
-    Renamed("model.final_layernorm", "final_layer_norm"),
+    Module("model.final_layernorm", "final_layer_norm"),
 )
 
 NATIVE: tuple[Recasting, ...] = (
@@ -251,7 +251,7 @@ NATIVE: tuple[Recasting, ...] = (
         when=_fully_rotary,
         parts=(
             *_neox_modules("o_proj", "c_fc", "c_proj", biases=True),
-            *(Renamed(target, source) for target, source in _NEOX_NORMS.items()),
+            *(Module(target, source) for target, source in _NEOX_NORMS.items()),
         ),
     ),
     _of_gpt_neox(
@@ -263,7 +263,7 @@ NATIVE: tuple[Recasting, ...] = (
         note="its LayerNorms store w - 1",
         parts=(
             *_neox_modules("o_proj", "up_proj", "down_proj", biases=False),
-            *(Norm(target, source, -1.0) for target, source in _NEOX_NORMS.items()),
+            *(Norm(target, source, shift=-1.0) for target, source in _NEOX_NORMS.items()),
         ),
     ),
     _phi_of(
@@ -291,13 +291,13 @@ NATIVE: tuple[Recasting, ...] = (
         refusal=_gpt2_refusal,
         dropped=_GPT2_BUFFERS,
         parts=(
-            Linear("transformer.h.{}.attn.c_attn", "h.{}.attn.c_attn", rows=_bigcode, transposed=True, moves=False),
+            Module("transformer.h.{}.attn.c_attn", "h.{}.attn.c_attn", rows=_bigcode, transposed=True, moves=False),
             *(
-                Linear(f"transformer.h.{{}}.{name}", f"h.{{}}.{name}", transposed=True)
+                Module(f"transformer.h.{{}}.{name}", f"h.{{}}.{name}", transposed=True)
                 for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
             ),
-            *(Renamed(f"transformer.{name}", name) for name in ("wte", "wpe", "h.{}.ln_1", "h.{}.ln_2", "ln_f")),
-            Linear("lm_head", "lm_head", tied="wte"),
+            *(Module(f"transformer.{name}", name) for name in ("wte", "wpe", "h.{}.ln_1", "h.{}.ln_2", "ln_f")),
+            Module("lm_head", "lm_head", tied="wte"),
         ),
     ),
 )

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
@@ -76,33 +76,9 @@ class Stored:
             raise RefusedError(f"{which} not known of a language model of type {model_type}; nothing was written")
 
 
-class Part(Protocol):
-    """One module of the target, or one in each layer."""
-
-    @property
-    def target(self) -> str: ...
-    def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
-        """Names of the module's tensors below it, and how they are made."""
-        ...
-
-
 @dataclass(frozen=True)
-class Renamed:
-    """A module whose `weight` and `bias` stay as they are."""
-
-    target: str
-    source: str
-
-    def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
-        source = self.source.format(place.layer)
-        yield "weight", Recipe((stored.need(source, "weight"),))
-        if bias := stored.find(source, "bias"):
-            yield "bias", Recipe((bias,))
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer W x + b.
+class Module:
+    """A module whose `weight` and `bias` stay as they are; or, as said, a linear layer W x + b laid out anew.
 
     rows: What of W and b is taken, in which order; all of it as it is by default.
     norm: A LayerNorm n * w + c before it, folded into it: W diag(w) n + (b + W c).
@@ -122,6 +98,7 @@ class Linear:
     tied: str | None = None
 
     def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
+        """Names of the module's tensors below it, and how they are made."""
         source = self.source.format(place.layer)
         weight = stored.find(source, "weight")
         if weight is None and self.tied and place.config.tie_word_embeddings:
@@ -158,12 +135,10 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Module):
     """A LayerNorm whose class adds `-shift` to the weight that it stores."""
 
-    target: str
-    source: str
-    shift: float
+    shift: float = field(kw_only=True)
 
     def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
         source = self.source.format(place.layer)
@@ -172,20 +147,17 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class NeutralNorm:
-    """A LayerNorm with weight 1 and bias 0, of the width of `like`."""
-
-    target: str
-    like: str
+class NeutralNorm(Module):
+    """A LayerNorm with weight 1 and bias 0, of the width of the source's."""
 
     def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
-        like = stored.need(self.like.format(place.layer), "weight")
+        like = stored.need(self.source.format(place.layer), "weight")
         for tail, value in (("weight", 1.0), ("bias", 0.0)):
             yield tail, Recipe((like,), lambda t: t[0], fill=value)
 
 
 def all_recipes(
-    parts: tuple[Part, ...], stored: Stored, config: Any, heads: LayerHeads, layers: int
+    parts: tuple[Module, ...], stored: Stored, config: Any, heads: LayerHeads, layers: int
 ) -> Mapping[str, Recipe]:
     """Every tensor of the target. Raises RefusedError and CorruptError."""
     found: dict[str, Recipe] = {}

@@ -11,22 +11,34 @@ import json
 from fnmatch import fnmatchcase
 from typing import Any
 
-from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, stand_in
+from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, stand_in
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
-from gqa.convert.heads.custom_families import DEFAULT_KINDS, REMOTE_FAMILIES, query_heads
+from gqa.convert.heads.custom_families import CUSTOM_FAMILIES, DEFAULT_KINDS, query_heads
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.parts import Stored, all_recipes
-from gqa.convert.recast.recasting import ANY, REMOTE_CODE, Recasting, Target
-from gqa.convert.recast.remote import REMOTE
+from gqa.convert.recast.recasting import ANY, Recasting, Target
 from gqa.convert.recast.tokenizer_files import tokenizer_edits
-from gqa.convert.recast.view import Recipe, make_view
+from gqa.convert.recast.view import CUSTOM_CODE, Recipe, make_view
 
-RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *REMOTE)
+_WHICH = {
+    "gqa_gpt2": "GPT-2, Cerebras-GPT, DialoGPT, distilgpt2",
+    "gqa_m2m_100": "M2M-100, NLLB",
+    "gqa_t5": "T5, Flan-T5",
+}
+# Masks that GPT-2 and GPT-Neo once stored, of which no class knows any more.
+_MASKS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.attention.bias", "*.attn.attention.masked_bias")
+# Exact for any G: with as many heads as before our classes give the source's logits (tests/test_remote_code.py).
+_CUSTOM = tuple(
+    Recasting(made.removeprefix(PREFIX), made, which=_WHICH.get(made, ""), note=family.note, dropped=_MASKS)
+    for family in CUSTOM_FAMILIES
+    for made in family.model_types
+)
+RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 ENCODER_DECODERS = frozenset(
-    model_type.removeprefix(PREFIX) for f in REMOTE_FAMILIES if f.cross_attention for model_type in f.model_types
+    model_type.removeprefix(PREFIX) for f in CUSTOM_FAMILIES if f.cross_attention for model_type in f.model_types
 )
 
 
@@ -64,14 +76,13 @@ def _candidates(checkpoint: Checkpoint, target: Target) -> list[Recasting]:
     """The entries for a model type that are as asked for; none where it needs none."""
     name, model_type = checkpoint.name, checkpoint.config.get("model_type")
     every = [r for r in RECASTINGS if r.source == model_type]
-    found = [r for r in every if target.remote_code is None or (r.way == REMOTE_CODE) == target.remote_code]
+    found = [r for r in every if target.remote_code is None or (r.way == CUSTOM_CODE) == target.remote_code]
     if every and not found and not target.remote_code:
         raise RefusedError(
-            f"{name} ({model_type}) can only be converted to a class that travels with it as remote code; "
-            "leave out --no-remote-code"
+            f"{name} ({model_type}) can only be converted to custom modelling code; leave out --no-remote-code"
         )
     if target.remote_code and not found and model_type not in MODEL_TYPES:
-        raise RefusedError(f"{name} ({model_type}) has no class that travels with it; leave out --remote-code")
+        raise RefusedError(f"{name} ({model_type}) has no custom modelling code; leave out --remote-code")
     if target.attention and model_type not in ENCODER_DECODERS:
         raise RefusedError(
             f"the kinds of attention of {name} ({model_type}) cannot be chosen: its class says which they are; "
@@ -146,7 +157,8 @@ def _other_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> 
 
 def _same_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, target: Target) -> dict[str, Any]:
     """Of a class that extends the source's: its config.json with what is new."""
-    made = {**checkpoint.config, "model_type": recasting.target} | recasting.config(config)
+    made = {**checkpoint.config, "model_type": recasting.target}
+    made |= {"num_key_value_heads": query_heads(config), "auto_map": auto_map(recasting.target)}
     made["architectures"] = [stand_in(config.architectures, recasting.target)]
     if recasting.source in ENCODER_DECODERS:
         made["grouped_attention"] = list(target.attention or DEFAULT_KINDS)
@@ -158,7 +170,7 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
-    if recasting.parts is None:
+    if recasting.way == CUSTOM_CODE:
         kept = (n for n in checkpoint.tensors if not any(fnmatchcase(n, like) for like in recasting.dropped))
         recipes = {name: Recipe((checkpoint.tensors[name],)) for name in kept}
     else:
@@ -168,6 +180,6 @@ def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[s
         heads = LayerHeads(query, query, dim, dim)
         recipes = dict(all_recipes(recasting.parts, stored, config, heads, config.num_hidden_layers))
         stored.check_all_used(recasting.source, recasting.dropped)
-    tokenizer = tokenizer_edits(checkpoint, recasting.source, recasting.target)
-    files = {**recasting.files(), **tokenizer.files}
-    return make_view(checkpoint, {**raw, **tokenizer.config}, recipes, recasting.way, files)
+    told, files = tokenizer_edits(checkpoint, recasting.source, recasting.target)
+    files |= [file_of(recasting.target)] if recasting.way == CUSTOM_CODE else []
+    return make_view(checkpoint, raw | told, recipes, files)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from gqa.checkpoint.read import Checkpoint, read_json
@@ -21,32 +20,24 @@ _CONFIG, _WHOLE = "tokenizer_config.json", "tokenizer.json"
 _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
 
 
-@dataclass(frozen=True)
-class TokenizerEdits:
-    """What the result needs besides the tokenizer's files: keys of config.json, and files."""
-
-    config: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-
-
-def tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> TokenizerEdits:
-    """For a model type that becomes another. Of a checkpoint without its files (a dry run's) nothing is known."""
+def tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What the result needs besides the tokenizer's files where a model type becomes another: keys of config.json, and
+    files. Of a checkpoint without its files (a dry run's) nothing is known.
+    """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     present = set(checkpoint.side_files)
     if checkpoint.directory is None or not present & _FILES:
-        return TokenizerEdits()
+        return {}, {}
     told = read_json(checkpoint.directory, _CONFIG) if _CONFIG in present else {}
     if TOKENIZER_MAPPING_NAMES.get(target) in _GENERAL:
         complete = _WHOLE in present and told.keys() >= {"tokenizer_class", "bos_token", "eos_token", "unk_token"}
-        return TokenizerEdits() if complete else _written_down(checkpoint, told, _WHOLE in present)
+        return {}, {} if complete else _written_down(checkpoint, told, _WHOLE in present)
     name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
-    return TokenizerEdits(
-        {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}
-    )
+    return {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}, {}
 
 
-def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) -> TokenizerEdits:
+def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) -> dict[str, str]:
     """tokenizer_config.json with the special tokens that the class knew, and tokenizer.json where there is none.
 
     A tokenizer that cannot be loaded is carried along as it is.
@@ -56,6 +47,6 @@ def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) 
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         files = {} if whole else {_WHOLE: tokenizer.backend_tokenizer.to_str(pretty=True)}
     except Exception:  # whatever a library raises about files that it cannot read
-        return TokenizerEdits()
+        return {}
     made = {"tokenizer_class": type(tokenizer).__name__} | special | dict(told)
-    return TokenizerEdits(files=files | {_CONFIG: json.dumps(made, indent=2, ensure_ascii=False) + "\n"})
+    return files | {_CONFIG: json.dumps(made, indent=2, ensure_ascii=False) + "\n"}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.checkpoint.headers import TensorSpec, byte_size
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, ModelClass
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+
+NATIVE, CUSTOM_CODE = "native", "custom modelling code"
+
+
+def way_to(model_type: str) -> str:
+    """How a model becomes one of another type: with a class of transformers, or with one that goes with the weights."""
+    return CUSTOM_CODE if model_type in MODEL_TYPES else NATIVE
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,6 @@ class View(Checkpoint):
 
     source: Checkpoint = field(kw_only=True)
     recipes: Mapping[str, Recipe] = field(kw_only=True)
-    way_of_its_own: str = field(kw_only=True)
     files_of_its_own: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
@@ -95,7 +103,7 @@ class View(Checkpoint):
 
     @property
     def way(self) -> str | None:
-        return self.way_of_its_own
+        return way_to(self.config["model_type"])
 
     @property
     def origin(self) -> Checkpoint:
@@ -107,7 +115,7 @@ class View(Checkpoint):
 
 
 def make_view(
-    source: Checkpoint, config: dict[str, Any], recipes: Mapping[str, Recipe], way: str, files: Mapping[str, str]
+    source: Checkpoint, config: dict[str, Any], recipes: Mapping[str, Recipe], files: Mapping[str, str]
 ) -> View:
     """The view, its tensors in the order of the bytes that they are made of."""
     place = {name: index for index, name in enumerate(source.tensors)}
@@ -124,6 +132,5 @@ def make_view(
         source.hub_id,
         source=source,
         recipes=recipes,
-        way_of_its_own=way,
         files_of_its_own=files,
     )
