@@ -262,7 +262,7 @@ def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NO_LAYERS = "cannot be run layer by layer: use --method aligned"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "no remote code": (("--no-remote-code",), "only be converted to a class that travels"),
+    "no custom code": (("--no-remote-code",), "only be converted to custom modelling code"),
     "unknown kind": (("--attention", "decoder-self,sideways"), "choose decoder-self, cross, encoder"),
     "no kind": (("--attention", ","), "choose decoder-self, cross, encoder"),
     "cross alone": (("--attention", "cross"), "leaves out decoder-self"),
