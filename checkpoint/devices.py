@@ -33,6 +33,17 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in said for words in _NO_MEMORY)
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that tensors can still take on an accelerator; None for a processor, and where torch does not tell.
+
+    What torch's allocator holds and does not use is free to tensors, though the driver counts it as taken.
+    """
+    if device.type != "cuda":
+        return None
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + held
+
+
 def as_float64(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers in float64: on the CPU where the device has none (MPS)."""
     return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()

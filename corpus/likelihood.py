@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Float32 logits held at a time: small enough for a processor's cache, large enough for a matrix product. A GPU is not
-# busy with so few rows of a large vocabulary; half a GiB is what it has to spare.
+# busy with so few rows of a large vocabulary; half a GiB is what it has to spare, and where it is known what is free, a
+# slice of logits may take this share of it (a comparison of two models holds eight of that size).
 CHUNK_NUMBERS = 1 << 22
 DEVICE_CHUNK_NUMBERS = 1 << 27
+FREE_SHARE = 16
 # Every slice reads the whole head (and, in training, makes a gradient of it), which takes as long as the products of
 # about a hundred rows.
 LEAST_ROWS = 256
@@ -86,7 +88,7 @@ class ChunkedHead:
         try:
             output = self.backbone(**inputs, use_cache=False, return_dict=True)
             got = self._head(output.last_hidden_state[0], output)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
+        except (AttributeError, TypeError, ValueError):  # it takes or gives other things than transformers' own do
             return False
         scale = expected.float().abs().nan_to_num(posinf=0.0).max().clamp_min(1e-6)
         tolerance = 32 * torch.finfo(expected.dtype).eps
@@ -108,9 +110,16 @@ def _replaced_forward(module: torch.nn.Module, function: Callable[..., Any]) -> 
             module.forward = before
 
 
-def chunks(count: int, vocabulary: int, device: torch.device | None = None) -> Iterator[slice]:
-    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device."""
+def chunks(count: int, vocabulary: int, device: torch.device | None = None, free: int | None = None) -> Iterator[slice]:
+    """Slices of `count` rows whose float32 logits over `vocabulary` stay within what suits the device.
+
+    Args:
+        free: Bytes that are free on it; None for the same slices whatever else it holds, as sums over slices need that
+            are to be the same each time.
+    """
     numbers = CHUNK_NUMBERS if device is None or device.type == "cpu" else DEVICE_CHUNK_NUMBERS
+    if free is not None:  # a power of two: a little more or less that is free makes no other slices
+        numbers = max(CHUNK_NUMBERS, 1 << (free // FREE_SHARE // 4).bit_length() >> 1)
     step = max(LEAST_ROWS, numbers // vocabulary)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))

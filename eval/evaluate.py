@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.devices import find_device
+from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.corpus.likelihood import ChunkedHead
@@ -67,7 +67,9 @@ def usable_device(asked: str | None) -> str:
 
 
 def load(subject: Subject, options: Options) -> PreTrainedModel:
-    with _explained(subject.name, options):
+    with _explained(
+        subject.name, options, "its weights", "choose another --dtype or give fewer checkpoints to --decode"
+    ):
         return load_model(
             subject.path,
             dtype=options.dtype,
@@ -78,21 +80,19 @@ def load(subject: Subject, options: Options) -> PreTrainedModel:
 
 
 @contextmanager
-def _explained(name: str, options: Options) -> Iterator[None]:
-    """What options cause while a model is loaded or runs is told as such."""
+def _explained(name: str, options: Options, tried: str, advice: str) -> Iterator[None]:
+    """What options cause while a model is loaded or runs is told as such: `tried` is what may not fit into memory."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise RefusedError(
-            f"{name}: the memory of {options.device} is too small; give smaller batches or contexts, another --dtype, "
-            "or fewer checkpoints to --decode"
-        ) from None
     except IndexError:
         raise RefusedError(
             f"{name} has a table of positions that ends before the context: --beyond-positions needs positions that "
             "are computed, as rotary ones are"
         ) from None
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error):
+            told = f"{name}: the memory of {options.device} is too small for {tried}; {advice}"
+            raise RefusedError(told) from None
         if not options.compile:
             raise
         raise RefusedError(f"{name} cannot be compiled: {_first_line(error)}; leave --compile out") from None
@@ -143,7 +143,8 @@ def _head(row: Row, options: Options) -> ChunkedHead:
 
 
 def _score(row: Row, head: ChunkedHead, text: Text, options: Options, bars: Bars, **more: Any) -> Scores:
-    with _explained(row.subject.name, options):
+    tried = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
+    with _explained(row.subject.name, options, tried, "give a smaller --batch-size or --context"):
         return score(head, text.windows, batch_size=options.batch_size, progress=bars(row.subject.name), **more)
 
 
@@ -303,7 +304,8 @@ def time_decoding(
     since they take turns. `progress` is that of `measure_decode`.
     """
     models = {subject.name: load(subject, options) for subject in subjects}
-    with _explained(", ".join(models), options):
+    tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
+    with _explained(", ".join(models), options, tried, "give smaller --batches or --contexts, or fewer checkpoints"):
         points = measure_decode(models, batches, contexts, steps, repeats, progress)
     for record in records:
         model = models[record["name"]]

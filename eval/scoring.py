@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gqa.checkpoint.devices import free_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
@@ -175,7 +176,8 @@ def _score_batch(
     hidden = head.hidden(**batch.inputs).flatten(0, 1)
     if baseline:
         baseline.start(batch)
-    for piece in chunks(len(batch.rows), head.vocabulary):
+    device = batch.targets.device
+    for piece in chunks(len(batch.rows), head.vocabulary, device, free_memory(device)):
         rows, targets = batch.rows[piece], batch.targets[piece]
         logits = head.logits(hidden[batch.flat[piece]]).float()
         if baseline is None and record is None:

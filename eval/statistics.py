@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
 
+BOOTSTRAP_SAMPLES = 2000
+BOOTSTRAP_NUMBERS = 1 << 20  # of the samples' weights, held at a time
 PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
 
 
@@ -62,9 +64,7 @@ def correlation(one: Floats, other: Floats) -> float:
         return float(np.corrcoef(one.astype(np.float64), other.astype(np.float64))[0, 1])
 
 
-def paired_ratio(
-    model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]], *, samples: int = 2000, seed: int = 0
-) -> dict[str, float]:
+def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]]) -> dict[str, float]:
     """ln(PPL(Q) / PPL(P)) on the same tokens, with its standard error and a 95 % paired bootstrap interval.
 
     The error is llama.cpp's: sqrt((var_Q + var_P - 2 cov) / (n - 1)), tokens taken as independent. They are not within
@@ -79,11 +79,23 @@ def paired_ratio(
         ratio = float(np.exp(mean))
     result = {"log_ratio": mean, "ratio": ratio, "log_ratio_error": error}
     if len(sums) > 1:
-        generator = np.random.default_rng(seed)
-        weights = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=samples)
-        low, high = np.percentile(np.exp(weights @ sums / (weights @ counts)), (2.5, 97.5))
+        low, high = np.percentile(np.exp(_resampled_means(sums, counts)), (2.5, 97.5))
         result |= {"ratio_low": float(low), "ratio_high": float(high)}
     return result
+
+
+def _resampled_means(sums: NDArray[Any], counts: NDArray[np.integer[Any]]) -> Floats:
+    """Means over tokens of samples of (n,) clusters drawn with replacement, always the same; a few samples at a time,
+    so that their weights take the same memory whatever the number of clusters is.
+    """
+    generator, n = np.random.default_rng(0), len(sums)
+    at_once = max(1, BOOTSTRAP_NUMBERS // n)
+    found = []
+    for start in range(0, BOOTSTRAP_SAMPLES, at_once):
+        size = min(at_once, BOOTSTRAP_SAMPLES - start)
+        weights = generator.multinomial(n, np.full(n, 1 / n), size=size)
+        found.append(weights @ sums / (weights @ counts))
+    return np.concatenate(found)
 
 
 def by_context(nats: Floats, context: NDArray[np.integer[Any]], bins: int = 8) -> list[dict[str, float]]:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, build
 
 from gqa.eval import evaluate
+
+LOAD = evaluate.load
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,7 @@ from gqa.eval import evaluate
         ("SRC --data TEXT --context 400 --max-tokens 1 --protocol llama.cpp", "less than two windows of 400"),
         ("SRC --data PLACE/empty.txt", "holds no text: it is empty or blank"),
         ("SRC --data PLACE/latin.txt", "is not UTF-8: byte 1 is 0xfc"),
-        ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'text', 'other'"),
+        ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'other', 'text'"),
         ("SRC --data PLACE/nothere.txt", "there is no file or directory"),
         ("SRC PLACE/nothere --data TEXT", "there is no directory"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
@@ -72,7 +75,7 @@ def test_a_gpu_that_is_not_there() -> None:
         ("T5 --data TEXT --target-field text", "are the same text; name two fields"),
         ("T5 --data PLACE/text.txt --target-field other", "are the same text; name two fields"),
         ("T5 --data TEXT --target-field other --stride 4", "leave --protocol out"),
-        ("T5 --data TEXT --target-field nothere", "has no field 'nothere'; it has 'text', 'other'"),
+        ("T5 --data TEXT --target-field nothere", "has no field 'nothere'; it has 'other', 'text'"),
         ("T5 SRC --data TEXT --target-field other", "only one is an encoder-decoder"),
         ("T5 --decode", "--decode is for decoders with key/value heads, and t5gemma is none"),
     ],
@@ -141,7 +144,7 @@ def damaged(path: Path, damage: str) -> Path:
         ("nan", "BAD SRC --data TEXT --kl --baseline-cache PLACE/nan", "is model.layers.2.mlp.up_proj"),
         ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha predicts 4,096 tokens and bad 3,000"),
         ("vocabulary", "BAD --data TEXT", "and its model knows 3,000: they do not belong together"),
-        ("no tokenizer", "SRC BAD --data TEXT", "bad has no tokenizer; copy its source's tokenizer files into it"),
+        ("no tokenizer", "SRC BAD --data TEXT", "bad has no tokenizer; copy its base model's tokenizer files into"),
         ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),
         (
             "other tokenizer",
@@ -164,13 +167,48 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def score(*args: Any, **more: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nlines of advice")
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nlines of advice"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+]
 
-    monkeypatch.setattr(evaluate, "score", score)
-    said = refused("SRC --data TEXT")
-    assert "stdlib-mha: the memory of cpu is too small; give smaller batches" in said
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine"])
+@pytest.mark.parametrize("run", [2, 3, 5])
+def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever memory ends: while the head is found to split (runs 1 and 2 of it) and in any batch."""
+    runs: list[int] = []
+
+    def forward(module: torch.nn.Module, *args: Any) -> Any:
+        runs.append(1)
+        if isinstance(module, torch.nn.Linear) and len(runs) == run:
+            raise error
+        return torch.nn.functional.linear(*args, module.weight)
+
+    def load(*args: Any) -> Any:
+        model = LOAD(*args)
+        model.lm_head.forward = partial(forward, model.lm_head)
+        return model
+
+    monkeypatch.setattr(evaluate, "load", load)
+    said = refused("SRC --data TEXT --context 64 --batch-size 3")
+    assert "stdlib-mha: the memory of cpu is too small for a batch of 3 windows of 64 tokens; give a smaller" in said
+    assert "--batch-size or --context" in said
+
+
+def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any) -> Any:
+        model = LOAD(*args)
+        model.base_model.register_forward_hook(lambda module, given, output: next(outcomes)(output))
+        return model
+
+    def fails(output: Any) -> None:
+        raise RuntimeError("a kernel failed")
+
+    outcomes = iter([lambda output: output, fails])  # the whole model's run, then the backbone's own
+    monkeypatch.setattr(evaluate, "load", load)
+    result = run(*words("SRC --data TEXT"), program="gqa-eval")
+    assert (result.code, "a kernel failed" in result.err) == (1, True)
 
 
 def test_compilation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:

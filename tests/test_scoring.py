@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
+from gqa.eval import scoring
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.evaluate import Options, measure_quality
 from gqa.eval.perplexity import count_words, make_pairs, make_text, perplexity
@@ -125,6 +127,22 @@ def test_float32_logits_are_never_held_for_a_whole_batch(source, text, monkeypat
     score(head, text.windows[:8], batch_size=8)
     handle.remove()
     assert max(rows) <= 16 < _tokens(text, 8) <= sum(rows)
+
+
+@pytest.mark.parametrize(("free", "calls"), [(None, 4), (0, 4), (1 << 29, 2), (1 << 30, 1), (80 << 30, 1)])
+def test_a_slice_of_logits_suits_the_memory_that_is_free(monkeypatch, free, calls):
+    """A device's is asked for before each batch: few runs of the head where there is room, never more than a share."""
+    tiny = TINY["llama"]
+    model = build(replace(tiny, options=dict(tiny.options) | {"vocab_size": 1 << 14}), 2)
+    windows = [Window(tuple(range(5, 38)), 32, i) for i in range(32)]
+    head, devices, rows = ChunkedHead(model), [], []
+    monkeypatch.setattr(scoring, "free_memory", lambda device: devices.append(device.type) or free)
+    score(head, windows[:1], batch_size=1)
+    model.lm_head.register_forward_hook(lambda m, i, output: rows.append(output.shape[:-1].numel()))
+    score(head, windows, batch_size=32)
+    assert (len(rows), sum(rows), devices) == (calls, 1024, ["cpu"] * 2)
+    if free:
+        assert max(rows) * (1 << 14) * 4 * 16 <= free
 
 
 def test_uniform_predictions_have_the_vocabulary_as_perplexity(directory, text):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
 from gqa.corpus.likelihood import chunks, kl_divergence, nats
+from gqa.eval import statistics
 from gqa.eval.statistics import by_context, correlation, kl_statistics, mean_and_error, paired_ratio, percentiles
 
 
@@ -106,6 +108,29 @@ def test_the_bootstrap_resamples_clusters():
     width = [math.log(found["ratio_high"] / found["ratio_low"]) for found in (whole, single)]
     assert width[0] > 5 * width[1]
     assert width[0] == pytest.approx(2 * 1.96 * difference.std() / math.sqrt(40), rel=0.15)
+
+
+def test_the_bootstrap_s_memory_does_not_grow_with_the_documents(monkeypatch):
+    monkeypatch.setattr(statistics, "BOOTSTRAP_SAMPLES", 200)
+    values = np.random.default_rng(0).gamma(2, 1, 20_000)
+    tracemalloc.start()
+    found = paired_ratio(values, np.zeros(20_000), np.arange(20_000))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 24 << 20  # all weights of the samples at once, and as floats, are 61 MiB
+    assert found["ratio_low"] < found["ratio"] < found["ratio_high"]
+
+
+@pytest.mark.parametrize("numbers", [1, 90, 1 << 20])
+def test_the_bootstrap_draws_the_same_however_many_at_a_time(monkeypatch, numbers):
+    monkeypatch.setattr(statistics, "BOOTSTRAP_NUMBERS", numbers)
+    generator = np.random.default_rng(3)
+    values, clusters = generator.gamma(2, 1, 300), np.arange(300) // 10
+    sums = values.reshape(30, 10).sum(1)
+    weights = np.random.default_rng(0).multinomial(30, np.full(30, 1 / 30), size=2000)
+    expected = np.percentile(np.exp(weights @ sums / (weights.sum(1) * 10)), (2.5, 97.5))
+    found = paired_ratio(values, np.zeros(300), clusters)
+    assert (found["ratio_low"], found["ratio_high"]) == pytest.approx(tuple(expected), rel=1e-12)
 
 
 def test_one_cluster_has_no_interval():
