@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gqa.convert import Plan, RefusedError, calibrate_cli, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibration, Calibrator
-from gqa.convert.align.closed_form import closed_form, output_roots, position_weights, significance_of
+from gqa.convert.align.closed_form import ClosedForm, Task, closed_form, output_roots, position_weights, significance_of
 from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.align.refine import Calls, Refinement, refine
 
@@ -182,7 +182,7 @@ def test_refinement_is_never_worse_than_its_start() -> None:
     """A learning rate that breaks everything leaves the start."""
     torch.manual_seed(0)
     module, hidden = torch.nn.Linear(4, 4), torch.randn(32, 5, 4)
-    calls = Calls([hidden], {32: ((), {})})
+    calls = Calls(hidden)
     start = {name: parameter.detach() for name, parameter in module.named_parameters()}
     targets = module(hidden).detach() + 0.1 * torch.randn(32, 5, 4)
     best, first, least = refine(
@@ -205,7 +205,7 @@ def test_refinement_does_not_depend_on_the_size_of_weights() -> None:
     found = []
     for size in (1.0, 100.0):
         scaled, wanted = {name: size * tensor for name, tensor in start.items()}, size * targets
-        calls, how = Calls([hidden], {32: ((), {})}), Refinement(steps=50, batch=8)
+        calls, how = Calls(hidden), Refinement(steps=50, batch=8)
         found.append(refine(module, scaled, calls, wanted, torch.ones(wanted.shape[:2]), how))
     (_, first, least), (_, large_first, large_least) = found
     assert large_first == pytest.approx(first, rel=1e-4)
@@ -219,7 +219,7 @@ def test_steps_are_as_large_as_said(rows: int) -> None:
     torch.manual_seed(0)
     module, hidden = torch.nn.Linear(16, rows), torch.randn(8, 5, 16)
     start = {"weight": module.weight.detach(), "bias": torch.zeros(rows)}
-    calls, targets = Calls([hidden], {8: ((), {})}), hidden @ torch.randn(16, rows) + 1
+    calls, targets = Calls(hidden), hidden @ torch.randn(16, rows) + 1
     how = Refinement(steps=1, batch=8, learning_rate=0.01)
     found, first, least = refine(module, start, calls, targets, torch.ones(8, 5), how)
     assert least < first
@@ -232,7 +232,7 @@ def test_refinement_looks_where_errors_count() -> None:
     """Targets that are wrong at one position: nothing is learnt from them where it counts nothing."""
     torch.manual_seed(0)
     module, hidden = torch.nn.Linear(4, 4), torch.randn(32, 5, 4)
-    calls = Calls([hidden], {32: ((), {})})
+    calls = Calls(hidden)
     start = {name: parameter.detach() for name, parameter in module.named_parameters()}
     targets, counts = module(hidden).detach(), torch.ones(32, 5)
     targets[:, 0] += 100.0
@@ -277,12 +277,12 @@ def test_the_closed_form_looks_where_errors_count(
     written = []
     for spoil in (0.0, 100.0):
 
-        def spoiled(*given: Any, spoil: float = spoil) -> Any:
-            *before, wanted, strength, search = given
-            inputs, counts = wanted.inputs.clone(), wanted.counts.clone()
+        def spoiled(task: Task, strength: float, search: bool, spoil: float = spoil) -> ClosedForm:
+            inputs, counts = task.wanted.inputs.clone(), task.wanted.counts.clone()
             inputs[:, 0] += spoil
             counts[:, 0] *= counted
-            return closed_form(*before, replace(wanted, inputs=inputs, counts=counts), strength, search)
+            wanted = replace(task.wanted, inputs=inputs, counts=counts)
+            return closed_form(replace(task, wanted=wanted), strength, search)
 
         monkeypatch.setattr("gqa.convert.align.calibration.closed_form", spoiled)
         out = convert_checkpoint(source, 2, tmp_path / str(spoil), method="calibrated", calibration=on_ids()).out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from torch import Tensor
 
 from gqa.convert import plan_conversion
 from gqa.convert.align.calibration import Calibration, Calibrator
-from gqa.convert.align.closed_form import closed_form
-from gqa.convert.align.layerwise import run_layer
-from gqa.convert.align.pair import inputs_of
+from gqa.convert.align.closed_form import ClosedForm, Task, closed_form
 
 
 def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,17 +24,14 @@ def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     found: list[tuple[Tensor, Tensor, float, float]] = []
 
-    def compared(pair: Any, streams: Any, module: Any, own: Any, attention: Any, symmetry: Any, *rest: Any) -> Any:
-        wanted, _, search = rest
+    def compared(task: Task, strength: float, search: bool) -> ClosedForm:
+        wanted, pair = task.wanted, task.pair
         drift = torch.randn(wanted.drift.shape) * wanted.inputs.std()
         wanted = replace(wanted, drift=drift, counts=torch.rand(wanted.counts.shape))
-        result = closed_form(pair, streams, module, own, attention, symmetry, wanted, 0.0, search)
-        w_o = pair.projection(pair.source, module, symmetry.output.tensor).weight.double().mT
-        merged = pair.load_target(module, pair.weights(module, replace(result.maps, output=None)))
-        given: list[Tensor] = []
-        with inputs_of(pair.projection(pair.target, module, symmetry.output.tensor), given.append):
-            for _, hidden, others in pair.batches(streams.converted, module.layer):
-                run_layer(merged, hidden, others)
+        result = closed_form(replace(task, wanted=wanted), 0.0, search)
+        w_o = task.w_o().double().flatten(0, 1)
+        merged = pair.merged(task.module, replace(result.maps, output=None))
+        given = [seen.joined for seen in pair.feed.observe(merged, task.stream) if seen.joined is not None]
         root = wanted.counts.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
         target = (wanted.inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root

@@ -12,12 +12,11 @@ import torch
 from test_families import COPIED, write_checkpoint
 from test_symmetries import CASES, UNSERVED, attention
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, config
-from torch import Tensor, nn
+from torch import Tensor
 
 from gqa.convert import plan_conversion
 from gqa.convert.align.alignment import shared_key, slow_dims, unturned
-from gqa.convert.align.layerwise import Stop, watched
-from gqa.convert.align.pair import Pair, attention_of, until_stop
+from gqa.convert.align.pair import Pair
 from gqa.convert.heads.symmetries import Rotary, find_symmetry
 
 
@@ -108,17 +107,10 @@ def test_queries_and_keys_are_turned_back(name: str, length: int, tmp_path: Path
     found = ((pair.module_of(layer), rotary) for layer, rotary in _rotary(tiny, length)[1].items() if rotary.slow)
     module, rotary = next((module, rotary) for module, rotary in found if module)
     pair.arrive(torch.full((1, length), 5))  # what layers are given besides
-    own = pair.source.load(module.layer)
-    seen: list[Tensor] = []
-
-    def attend(_: nn.Module, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Tensor:
-        seen.extend((q, k))
-        raise Stop
-
     same = torch.randn(pair.source.model.config.get_text_config(decoder=True).hidden_size).expand(1, length, -1)
-    with watched(attention_of(own, module), attend):
-        until_stop(own, same, next(pair.batches(same, module.layer))[2])
-    for turned in seen:
+    (seen,) = pair.feed.observe(pair.original(module.layer), same, "heads")
+    assert seen.heads
+    for turned in seen.heads[:2]:
         dims = slow_dims(rotary)
         before, after = (_spread(heads[..., dims]) for heads in (unturned(turned, rotary), turned))
         assert before < 1e-4 * after

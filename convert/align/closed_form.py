@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64
 from gqa.checkpoint.errors import listing
 from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, shared_key, shared_value, unturned
 from gqa.convert.align.grouping import LayerMoments, find_order
-from gqa.convert.align.layerwise import Stop, watched
-from gqa.convert.align.pair import Pair, Streams, attention_of, check_finite, inputs_of, until_stop
+from gqa.convert.align.observe import Layer
+from gqa.convert.align.pair import Pair, check_finite
 from gqa.convert.heads.layout import Conv1D, LayerHeads
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary, Symmetry
@@ -128,12 +126,14 @@ def stack_groups(heads: Tensor, groups: int) -> Tensor:
 class Wanted:
     """What an attention layer should compute at N x T positions.
 
-    inputs: (N, T, H * e) what the source's W_O is given on the source's own stream.
+    inputs, outputs: (N, T, H * e) what the source's W_O is given on the source's own stream, and (N, T, D) what its
+        attention gives there.
     drift: (N, T, D) what W_O should give beside that, see `gqa.convert.align.calibration`.
     counts: (N, T) how much an error counts, see `position_weights`.
     """
 
     inputs: Tensor
+    outputs: Tensor
     drift: Tensor
     counts: Tensor
 
@@ -147,180 +147,160 @@ class ClosedForm:
     warning: str = ""
 
 
-def closed_form(
-    pair: Pair,
-    streams: Streams,
-    module: AttentionModule,
-    own: nn.Module,
-    attention: nn.Module,
-    symmetry: Symmetry,
-    wanted: Wanted,
-    strength: float,
-    search: bool = False,
-) -> ClosedForm:
-    """Keys, then values as the merged attention sees them, then the refit of W_O.
-
-    Args:
-        own, attention: The source's layer and its attention, with their weights.
-        strength: Of the ridge.
-        search: Whether heads are regrouped, all of them being moved together with what belongs to them.
+@dataclass(frozen=True)
+class Task:
+    """One layer whose heads are merged: the source's, `own`, with its weights, the stream (N, T, D) that the converted
+    one will be given, and what its attention is wanted to give.
     """
-    config, layer = pair.plan.config, module.layer
-    heads = config.heads(layer)
-    groups = heads.kv * pair.plan.groups // config.main.kv
-    w_o = _output_weight(pair, module, symmetry).unflatten(0, (heads.query, heads.value_dim))
+
+    pair: Pair
+    own: Layer
+    stream: Tensor
+    wanted: Wanted
+
+    @property
+    def module(self) -> AttentionModule:
+        assert self.own.module is not None
+        return self.own.module
+
+    @property
+    def symmetry(self) -> Symmetry:
+        assert self.pair.symmetry is not None
+        return self.pair.symmetry
+
+    @property
+    def rotary(self) -> Rotary:
+        """On texts of this length, by which some embeddings choose their speeds."""
+        text, dim = self.pair.plan.config.text, self.pair.heads(self.module)[0].key_dim
+        return self.symmetry.rotary(text, self.module.layer, dim, self.stream.shape[1])
+
+    @property
+    def free_keys(self) -> bool:
+        return self.symmetry.free_keys(self.pair.plan.config.text)
+
+    def w_o(self) -> Tensor:
+        """The source's W_O transposed, (H, e, D)."""
+        spec, heads = self.module.tensors[f"{self.symmetry.output.tensor}.weight"], self.pair.heads(self.module)[0]
+        weight = self.pair.plan.checkpoint.read(spec).float()
+        weight = weight if isinstance(self.symmetry.output.layout, Conv1D) else weight.T
+        return weight.reshape(heads.query, heads.value_dim, -1)
+
+    def reordered(self, order: tuple[int, ...]) -> Task:
+        """With what is wanted as the source gives it when its heads are in that order."""
+        queries = self.pair.heads(self.module)[0].query
+        inputs = self.wanted.inputs.unflatten(-1, (queries, -1))[:, :, query_order(order, queries)].flatten(2)
+        return replace(self, wanted=replace(self.wanted, inputs=inputs))
+
+
+def closed_form(task: Task, strength: float, search: bool = False) -> ClosedForm:
+    """Keys, then values as the merged attention sees them, then the refit of W_O with a ridge of that strength.
+
+    With `search` heads are regrouped, all of them being moved together with what belongs to them.
+    """
+    heads, groups = task.pair.heads(task.module)
+    w_o, rotary = task.w_o(), task.rotary
     moments = Moments.zeros(heads, 1 if search else groups)
-    rotary = symmetry.rotary(config.text, layer, heads.key_dim, streams.source.shape[1])
-    free_keys = symmetry.free_keys(config.text)
-    values = _watch_source(pair, streams, layer, own, attention, moments, rotary, w_o, wanted.counts)
-    order = find_order(moments.of_layer(w_o), groups, rotary, free_keys) if search else None
+    values = _watch_source(task, moments, rotary, w_o)
+    order = None
     if search:
+        order = find_order(moments.of_layer(w_o), groups, rotary, task.free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
-        values, rows = [v[:, order] for v in values], query_order(order, heads.query)
-        inputs = wanted.inputs.unflatten(-1, (heads.query, -1))[:, :, rows].flatten(2)
-        w_o, wanted = w_o[rows], replace(wanted, inputs=inputs)
-    maps = replace(_key_maps(moments, heads, groups, rotary, free_keys), order=order)
-    maps = _value_maps(pair, streams, module, maps, moments, values, w_o.double(), wanted.counts)
-    return _refit(pair, streams, module, maps, symmetry, wanted, strength, w_o.double().flatten(0, 1))
+        values = {start: batch[:, order] for start, batch in values.items()}
+        w_o, task = w_o[query_order(order, heads.query)], task.reordered(order)
+    maps = replace(_key_maps(moments, heads, rotary, task.free_keys), order=order)
+    maps = _value_maps(task, maps, moments, values, w_o.double())
+    return _refit(task, maps, strength, w_o.double().flatten(0, 1))
 
 
-def _watch_source(
-    pair: Pair,
-    streams: Streams,
-    layer: int,
-    own: nn.Module,
-    attention: nn.Module,
-    moments: Moments,
-    rotary: Rotary,
-    w_o: Tensor,
-    counts: Tensor,
-) -> list[Tensor]:
-    """Adds up moments of the source's heads on the converted stream; returns all values (B, Hk, T, e)."""
-    values: list[Tensor] = []
-
-    def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
-        check_finite(layer, q, k, v)
-        scaling = options.get("scaling") or q.shape[-1] ** -0.5
-        causal = getattr(module, "is_causal", True)
-        significance = significance_of(q, k, v, mask, scaling, roots, causal) * next(weights)[:, None].to(q.device)
+def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> dict[int, Tensor]:
+    """Adds up moments of the source's heads on the converted stream; returns values (B, Hk, T, e) by the first block
+    of each batch, as they lie in memory: what is multiplied then rounds the same.
+    """
+    roots, values = output_roots(w_o), dict[int, Tensor]()
+    causal = getattr(task.own.attention, "is_causal", True)
+    for seen in task.pair.feed.observe(task.own, task.stream, "heads"):
+        assert seen.heads is not None
+        q, k, v = seen.heads
+        check_finite(task.own.index, q, k, v)
+        scaling = seen.options.get("scaling") or q.shape[-1] ** -0.5
+        significance = significance_of(q, k, v, seen.mask, scaling, roots, causal)
+        significance = significance * task.wanted.counts[seen.rows][:, None].to(q.device)
         moments.add(unturned(q, rotary), unturned(k, rotary), v, significance)
-        values.append(v.cpu())
-        raise Stop
-
-    weights, roots = iter(counts.split(pair.batch)), output_roots(w_o)
-    with watched(attention, attend), torch.no_grad():
-        for _, hidden, given in pair.batches(streams.converted, layer):
-            until_stop(own, hidden, given)
+        values[seen.rows.start] = v.cpu()
     return values
 
 
-def _key_maps(moments: Moments, heads: LayerHeads, groups: int, rotary: Rotary, free_keys: bool) -> HeadMaps:
+def _key_maps(moments: Moments, heads: LayerHeads, rotary: Rotary, free_keys: bool) -> HeadMaps:
     """Shared keys with what they ask of the queries; values and outputs are still to come (first of each group)."""
-    m, n = heads.kv // groups, moments.count
+    groups, n = len(moments.keys), moments.count
+    m, repeat = heads.kv // groups, heads.query // heads.kv
     weights = torch.zeros(groups, m, dtype=torch.float64)
     weights[:, 0] = 1.0
     if not free_keys:
         return HeadMaps(torch.full_like(weights, 1 / m), weights)
-    key, query = [], []
-    repeat = heads.query // heads.kv
-    for j in range(groups):
-        found = shared_key(
-            moments.keys[j] / n, moments.queries[j * m : (j + 1) * m] / n, moments.key_means[j] / n, rotary
+    found = [
+        shared_key(keys / n, queries / n, means / n, rotary)
+        for keys, queries, means in zip(
+            moments.keys, moments.queries.unflatten(0, (groups, m)), moments.key_means, strict=True
         )
-        key.append(found.key)
-        query.append(found.query.repeat_interleave(repeat, 0))
-    return HeadMaps(torch.stack(key), weights, torch.cat(query))
+    ]
+    query = torch.cat([shared.query.repeat_interleave(repeat, 0) for shared in found])
+    return HeadMaps(torch.stack([shared.key for shared in found]), weights, query)
 
 
-def _value_maps(
-    pair: Pair,
-    streams: Streams,
-    module: AttentionModule,
-    maps: HeadMaps,
-    moments: Moments,
-    values: Sequence[Tensor],
-    w_o: Tensor,
-    counts: Tensor,
-) -> HeadMaps:
+def _value_maps(task: Task, maps: HeadMaps, moments: Moments, values: dict[int, Tensor], w_o: Tensor) -> HeadMaps:
     """Shared values from what every query head sees of the stacked values under the merged attention; w_o (H, e, D)."""
-    heads = pair.plan.config.heads(module.layer)
-    groups, e = len(moments.values), heads.value_dim
-    m, repeat = heads.kv // groups, heads.query // heads.kv
-    seen = torch.zeros(heads.query, m * e, m * e, dtype=torch.float64)
-    changed = pair.load_target(module, pair.weights(module, maps))
-    attention = attention_of(changed, module)
-    waiting, weights = iter(values), iter(counts.split(pair.batch))
-
-    def attend(own: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
-        stacked = stack_groups(next(waiting).to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
-        rows = pair.target.attend(own, q, k, stacked, mask, **options)  # (B, T, H, m e)
-        rows = rows * next(weights).sqrt()[..., None, None].to(rows)
+    heads, groups = task.pair.heads(task.module)
+    m, repeat, width = heads.kv // groups, heads.query // heads.kv, moments.values.shape[1]
+    seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64)
+    merged = task.pair.merged(task.module, maps)
+    for seen in task.pair.feed.observe(merged, task.stream, "heads"):
+        assert seen.heads is not None
+        q, k, _ = seen.heads
+        stacked = stack_groups(values[seen.rows.start].to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
+        rows = task.pair.target.attend(merged.attention, q, k, stacked, seen.mask, **seen.options)  # (B, T, H, m e)
+        rows = rows * task.wanted.counts[seen.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
             one = as_float64(rows[:, :, head]).flatten(0, 1)
-            seen[head] += (one.T @ one).cpu()
-        raise Stop
-
-    with watched(attention, attend), torch.no_grad():
-        for _, hidden, given in pair.batches(streams.converted, module.layer):
-            until_stop(changed, hidden, given)
-    owner = torch.arange(m).repeat_interleave(repeat)
+            seen_by[head] += (one.T @ one).cpu()
+    owner, n = torch.arange(m).repeat_interleave(repeat), moments.count
     value, output = [], []
     for j in range(groups):
         of = slice(j * m * repeat, (j + 1) * m * repeat)
-        found = shared_value(seen[of] / moments.count, moments.values[j] / moments.count, w_o[of] @ w_o[of].mT, owner)
+        found = shared_value(seen_by[of] / n, moments.values[j] / n, w_o[of] @ w_o[of].mT, owner)
         value.append(found.value)
         output += list(found.output)
     return replace(maps, value=torch.stack(value), output=torch.block_diag(*output))
 
 
-def _output_weight(pair: Pair, module: AttentionModule, symmetry: Symmetry) -> Tensor:
-    """The source's W_O transposed, (H e, D)."""
-    spec = module.tensors[f"{symmetry.output.tensor}.weight"]
-    weight = pair.plan.checkpoint.read(spec).float()
-    return weight if isinstance(symmetry.output.layout, Conv1D) else weight.T
-
-
-def _refit(
-    pair: Pair,
-    streams: Streams,
-    module: AttentionModule,
-    maps: HeadMaps,
-    symmetry: Symmetry,
-    wanted: Wanted,
-    strength: float,
-    w_o: Tensor,
-) -> ClosedForm:
+def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> ClosedForm:
     """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
     assert maps.output is not None
-    changed = pair.load_target(module, pair.weights(module, replace(maps, output=None)))
-    output = pair.projection(pair.target, module, symmetry.output.tensor)
-    width = len(maps.output)
-    device, weight = pair.target.device, w_o.float().to(pair.target.device)
+    merged, wanted = task.pair.merged(task.module, replace(maps, output=None)), task.wanted
+    width, device = len(maps.output), task.pair.target.device
+    weight = w_o.float().to(device)
     inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # what W_O turns into the drift is asked for on top
     inverse = inverse.float().to(device)
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
-    waiting = zip(*(part.split(pair.batch) for part in (wanted.inputs, wanted.drift, wanted.counts)), strict=True)
-
-    def note(given: Tensor) -> None:
-        inputs, drift, counts = (part.flatten(0, 1).to(device, torch.float32) for part in next(waiting))
+    for seen in task.pair.feed.observe(merged, task.stream, "joined"):
+        assert seen.joined is not None
+        inputs, drift, counts = (
+            part[seen.rows].flatten(0, 1).to(device, torch.float32)
+            for part in (wanted.inputs, wanted.drift, wanted.counts)
+        )
         root = counts.sqrt()[:, None]
         target = (inputs + drift @ inverse) * root
         asked.add_(as_float64((target @ weight).square().sum(1)).sum().cpu())
-        rows = as_float64(given.flatten(0, 1).float() * root)
+        rows = as_float64(seen.joined.flatten(0, 1).float() * root)
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target.to(rows)).cpu())
-        raise Stop
-
-    with inputs_of(output, note), torch.no_grad():
-        for _, hidden, given in pair.batches(streams.converted, module.layer):
-            until_stop(changed, hidden, given)
     count = wanted.counts.numel()
     found = ridge(gram / count, cross / count, maps.output, strength)
     fitted = found.T @ w_o  # the new W_O
     left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
-    warning = _undetermined(gram, count, pair.plan.config.heads(module.layer).value_dim)
+    warning = _undetermined(gram, count, task.pair.heads(task.module)[0].value_dim)
     return ClosedForm(replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300), warning)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,63 +19,20 @@ from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import model_class
 from gqa.checkpoint.names import parameter_names
+from gqa.convert.align.attention import Attend, attend_eager, attend_sdpa, watchable
 
-# (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
-Attend = Callable[..., Tensor]
+# What a layer is called with beside hidden states.
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 # A parameter's name, and stored tensors that replace the checkpoint's -> the parameter.
 Read = Callable[[str, Mapping[str, Tensor]], Tensor]
 
 # What layers return, by architecture.
 _RETURNED: tuple[Callable[[Tensor], Any], ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None))
-_WATCHED: dict[nn.Module, Attend] = {}
-
-
-class Stop(Exception):  # noqa: N818 - it is no error
-    """Raised inside of a layer whose result nobody needs."""
-
-
-def _attention(plain: Attend) -> Callable[..., tuple[Tensor, None]]:
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
-    ) -> tuple[Tensor, None]:
-        return _WATCHED.get(module, plain)(module, query, key, value, attention_mask, **options), None
-
-    return attention
-
-
-def attend_sdpa(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
-    """(B, H, T, d) queries, (B, G, T, d) keys and (B, G, T, e) values -> (B, T, H, e)."""
-    output: Tensor = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)[0]
-    return output
-
-
-def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
-    """The same by the class' own function, which also knows its caps and sinks."""
-    output: Tensor = sys.modules[type(module).__module__].eager_attention_forward(module, q, k, v, mask, **options)[0]
-    return output
-
-
-ALL_ATTENTION_FUNCTIONS.register("gqa_sdpa", _attention(attend_sdpa))
-ALL_ATTENTION_FUNCTIONS.register("gqa_eager", _attention(attend_eager))
-ALL_MASK_ATTENTION_FUNCTIONS.register("gqa_sdpa", sdpa_mask)
-ALL_MASK_ATTENTION_FUNCTIONS.register("gqa_eager", eager_mask)
-
-
-@contextmanager
-def watched(module: nn.Module, attend: Attend) -> Iterator[None]:
-    """Meanwhile `attend` computes the attention of `module`."""
-    _WATCHED[module] = attend
-    try:
-        yield
-    finally:
-        del _WATCHED[module]
 
 
 @dataclass
@@ -106,7 +62,7 @@ class Layerwise:
         if eager and not hasattr(sys.modules[made.__module__], "eager_attention_forward"):
             raise RefusedError(alone)
         try:
-            with init_empty_weights(include_buffers=False):
+            with watchable(), init_empty_weights(include_buffers=False):
                 model = made._from_config(config, attn_implementation="gqa_eager" if eager else "gqa_sdpa", dtype=dtype)
         except (KeyError, ValueError):  # a class with a table of its own
             raise RefusedError(alone) from None
@@ -142,9 +98,9 @@ class Layerwise:
             set_module_tensor_to_device(self.model, f"{self.prefix}.{index}.{name}", "meta")
 
     @torch.no_grad()
-    def arrive(self, ids: Tensor) -> tuple[Tensor, list[tuple[Any, dict[str, Any]]]]:
+    def arrive(self, ids: Tensor) -> tuple[Tensor, list[Given]]:
         """(B, T) ids -> the (B, T, D) hidden states that the first layer is given, and what every layer is besides."""
-        told: dict[int, tuple[Any, dict[str, Any]]] = {}
+        told: dict[int, Given] = {}
         first: list[Tensor] = []
 
         def note(index: int, returned: Callable[[Tensor], Any]) -> Callable[..., Any]:
@@ -165,7 +121,8 @@ class Layerwise:
             for index, layer in enumerate(self.layers):
                 layer.forward = note(index, returned)
             try:
-                out = caller(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
+                with watchable():
+                    out = caller(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
             except RefusedError:
                 raise
             except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
@@ -184,7 +141,8 @@ class Layerwise:
         raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer{why}")
 
 
-def run_layer(layer: nn.Module, hidden: Tensor, given: tuple[Any, dict[str, Any]]) -> Tensor:
+def run_layer(layer: nn.Module, hidden: Tensor, given: Given) -> Tensor:
     """Hidden states after the layer."""
-    output = layer(hidden, *given[0], **given[1])
+    with watchable():
+        output = layer(hidden, *given[0], **given[1])
     return output if isinstance(output, Tensor) else output[0]

@@ -7,39 +7,25 @@ those before it did (docs/methods.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.errors import RefusedError, listing
-from gqa.checkpoint.names import assembled, parameter_names, shared_names, stored_parts
+from gqa.checkpoint.names import assembled, parameter_names, shared_names, stored_parts, stored_tensors
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.layerwise import Layerwise, Read, Stop, run_layer
+from gqa.convert.align.layerwise import Layerwise, Read
+from gqa.convert.align.observe import Feed, Layer
 from gqa.convert.heads.config import transformers_config
+from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
+from gqa.convert.heads.symmetries import Symmetry, find_symmetry
 from gqa.convert.maps import HeadMaps
-from gqa.convert.methods import Merging
 from gqa.convert.plan import Plan, rules_beside
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """Maps that are not on disk, for one layer."""
-
-    module: str
-    maps: HeadMaps
-    names: frozenset[str] = frozenset()
-    description: Mapping[str, Any] = field(default_factory=dict)
-
-    def of(self, module: str, meta: bool = False) -> HeadMaps | None:
-        return self.maps if module == self.module else None
-
-    def tensor(self, name: str, meta: bool = False) -> Tensor:
-        raise KeyError(name)
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,7 @@ class Streams:
     converted: Tensor
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pair:
     """The source and the converted model, one layer at a time, and how to get from one to the other."""
 
@@ -58,9 +44,7 @@ class Pair:
     source: Layerwise
     target: Layerwise
     modules: list[AttentionModule]
-    batch: int
-    names: Mapping[str, str]  # stored -> of the converted model's parameter
-    given: dict[int, list[tuple[Any, dict[str, Any]]]] = field(default_factory=dict)  # by the number of rows
+    feed: Feed
 
     @classmethod
     def open(cls, plan: Plan, device: str, dtype: torch.dtype, batch: int) -> Pair:
@@ -70,65 +54,81 @@ class Pair:
         path = modules[0].path
         source = Layerwise.make(transformers_config(config.raw), path, _reader(checkpoint), dtype, device)
         target = Layerwise.make(transformers_config(plan.new_config), path, _reader(checkpoint), dtype, device)
-        return cls(plan, source, target, modules, batch, parameter_names(target.model))
+        return cls(plan, source, target, modules, Feed(batch, source.device))
+
+    @cached_property
+    def symmetry(self) -> Symmetry | None:
+        return find_symmetry(self.plan.config.text)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Stored name -> of the parameter, which is called the same in both models."""
+        return parameter_names(self.target.model)
+
+    def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
+        """Those of the source's module, and how many key/value heads they become."""
+        heads, config = self.plan.config.heads(module.layer), self.plan.config
+        return heads, heads.kv * self.plan.groups // config.main.kv
 
     def module_of(self, layer: int) -> AttentionModule | None:
         """The attention module of a layer whose heads are merged."""
-        found = [m for m in self.modules if m.layer == layer and self.changes(m)]
+        found = [m for m in self.modules if m.layer == layer and self._changes(m)]
         if len(found) > 1:
             raise RefusedError(f"layer {layer} has several attention modules, which cannot be calibrated apart")
         return found[0] if found else None
 
-    def changes(self, module: AttentionModule) -> list[Change]:
-        beside = rules_beside(self.plan.config, self.plan.merging.method, self.plan.checkpoint.name)
-        return module_changes(module, self.plan.config, self.plan.groups, beside)
+    def original(self, index: int) -> Layer:
+        """The source's layer with its weights."""
+        whole, module = self.source.load(index), self.module_of(index)
+        return self._found(self.source, whole, module) if module else Layer(index, whole)
 
-    def weights(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
-        """The converted module's tensors by their stored names."""
-        merging, read = Merging(self.plan.merging.method, maps=InMemory(module.path, maps)), self.plan.checkpoint.read
-        found: dict[str, Tensor] = {}
-        for change in self.changes(module):
-            tensors = merging.apply(change, [read(spec).float() for spec in change.sources])
+    def merged(self, module: AttentionModule, maps: HeadMaps, trained: Mapping[str, Tensor] | None = None) -> Layer:
+        """The converted model's layer, by maps; of `trained` tensors, by their stored names, as they are."""
+        read, found = self.plan.checkpoint.read, dict[str, Tensor]()
+        for change in self._changes(module):
+            parts = change.split([read(spec).float() for spec in change.sources])
+            tensors = change.join({p: heads if p == "whole" else maps.merge(p, heads) for p, heads in parts.items()})
             found |= dict(zip(change.outputs, tensors, strict=True))
-        return found
-
-    def load_target(self, module: AttentionModule, weights: Mapping[str, Tensor]) -> nn.Module:
-        """The converted model's layer with these stored tensors."""
-        return self.target.load(module.layer, weights)
-
-    def projection(self, own: Layerwise, module: AttentionModule, name: str) -> nn.Module:
-        """The submodule whose weight is stored as `name` below an attention module."""
-        found: nn.Module = own.model.get_submodule(self.names[f"{module.path}.{name}.weight"].rpartition(".")[0])
-        return found
+        return self._found(self.target, self.target.load(module.layer, found | dict(trained or {})), module)
 
     def trainable(self, module: AttentionModule, attention: nn.Module) -> dict[str, str]:
         """Parameters of a converted attention module that are stored in what changes: name below it -> full name."""
-        changed = {name for change in self.changes(module) for name in change.outputs}
+        changed = {name for change in self._changes(module) for name in change.outputs}
         full = {id(parameter): name for name, parameter in self.target.model.named_parameters()}
         names = {name: full[id(parameter)] for name, parameter in attention.named_parameters()}
         return {name: own for name, own in names.items() if changed & set(stored_parts(self.target.model, own))}
 
+    def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters of the converted model by their full names -> tensors as they are stored."""
+        return stored_tensors(self.target.model, dict(tensors))
+
     def arrive(self, blocks: Tensor) -> Streams:
         """(N, T) ids -> what the first layer is given."""
-        hidden = []
-        for ids in blocks.split(self.batch):
+        hidden, known = [], self.feed.given
+        for ids in blocks.split(self.feed.batch):
             first, given = self.source.arrive(ids)
-            if not _alike(given, self.given.setdefault(len(ids), given), len(ids)):
+            if not _alike(given, known.setdefault(len(ids), given), len(ids)):
                 raise RefusedError(
                     f"layers of {type(self.source.model).__name__} are given more than hidden states of the text; "
                     "it cannot be run layer by layer"
                 )
             hidden.append(first.cpu())
-        if 1 not in self.given:  # for what is tried on one block
-            self.given[1] = self.source.arrive(blocks[:1])[1]
+        if 1 not in known:  # for what is tried on one block
+            known[1] = self.source.arrive(blocks[:1])[1]
         states = torch.cat(hidden)
         return Streams(states, states.clone())
 
-    def batches(self, stream: Tensor, layer: int) -> Iterator[tuple[slice, Tensor, Any]]:
-        for start in range(0, len(stream), self.batch):
-            piece = slice(start, min(start + self.batch, len(stream)))
-            hidden = stream[piece].to(self.source.device)
-            yield piece, hidden, self.given[len(hidden)][layer]
+    def _changes(self, module: AttentionModule) -> list[Change]:
+        beside = rules_beside(self.plan.config, self.plan.merging.method, self.plan.checkpoint.name)
+        return module_changes(module, self.plan.config, self.plan.groups, beside)
+
+    def _found(self, own: Layerwise, whole: nn.Module, module: AttentionModule) -> Layer:
+        """A layer whose attention is at the end of the module's stored path."""
+        attention, output = whole.get_submodule(module.path.split(f".{module.layer}.", 1)[1]), None
+        if self.symmetry:
+            stored = f"{module.path}.{self.symmetry.output.tensor}.weight"
+            output = own.model.get_submodule(self._names[stored].rpartition(".")[0])
+        return Layer(module.layer, whole, module, attention, output)
 
 
 def check_finite(layer: int, *tensors: Tensor) -> None:
@@ -171,26 +171,3 @@ def _reader(checkpoint: Checkpoint) -> Callable[[Any], Read]:
         return read
 
     return reader
-
-
-def attention_of(layer: nn.Module, module: AttentionModule) -> nn.Module:
-    """The attention submodule of a layer: the end of its stored path."""
-    return layer.get_submodule(module.path.split(f".{module.layer}.", 1)[1])
-
-
-@contextmanager
-def inputs_of(module: nn.Module, note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Meanwhile `note` is told what `module` is given."""
-    handle = module.register_forward_pre_hook(lambda _, args: note(args[0]))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def until_stop(layer: nn.Module, hidden: Tensor, given: Any) -> None:
-    try:
-        run_layer(layer, hidden, given)
-    except Stop:
-        return
-    raise RefusedError(f"{type(layer).__name__} does not call transformers' attention functions")

@@ -6,8 +6,7 @@ transformers' own modules, so on every architecture, from whatever start (docs/m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.convert.align.attention import watchable
 
 Progress = Callable[[int], None]
 _CHECKS = 8  # times that the held-out error is looked at
@@ -42,50 +42,40 @@ class Refinement:
 
 @dataclass
 class Calls:
-    """What a module was called with: hidden states (N, T, D), and the other arguments by the number of rows."""
+    """What a module is called with: hidden states (N, T, D), and the other arguments of a batch of `rows` blocks, each
+    of which is given the same.
+    """
 
-    hidden: list[Tensor] = field(default_factory=list)
-    others: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    hidden: Tensor
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    rows: int = 1
 
-    @contextmanager
-    def of(self, module: nn.Module) -> Iterator[None]:
-        """Meanwhile calls of `module` are noted."""
-
-        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            kwargs = dict(kwargs)
-            hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-            self.hidden.append(hidden.detach().cpu())
-            self.others.setdefault(len(hidden), (args[1:] if args else (), kwargs))
-
-        handle = module.register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+    @classmethod
+    def of(cls, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> Calls:
+        """From the arguments of one batch after another, no later one larger than the first."""
+        hidden, others = [], []
+        for args, kwargs in calls:
+            beside = dict(kwargs)
+            states = beside.pop("hidden_states") if "hidden_states" in beside else args[0]
+            hidden.append(states.detach().cpu())
+            others.append((args[1:], beside))
+        return cls(torch.cat(hidden), *others[0], len(hidden[0]))
 
     def call(self, module: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         """The output (B, T, D) for some of the hidden states, with other weights."""
-        rows = len(hidden)
-        args, kwargs = self.others[rows] if rows in self.others else self._cut(rows)
-        own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
-        output = torch.func.functional_call(module, own, (hidden, *args), kwargs)
-        return output if isinstance(output, Tensor) else output[0]
-
-    def _cut(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for a number of rows that was not seen: all rows of a batch are given the same."""
-        seen = max(self.others)
 
         def fit(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.ndim and len(value) == seen and seen > 1:
-                return value[:1].expand(rows, *value.shape[1:])
             if isinstance(value, tuple):
                 return tuple(fit(part) for part in value)
-            return value
+            by_row = isinstance(value, Tensor) and value.ndim and len(value) == self.rows > 1
+            return value[:1].expand(len(hidden), *value.shape[1:]) if by_row and len(hidden) != self.rows else value
 
-        args, kwargs = self.others[seen]
-        found = (tuple(fit(value) for value in args), {name: fit(value) for name, value in kwargs.items()})
-        self.others[rows] = found
-        return found
+        args, kwargs = fit(self.args), {name: fit(value) for name, value in self.kwargs.items()}
+        own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
+        with watchable():
+            output = torch.func.functional_call(module, own, (hidden, *args), kwargs)
+        return output if isinstance(output, Tensor) else output[0]
 
 
 def refine(
@@ -104,7 +94,7 @@ def refine(
     energy at the start and at the best.
     """
     device = next(iter(start.values())).device
-    hidden = torch.cat(calls.hidden)
+    hidden = calls.hidden
     generator = torch.Generator().manual_seed(how.seed)
     order = torch.randperm(len(hidden), generator=generator)
     kept_out = max(1, round(len(hidden) * how.heldout)) if len(hidden) > 1 else 0
