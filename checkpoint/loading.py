@@ -18,10 +18,9 @@ def load_model(
     dtype: str = "auto",
     device: str = "cpu",
     attention: str | None = None,
-    revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model at `name` (a directory or a hub id) in the class that its config names, in evaluation mode.
+    """The model in the directory `name` in the class that its config names, in evaluation mode.
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
@@ -33,12 +32,13 @@ def load_model(
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
-        config = read_auto_config(name, **hub)
-        options = hub | {"ignore_mismatched_sizes": True} | ({"attn_implementation": attention} if attention else {})
-        made = model_class(config, trust_remote_code)
-        model, info = made.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
+        made = model_class(read_auto_config(name, trust_remote_code), trust_remote_code)
+        model, info = made.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
+            output_loading_info=True, **options,
+        )  # fmt: skip
     except RefusedError:
         raise
     except Exception as error:  # whatever a library raises about a checkpoint it cannot read
@@ -50,14 +50,14 @@ def load_model(
     return model.to(device).eval()
 
 
-def read_auto_config(name: str, **hub: Any) -> Any:
+def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
     """transformers' config object of the model at `name`, whose classes may be ours. Raises what transformers does."""
     import transformers
 
-    raw, _ = transformers.PreTrainedConfig.get_config_dict(name, revision=hub.get("revision"))
+    raw, _ = transformers.PreTrainedConfig.get_config_dict(name)
     if raw.get("model_type") in MODEL_TYPES:
-        return config_class(raw["model_type"]).from_pretrained(name, revision=hub.get("revision"))
-    return transformers.AutoConfig.from_pretrained(name, **hub)
+        return config_class(raw["model_type"]).from_pretrained(name)
+    return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:

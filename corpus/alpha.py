@@ -61,19 +61,15 @@ def n_blocks_for(
     return tokens // block_size
 
 
-def order_hash(digest: bytes, seed: int, epoch: int = 0, copy: int = 0) -> bytes:
-    """SHA-256 of a text's SHA-256, the seed, the epoch and how many documents before have the same text."""
-    return hashlib.sha256(digest + f"{seed}:{epoch}:{copy}".encode()).digest()
-
-
 def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     """(D,) the order of documents whose texts have these digests, (D, 32).
 
-    Copies of a text are spread out: each has a hash of its own. Which of them is which makes no difference.
+    That of the SHA-256 of a text's SHA-256, the seed, the epoch and how many documents before have the same text:
+    copies of a text are spread out. Which of them is which makes no difference.
     """
-    copies = _copies(digests).tolist()
     raw = digests.tobytes()
-    keys = [order_hash(raw[32 * i : 32 * i + 32], seed, epoch, copy)[:8] for i, copy in enumerate(copies)]
+    told = (f"{seed}:{epoch}:{copy}".encode() for copy in _copies(digests).tolist())
+    keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + text).digest()[:8] for i, text in enumerate(told)]
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 

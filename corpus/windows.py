@@ -40,7 +40,7 @@ def rolling_windows(ids: Sequence[int], context: int, prefix: int, document: int
         yield Window(tuple(ids[end - context - 1 : end]), end - begin, document)
 
 
-def strided_windows(ids: Sequence[int], context: int, stride: int, document: int = 0) -> Iterator[Window]:
+def strided_windows(ids: Sequence[int], context: int, stride: int) -> Iterator[Window]:
     """Overlapping windows of `context` tokens, `stride` apart (transformers' documentation, "Perplexity of fixed-length
     models"): each scores the tokens that no earlier one has, the very first token excepted. `stride == context` gives
     disjoint windows.
@@ -50,13 +50,13 @@ def strided_windows(ids: Sequence[int], context: int, stride: int, document: int
         end = min(begin + context, len(ids))
         scored = min(end - previous, end - begin - 1)
         if scored > 0:
-            yield Window(tuple(ids[begin:end]), scored, document)
+            yield Window(tuple(ids[begin:end]), scored)
         previous = end
         if end == len(ids):
             break
 
 
-def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None, document: int = 0) -> Iterator[Window]:
+def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None) -> Iterator[Window]:
     """Disjoint chunks of `context` tokens of which the second half is scored, as llama-perplexity does.
 
     `bos` replaces the first token of each chunk where the tokenizer adds one. The rest that fills no chunk is dropped.
@@ -65,7 +65,7 @@ def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None, documen
         chunk = tuple(ids[begin : begin + context])
         if bos is not None:
             chunk = (bos, *chunk[1:])
-        yield Window(chunk, context - 1 - context // 2, document)
+        yield Window(chunk, context - 1 - context // 2)
 
 
 def batches(windows: Sequence[Window], size: int) -> Iterator[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -34,3 +34,13 @@ def machine(tmp_path: Path, hub: Hub) -> Machine:
 def _interrupts_arrive() -> None:
     """A shell that starts the tests in the background has interrupts ignored, in all of its children too."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """That of the example; what it makes of texts is kept in a directory of the test module."""
+    from transformers import AutoTokenizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield AutoTokenizer.from_pretrained(Path(__file__).parent.parent / "examples/stdlib-mha")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.alpha import Selection, StreamedBlocks, heldout_mask, n_blocks_for, permutation, select
 from gqa.corpus.sources import Source, parse_source, parse_sources, text_digest
 from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, concatenate, tokenise
 
-MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
 ALPHAS = (0.01, 0.05, 0.3, 1.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokens_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MODEL)
 
 
 def texts_of(count: int, seed: int = 0) -> list[str]:

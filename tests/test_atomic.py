@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -109,49 +108,10 @@ def test_old_result_is_put_back_by_the_next_run(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def timed(server: Server, *words: object) -> float:
-    start = time.monotonic()
-    done = server.start(*words)
-    assert done.wait() == 0, done.said()
-    return time.monotonic() - start
-
-
 def stop(running: Running, seconds: float, number: int) -> int:
     time.sleep(seconds)
     os.kill(running.pid, number)  # if it is done it is a zombie still: the server waits only now
     return running.wait()
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_killed_at_random_moments(server: Server, big: Path, tmp_path: Path, overwrite: bool) -> None:
-    """Mostly while data is moving; what a killed run left is in the way of the next."""
-    out, before = tmp_path / "out", snapshot(big)
-    words = ["--groups", 2, "-q", "-o", out, big, *(["--overwrite"] if overwrite else [])]
-    seconds = timed(server, *words)
-    new = contents(out)
-    old = new
-    if overwrite:
-        timed(server, "--groups", 1, "-q", "-o", out, big, "--overwrite")
-        old = contents(out)
-        assert old != new
-    else:
-        shutil.rmtree(out)
-    moments = random.Random(0)
-    stopped = 0
-    for turn in range(7):
-        code = stop(server.start(*words), seconds * (turn + moments.random()) / 7, signal.SIGKILL)
-        stopped += code == -signal.SIGKILL
-        state = check_stopped(out, new, old)
-        assert state == "new" if code == 0 else state in (("old", "new") if overwrite else ("absent", "new"))
-        if state == "new" and not overwrite:
-            shutil.rmtree(out)
-    assert stopped >= 3
-    assert leftovers(tmp_path) != [] or state == "new"
-    timed(server, *words)
-    assert check_stopped(out, new) == "new"
-    assert leftovers(tmp_path) == []
-    assert snapshot(big) == before
-    shutil.rmtree(out)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])

@@ -27,18 +27,6 @@ MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
 BOS, EOS = 1, 2
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MODEL)
-
-
 def variant(**changes: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(MODEL / "tokenizer.json"), **changes)
 
