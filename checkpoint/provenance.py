@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,17 @@ SOURCE_CARD = "# The source model's card"
 def version() -> str:
     """This tool's version."""
     return importlib.metadata.version("gqa-convert")
+
+
+def stamp(tool: str, command: str) -> dict[str, str]:
+    """What every record of a result begins with."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"tool": tool, "version": version(), "command": command, "created": created}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Those that are installed."""
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def without_place(word: str) -> str:
@@ -42,3 +55,13 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
         pass
     own, mark, original = text.partition(SOURCE_CARD)
     return metadata, (text if whole else original if mark else own).strip()
+
+
+def format_card(metadata: Mapping[str, Any], lines: Sequence[str], command: str, original: str) -> str:
+    """README.md: `lines` of its own, the command that made the result, and the card of what it was made from below."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    below = ["", SOURCE_CARD, "", original] if original else []
+    text = "\n".join([*lines, "", "```", command, "```", *below])
+    data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys(metadata["tags"]))})
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))

@@ -196,6 +196,20 @@ def fsync_directory(directory: Path) -> None:
             os.close(handle)
 
 
+@contextmanager
+def locked(path: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock file, which the system lets go of when the process dies. Raises RefusedError where another does."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RefusedError(refusal) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def write_text(path: Path, text: str) -> None:
     """A small file, durable."""
     with path.open("w", encoding="utf-8", errors="replace", newline="\n") as stream:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import shlex
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
-from gqa.checkpoint.provenance import PROVENANCE, SOURCE_CARD, source_card, version, without_place
+from gqa.checkpoint.provenance import (
+    PROVENANCE,
+    format_card,
+    source_card,
+    stamp,
+    version,
+    versions,
+    without_place,
+)
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.plan import Plan
 from gqa.convert.recast.view import CUSTOM_CODE
@@ -59,10 +65,7 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
     """How the result was made, as JSON: enough to make it again."""
     main = plan.config.main
     record: dict[str, Any] = {
-        "tool": "gqa-convert",
-        "version": version(),
-        "command": command(plan),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **stamp("gqa-convert", command(plan)),
         "source": {"model": plan.checkpoint.hub_id or plan.checkpoint.name, "revision": plan.checkpoint.revision},
         "model_type": plan.config.text.model_type,
         "family": plan.config.family.name,
@@ -75,8 +78,7 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": [{"key": e.key, "before": e.before, "after": e.after} for e in plan.config_edits],
         "changed_tensors": [t.name for t in plan.changed],
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")}
-        | {"python": platform.python_version()},
+        "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
     if classes := recast_record(plan):
         record["recast"] = classes
@@ -89,23 +91,18 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
 
 def model_card(plan: Plan, name: str) -> str:
     """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
-    from huggingface_hub import ModelCard, ModelCardData
-
     metadata, original = source_card(plan.checkpoint)
     base = plan.checkpoint.hub_id
     kept = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
     kind = {1: "multi-query-attention", plan.config.main.query: "multi-head-attention"}
     tags = [tag for tag in metadata.get("tags", []) if tag not in _ATTENTION_TAGS]
     tags += ["gqa-convert", kind.get(plan.groups, "grouped-query-attention")]
-    data = ModelCardData(
-        **{
-            **kept,
-            "base_model": base or metadata.get("base_model"),
-            "base_model_relation": "finetune" if base else None,
-            "library_name": metadata.get("library_name", "transformers"),
-            "tags": list(dict.fromkeys(tags)),
-        }
-    )
+    kept |= {
+        "base_model": base or metadata.get("base_model"),
+        "base_model_relation": "finetune" if base else None,
+        "library_name": metadata.get("library_name", "transformers"),
+        "tags": tags,
+    }
     main = plan.config.main
     what = {
         "none": f"with its own {main.kv} key/value heads: nothing was merged",
@@ -126,10 +123,7 @@ def model_card(plan: Plan, name: str) -> str:
     ]
     if plan.groups < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
-    lines += ["", "```", command(plan), "```"]
-    if original:
-        lines += ["", SOURCE_CARD, "", original]
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"))
+    return format_card(kept, lines, command(plan), original)
 
 
 def _classes(plan: Plan) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,19 +18,12 @@ from gqa.uptrain.lora import add_adapters
 from gqa.uptrain.options import Scope
 
 
-@dataclass(frozen=True)
-class AttentionParameters:
-    """Names of a model's parameters in attention modules, and those of them that hold keys or values."""
+def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[set[str], set[str]]:
+    """Names of a model's parameters in attention modules, and of those of them that hold keys or values.
 
-    all: frozenset[str]
-    keys_and_values: frozenset[str]
-
-
-def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> AttentionParameters:
-    """Found in the checkpoint by the family's entry, then in the model by what becomes of each stored tensor.
-
-    A projection that keys and values share with queries is one parameter, so it counts as theirs. Raises RefusedError
-    where the class puts the tensors of one projection together in another way than the checkpoint.
+    Found in the checkpoint by the family's entry, then in the model by what becomes of each stored tensor. A projection
+    that keys and values share with queries is one parameter, so it counts as theirs. Raises RefusedError where the
+    class puts the tensors of one projection together in another way than the checkpoint.
     """
     config = read_config(checkpoint.config, checkpoint.name)
     modules = attention_modules(checkpoint, config)
@@ -43,10 +35,7 @@ def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> Atte
             f"{type(model).__name__} has no parameter that is {listing(lost)} alone, so keys and values cannot be "
             "picked out; use --train all"
         )
-    return AttentionParameters(
-        frozenset(own[name] for name in inside if own.get(name) in trainable),
-        frozenset(own[name] for name in projections if own[name] in trainable),
-    )
+    return {own[name] for name in inside if own.get(name) in trainable}, {own[name] for name in projections} & trainable
 
 
 def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16) -> None:
@@ -56,8 +45,8 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: i
     """
     if scope == "all":
         return
-    attention = attention_parameters(model, checkpoint)
-    trained = attention.all if scope == "attention" else attention.keys_and_values
+    attention, keys_and_values = attention_parameters(model, checkpoint)
+    trained = attention if scope == "attention" else keys_and_values
     if scope == "lora":
         add_adapters(model, trained, rank)
     for name, parameter in model.named_parameters():

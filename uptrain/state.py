@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
-from gqa.checkpoint.write import fsync_directory, write_text
+from gqa.checkpoint.write import fsync_directory, locked, write_text
 from gqa.uptrain.options import differences
 
 if TYPE_CHECKING:
@@ -45,21 +43,15 @@ class States:
         killed. Raises RefusedError where another run does use it.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.directory / "lock")  # the system lets go of it when its process dies
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise RefusedError(
-                f"another run is using {self.directory}; wait for it or give another output with -o"
-            ) from None
-        try:
+        using = f"another run is using {self.directory}; wait for it or give another output with -o"
+        with locked(self.directory / "lock", using):
             for leftover in self.directory.glob("*.partial"):
                 shutil.rmtree(leftover)
-            yield
-        finally:
-            lock.release()
-            if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
-                shutil.rmtree(self.directory, ignore_errors=True)  # refused at the first step, or all is written
+            try:
+                yield
+            finally:
+                if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
+                    shutil.rmtree(self.directory, ignore_errors=True)  # refused at the first step, or all is written
 
     def all(self) -> list[Path]:
         """Complete states, the oldest first."""
