@@ -25,7 +25,6 @@ from gqa.checkpoint.read import (
     TORCH_SINGLE,
     WEIGHT_SUFFIXES,
     Checkpoint,
-    check_index,
     holds_weights,
     merge_tables,
     read_checkpoint,
@@ -143,9 +142,7 @@ def _remote_headers(
 ) -> Checkpoint:
     with ThreadPoolExecutor(8) as pool:
         tables = dict(zip(files, pool.map(partial(_remote_table, model, commit), files), strict=True))
-    tensors = merge_tables(tables)
-    if index is not None:
-        check_index(index, tensors)
+    tensors = merge_tables(tables, index)
     return Checkpoint(model.split("/")[-1], None, config, tensors, tuple(files), revision=commit, hub_id=model)
 
 

@@ -212,9 +212,7 @@ def _read_checkpoint(directory: Path, present: set[str], name: str, provenance: 
         file: _pickled_table(file, pickled[file]) if file in pickled else _safetensors_table(directory, file)
         for file in files
     }
-    tensors = merge_tables(tables)
-    if index is not None:
-        check_index(index, tensors)
+    tensors = merge_tables(tables, index)
     kept, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, *files})
     return Checkpoint(
         name,
@@ -267,7 +265,7 @@ def index_files(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def check_index(index: Mapping[str, Any], tensors: Mapping[str, TensorSpec]) -> None:
+def _check_index(index: Mapping[str, Any], tensors: Mapping[str, TensorSpec]) -> None:
     """Index and headers must name the same tensors in the same files."""
     weight_map = index["weight_map"]
     for tensor, file in weight_map.items():
@@ -278,8 +276,11 @@ def check_index(index: Mapping[str, Any], tensors: Mapping[str, TensorSpec]) -> 
         raise CorruptError(f"{listing(extra)} in the shards but not in the index; repair the index")
 
 
-def merge_tables(tables: Mapping[str, list[TensorSpec]]) -> dict[str, TensorSpec]:
-    """One table of all files, in the order of files and bytes; a tensor in two files is an error."""
+def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
+    """One table of all files, in the order of files and bytes, as their index has it where there is one.
+
+    A tensor in two files is an error.
+    """
     tensors: dict[str, TensorSpec] = {}
     for table in tables.values():
         for spec in table:
@@ -296,6 +297,8 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]]) -> dict[str, TensorSpec
             f"{listing(packed, 2)} {'is' if len(packed) == 1 else 'are'} of a quantised checkpoint: packed numbers "
             "cannot be averaged; convert the original and quantise the result, or dequantise first"
         )
+    if index is not None:
+        _check_index(index, tensors)
     return tensors
 
 

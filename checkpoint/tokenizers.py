@@ -31,10 +31,11 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     try:
         ours = {"config": config_class(model_type).from_pretrained(directory)} if model_type in MODEL_TYPES else {}
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **ours)
+        words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
     except Exception as error:  # whatever a library raises about files that it cannot read
         raise RefusedError(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; repair its files{advice}"
         ) from None
-    if len(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()) < 2:
+    if len(words) < 2:
         raise none
     return tokenizer

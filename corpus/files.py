@@ -71,7 +71,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
         if len(splits) > 1:
             wanted = "train" if "train" in splits else min(splits)
             raise CorpusError(
-                f"the directory {spec} holds several splits ({listing(sorted(splits))}); give the files of one, "
+                f"the directory {spec} holds several splits ({listing(splits)}); give the files of one, "
                 f"for instance '{spec.rstrip('/')}/**/*{wanted}*'"
             )
     elif glob.has_magic(spec):

@@ -132,15 +132,6 @@ def test_copies_are_spread_out(cache: Cache) -> None:
     assert 30 < sum(a != b for a, b in pairwise(same)) < 170
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_take_turns(text: TokenisedText, ranks: int) -> None:
-    """Every rank makes the selection by itself and reads each `ranks`th block."""
-    whole = ids(selected(text, alpha=0.3).blocks)
-    blocks = [selected(text, alpha=0.3).blocks for _ in range(ranks)]
-    turns = [blocks[b % ranks][b] for b in range(len(blocks[0]))]
-    assert [int(t) for block in turns for t in block["input_ids"]] == whole
-
-
 def test_heldout_documents_are_in_no_alpha(cache: Cache) -> None:
     texts = texts_of(1000)
     source = parse_source(str(write(cache.directory / "b.jsonl", texts)))

@@ -181,42 +181,42 @@ def test_local_directory_wins(tmp_path: Path, hub: Hub, machine: Machine) -> Non
     assert hub.requests == []
 
 
-MODES = [("--dry-run",), ()]
+in_both = pytest.mark.parametrize("mode", [("--dry-run",), ()], ids=["dry", "full"])
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["dry", "full"])
 class TestRefusals:
-    """Each is one line on stderr and exit code 2, in a dry run and without, and nothing is written."""
+    """Each is one line on stderr and exit code 2, and nothing is written; also in a dry run where that differs."""
 
-    def test_unknown_repository(self, machine: Machine, mode: tuple[str, ...]) -> None:
-        said = machine.refused(*mode, "lab/none")
+    def test_unknown_repository(self, machine: Machine) -> None:
+        said = machine.refused("lab/none")
         assert "there is no directory lab/none, and the hub shows no repository lab/none: check the name" in said
         assert "if it is private, log in with `hf auth login` or set HF_TOKEN" in said
-        assert "the present token has no access" in machine.refused(*mode, "lab/none", HF_TOKEN="hf_other")
+        assert "the present token has no access" in machine.refused("lab/none", HF_TOKEN="hf_other")
 
-    def test_gated(self, tmp_path: Path, hub: Hub, machine: Machine, mode: tuple[str, ...]) -> None:
+    def test_gated(self, tmp_path: Path, hub: Hub, machine: Machine) -> None:
         hub.repo(NAME, model(tmp_path / "source"), gated=True)
-        said = machine.refused(*mode, NAME)
+        said = machine.refused(NAME)
         assert f"{NAME} is gated: accept its terms at {hub.endpoint}/{NAME}, then log in" in said
-        assert "(the present one has no access)" in machine.refused(*mode, NAME, HF_TOKEN="hf_other")
+        assert "(the present one has no access)" in machine.refused(NAME, HF_TOKEN="hf_other")
 
-    def test_unknown_revision(self, tmp_path: Path, hub: Hub, machine: Machine, mode: tuple[str, ...]) -> None:
+    def test_unknown_revision(self, tmp_path: Path, hub: Hub, machine: Machine) -> None:
         hub.repo(NAME, model(tmp_path / "source")).add("side", tmp_path / "source")
-        said = machine.refused(*mode, "--revision", "sidee", NAME)
+        said = machine.refused("--revision", "sidee", NAME)
         assert f"{NAME} at the hub has no revision 'sidee'; give a branch, a tag or a whole commit id" in said
         assert "it has main, side" in said
 
-    def test_no_connection(self, machine: Machine, mode: tuple[str, ...]) -> None:
+    def test_no_connection(self, machine: Machine) -> None:
         machine.endpoint = CLOSED
-        said = machine.refused(*mode, NAME)
+        said = machine.refused(NAME)
         assert "the hub at http://127.0.0.1:9 cannot be reached (" in said
         assert "check the connection, HF_ENDPOINT and the proxy" in said
 
-    def test_offline_and_not_cached(self, hub: Hub, machine: Machine, mode: tuple[str, ...]) -> None:
-        said = machine.refused(*mode, NAME, HF_HUB_OFFLINE="1")
+    def test_offline_and_not_cached(self, hub: Hub, machine: Machine) -> None:
+        said = machine.refused(NAME, HF_HUB_OFFLINE="1")
         assert f"{NAME} is not completely in the cache {machine.home}/hub while HF_HUB_OFFLINE is set; unset it" in said
         assert hub.requests == []
 
+    @in_both
     @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/x.safetensors"])
     def test_hostile_index(self, tmp_path: Path, hub: Hub, machine: Machine, mode: tuple[str, ...], file: str) -> None:
         source = model(tmp_path / "source")
@@ -226,6 +226,7 @@ class TestRefusals:
         assert f"{INDEX} says that model.norm.weight is in {file!r}; allowed are names of" in said
         assert hub.sent(".safetensors") == 0
 
+    @in_both
     def test_missing_shard(self, tmp_path: Path, hub: Hub, machine: Machine, mode: tuple[str, ...]) -> None:
         source = model(tmp_path / "source")
         (source / SHARDS[1]).unlink()
@@ -233,6 +234,7 @@ class TestRefusals:
         assert f"the index of {NAME} names {SHARDS[1]}, which is not there" in machine.refused(*mode, NAME)
         assert hub.sent(".safetensors") == 0
 
+    @in_both
     def test_truncated_shard(self, tmp_path: Path, hub: Hub, machine: Machine, mode: tuple[str, ...]) -> None:
         source = model(tmp_path / "source")
         data = (source / SHARDS[1]).read_bytes()
@@ -242,6 +244,7 @@ class TestRefusals:
         assert said.startswith(f"gqa-convert: {SHARDS[1]}: ")
         assert "truncated? download it again" in said
 
+    @in_both
     def test_no_weights(self, tmp_path: Path, hub: Hub, machine: Machine, mode: tuple[str, ...]) -> None:
         source = model(tmp_path / "source", shards=1)
         (source / SINGLE).rename(source / "tiny.gguf")
@@ -283,9 +286,13 @@ def test_broken_remote_header(tmp_path: Path, hub: Hub, machine: Machine, damage
         (["--revision", "../../x", NAME], "--revision '../../x' is not the name of"),
     ],
 )
-def test_what_is_no_hub_id(hub: Hub, machine: Machine, words: list[str], said: str) -> None:
-    assert said in machine.refused(*words)
-    assert hub.requests == []
+def test_what_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.socket.connect", lambda socket, address: pytest.fail("the network was asked"))
+    result = run("--groups", 2, *words)
+    assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
+    assert said in result.err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
