@@ -9,12 +9,12 @@ model types asks here for its class.
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import shutil
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gqa.checkpoint import modelling
@@ -52,11 +52,9 @@ def _classes(model_type: str) -> dict[str, Any]:
     name, text = file_of(model_type)
     path = _folder() / name
     path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(f"{modelling.__name__}.{path.stem}", path)
-    assert spec
-    assert spec.loader
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = ModuleType(f"{modelling.__name__}.{path.stem}")
+    sys.modules[module.__name__], module.__file__ = module, str(path)
+    exec(compile(text, path, "exec"), vars(module))
     for auto, found in auto_map(model_type).items():
         vars(module)[found.rpartition(".")[2]].register_for_auto_class(auto)
     return vars(module)
@@ -64,10 +62,10 @@ def _classes(model_type: str) -> dict[str, Any]:
 
 def config_class(model_type: str) -> Any:
     """The config class of a model type, ours or transformers'; None where neither has it."""
-    if model_type in MODEL_TYPES:
-        return _classes(model_type)[f"GQA{MODELS[model_type.removeprefix(PREFIX)].classes}Config"]
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if model_type in MODEL_TYPES:
+        return _classes(model_type)[f"GQA{MODELS[model_type.removeprefix(PREFIX)].classes}Config"]
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - `get` finds none
 
 

@@ -14,7 +14,7 @@ from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import Conversion, run_plan
 from gqa.convert.plan import Plan, check_grouping, make_plan
-from gqa.convert.recast.recasting import ANY, Target
+from gqa.convert.recast.targets import ANY, Target
 
 if TYPE_CHECKING:
     from gqa.convert.align.find_maps import MapsOptions, Progress

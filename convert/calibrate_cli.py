@@ -15,7 +15,7 @@ from gqa.convert.methods import ALIGNING, GROUPINGS
 if TYPE_CHECKING:
     from gqa.convert.align.find_maps import MapsOptions
     from gqa.convert.align.refine import Refinement
-    from gqa.convert.recast.recasting import Target
+    from gqa.convert.recast.targets import Target
 
 _LOG_SECONDS = 30.0  # between two lines
 
@@ -59,7 +59,7 @@ def read_target(options: dict[str, Any]) -> Target:
     """What the options say. Raises RefusedError for a kind of attention that does not exist."""
     from gqa.checkpoint.errors import RefusedError
     from gqa.convert.heads.custom_families import KINDS
-    from gqa.convert.recast.recasting import Target
+    from gqa.convert.recast.targets import Target
 
     named = tuple(kind.strip() for kind in (options["attention"] or "").split(",") if kind.strip())
     if options["attention"] is not None and not (named and set(named) <= set(KINDS)):

@@ -21,8 +21,7 @@ from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import find_symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
-from gqa.convert.recast.recasting import ANY, Target
-from gqa.convert.recast.targets import recast
+from gqa.convert.recast.targets import ANY, Target, recast
 
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 

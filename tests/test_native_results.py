@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -38,10 +39,18 @@ from gqa.eval.memory import measured_cache_bytes
 # ------------------------------------------------------------------------------------------------------- refused
 
 
-def edited(place: Path, name: str, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A source whose config.json was changed."""
-    directory = write_checkpoint(build(CASES[name].tiny, 4), place / "source")
-    edit_json(directory / "config.json", lambda raw: (change(raw), None)[1])
+def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object] | None = None, **config: Any) -> Path:
+    """A source whose config.json or tensors were changed."""
+    directory = place / "source"
+    model = build(CASES[name].tiny, 4)
+    if change is None:
+        write_checkpoint(model, directory)
+    else:
+        model.save_pretrained(directory)
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    edit_json(directory / "config.json", lambda raw: raw.update(config))
     return directory
 
 
@@ -65,8 +74,7 @@ def refusal(directory: Path, *words: object) -> str:
     ],
 )
 def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path: Path) -> None:
-    directory = write_checkpoint(build(CASES[name].tiny, 4), tmp_path / "source")
-    assert says in refusal(directory, "--groups", groups, "--no-remote-code")
+    assert says in refusal(source(tmp_path, name), "--groups", groups, "--no-remote-code")
 
 
 @pytest.mark.parametrize(
@@ -91,20 +99,8 @@ def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path
     ],
 )  # fmt: skip
 def test_options_that_no_target_expresses(name: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
-    import re
-
-    directory = edited(tmp_path, name, lambda raw: raw.update(changes))
-    said = refusal(directory, "--groups", 1, "--no-remote-code")
+    said = refusal(source(tmp_path, name, **changes), "--groups", 1, "--no-remote-code")
     assert re.search(says, said), said
-
-
-def with_tensors(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    directory = place / "source"
-    build(CASES[name].tiny, 4).save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
 
 
 @pytest.mark.parametrize(
@@ -124,9 +120,7 @@ def with_tensors(place: Path, name: str, change: Callable[[dict[str, Tensor]], o
 def test_tensors_that_do_not_belong(
     name: str, change: Callable[[dict[str, Tensor]], object], says: str, tmp_path: Path
 ) -> None:
-    import re
-
-    said = refusal(with_tensors(tmp_path, name, change), "--groups", 1)
+    said = refusal(source(tmp_path, name, change), "--groups", 1)
     assert re.search(says, said), said
 
 
@@ -173,7 +167,7 @@ def test_what_overflows_is_refused(tmp_path: Path) -> None:
         tensors["gpt_neox.layers.0.post_attention_layernorm.weight"] *= 30000
         tensors["gpt_neox.layers.0.mlp.dense_h_to_4h.weight"] *= 30000
 
-    directory = with_tensors(tmp_path, "gpt_neox", large)
+    directory = source(tmp_path, "gpt_neox", large)
     result = run("--groups", 4, directory)
     assert result.code == 1
     assert "fc1.weight has numbers too large for F16; give another --dtype" in result.err
@@ -183,7 +177,7 @@ def test_what_overflows_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_written_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is computed is computed once more from the source and compared, as copies are."""
-    directory = write_checkpoint(build(CASES["gpt_neox"].tiny, 4), tmp_path / "source")
+    directory = source(tmp_path, "gpt_neox")
 
     def write_wrong(target: Any, tensor: Tensor, *rest: Any) -> None:
         write_tensor(target, tensor + 1e-3 if tensor.numel() == 64 * 32 else tensor, *rest)  # of fc1
@@ -195,7 +189,7 @@ def test_what_is_written_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:
-    directory = write_checkpoint(build(CASES["gpt2"].tiny, 4), tmp_path / "source")
+    directory = source(tmp_path, "gpt2")
     (tmp_path / "text.txt").write_text("some words")
     said = refusal(directory, "--groups", 1, "--method", "calibrated", "--calibration", tmp_path / "text.txt")
     assert "source has no tokenizer; copy its base model's tokenizer files into " in said
@@ -222,7 +216,7 @@ def test_every_entry_has_a_tiny_model() -> None:
 
 
 def test_the_result_says_what_it_is(tmp_path: Path) -> None:
-    directory = write_checkpoint(build(CASES["gpt_neox"].tiny, 4), tmp_path / "source")
+    directory = source(tmp_path, "gpt_neox")
     (directory / "notes.txt").write_bytes(b"\x00\xff carried along")
     planned = run("--groups", 2, "--dry-run", directory)
     assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in planned.out
@@ -239,10 +233,10 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert "Class: phi (PhiForCausalLM), a class of transformers; the source is gpt_neox (GPTNeoXForCausalLM)" in card
     for name in ("generation_config.json", "notes.txt"):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
-    stated, source = (json.loads((path / "config.json").read_text()) for path in (out, directory))
+    stated, before = (json.loads((path / "config.json").read_text()) for path in (out, directory))
     assert (stated["architectures"], stated["model_type"]) == (["PhiForCausalLM"], "phi")
     assert [stated[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, 2, 0]
-    assert stated["dtype"] == source["dtype"]
+    assert stated["dtype"] == before["dtype"]
     assert "tokenizer_class" not in stated  # it has none
     # Converting the result once more is that of any Phi.
     again = run("--groups", 1, "--json", "-o", tmp_path / "again", out)
@@ -292,7 +286,7 @@ def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> N
     """AutoTokenizer gives the source's ids and special tokens, also where only the model type told its class."""
     from transformers import AutoTokenizer
 
-    directory = write_checkpoint(build(CASES[name].tiny, 4), tmp_path / "source")
+    directory = source(tmp_path, name)
     files, tokenizer_config = STORED[stored]
     trained = trained_tokenizer()
     trained.save(str(directory / "tokenizer.json"))
@@ -303,24 +297,24 @@ def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> N
         of_type = {"gpt_neox": "GPTNeoXTokenizer", "codegen": "CodeGenTokenizer"}.get(name.partition("+")[0])
         told = {key: of_type or "GPT2Tokenizer" if value is ... else value for key, value in tokenizer_config.items()}
         (directory / "tokenizer_config.json").write_text(json.dumps(told))
-    source = AutoTokenizer.from_pretrained(directory)
+    before = AutoTokenizer.from_pretrained(directory)
     out = convert_checkpoint(directory, 1, tmp_path / "out").out
     found = AutoTokenizer.from_pretrained(out)
-    assert found(TEXT)["input_ids"] == source(TEXT)["input_ids"]
+    assert found(TEXT)["input_ids"] == before(TEXT)["input_ids"]
     assert len(found(TEXT)["input_ids"]) == 23
     assert found.decode(found(TEXT)["input_ids"]) == TEXT
-    assert found.special_tokens_map == source.special_tokens_map
-    assert found.eos_token_id == source.eos_token_id == 0
-    assert found.model_max_length == source.model_max_length
+    assert found.special_tokens_map == before.special_tokens_map
+    assert found.eos_token_id == before.eos_token_id == 0
+    assert found.model_max_length == before.model_max_length
     if CASES[name].target in ("phi", "starcoder2"):
-        assert type(found) is type(source)
+        assert type(found) is type(before)
     for file in files:
         assert (out / file).read_bytes() == (directory / file).read_bytes()
 
 
 def test_a_tokenizer_that_is_broken_is_carried_along(tmp_path: Path) -> None:
     """It is none of the weights' business, and neither is a model without any."""
-    directory = write_checkpoint(build(CASES["gpt2"].tiny, 4), tmp_path / "source")
+    directory = source(tmp_path, "gpt2")
     (directory / "tokenizer.json").write_text("{}")
     out = convert_checkpoint(directory, 1, tmp_path / "out").out
     assert (out / "tokenizer.json").read_text() == "{}"

@@ -25,7 +25,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from gqa.convert import Target, convert_checkpoint, plan_conversion
 from gqa.convert.heads.custom_families import KINDS
-from gqa.convert.recast.recasting import ANY
+from gqa.convert.recast.targets import ANY
 
 TOLERANCE = 1e-5
 OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in REMOTE}

@@ -36,6 +36,8 @@ def repeating(forward: Any) -> Any:
 
     What transformers has besides eager attention repeats heads by `num_key_value_groups`.
     """
+    if "eager_attention_forward" not in forward.__code__.co_names:
+        raise ImportError("transformers is too old for grouped-query attention in this class; install 5.15 or later")
     seen = {**forward.__globals__, "eager_attention_forward": eager_attention_forward}
     del seen["__name__"]  # by which torch.compile would look for the other one
     return FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__)

@@ -37,7 +37,7 @@ class GQAOPTAttention(source.OPTAttention):
         key, value = split(self.k_proj(hidden_states)), split(self.v_proj(hidden_states))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=1.0, **kwargs)
         return self.out_proj(output.flatten(2)), weights

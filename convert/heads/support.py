@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gqa.convert.heads.families import FAMILIES, NESTED
 from gqa.convert.heads.refused import REFUSED
-from gqa.convert.recast.recasting import Recasting
+from gqa.convert.recast.parts import Recasting
 from gqa.convert.recast.targets import RECASTINGS
 
 

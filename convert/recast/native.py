@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.convert.heads.layout import Fused
-from gqa.convert.recast.parts import Module, NeutralNorm, Norm, Place, Rows
-from gqa.convert.recast.recasting import Recasting
+from gqa.convert.recast.parts import Module, NeutralNorm, Norm, Place, Recasting, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.recast.view import Recipe
+from gqa.convert.recast.view import Recipe, way_to
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,3 +166,37 @@ def all_recipes(
             for tail, recipe in part.recipes(stored, Place(config, heads, layer)):
                 found[f"{part.target.format(layer)}.{tail}"] = recipe
     return found
+
+
+@dataclass(frozen=True)
+class Recasting:
+    """From the model type `source` to the model type `target`.
+
+    source, target: Model types; `which` of the source's are meant, in words, and `when`, of their config.
+    architecture: The target's class; None for custom modelling code, where the class is the one that stands in for the
+        source's, config.json stays the source's with what is new, and all tensors stay as they are.
+    config: transformers' config of the source -> config.json of the target with `kv = query` heads, without
+        `architectures`, `model_type`, token ids, `tie_word_embeddings` and the dtype, which all have.
+    prefix: Of the base model's tensors in the source, left out in `parts`; a checkpoint may lack it.
+    parts: What the target's modules are made of.
+    groups: Which G the target holds, in words (its family's `allows` decides), of the H heads of the source.
+    refusal: Why a config cannot be expressed, or None.
+    dropped: Patterns of stored tensors that are no parameters (masks).
+    """
+
+    source: str
+    target: str
+    architecture: str | None = None
+    config: Callable[[Any], dict[str, Any]] = lambda config: {}
+    prefix: str = ""
+    parts: tuple[Module, ...] = ()
+    which: str = ""
+    when: Callable[[Any], bool] = lambda config: True
+    groups: str = "any divisor of H"
+    note: str = ""
+    refusal: Callable[[Any], str | None] = lambda config: None
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def way(self) -> str:
+        return way_to(self.target)

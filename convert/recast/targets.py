@@ -8,6 +8,7 @@ checkpoint as one of that class, with as many KV heads as before; everything aft
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,12 +17,27 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, expl
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
 from gqa.convert.heads.custom_families import CUSTOM_FAMILIES, DEFAULT_KINDS, query_heads
+from gqa.convert.heads.family import Kind
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.recast.native import NATIVE
-from gqa.convert.recast.parts import Stored, all_recipes
-from gqa.convert.recast.recasting import ANY, Recasting, Target
+from gqa.convert.recast.parts import Recasting, Stored, all_recipes
 from gqa.convert.recast.tokenizer_files import tokenizer_edits
 from gqa.convert.recast.view import CUSTOM_CODE, Recipe, make_view
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is asked of the class that a model is written for, where its own cannot have fewer heads.
+
+    remote_code: Whether it travels with the checkpoint; None for only where no class of transformers does.
+    attention: The kinds of attention whose heads become fewer, of an encoder-decoder; None for those of its decoder.
+    """
+
+    remote_code: bool | None = None
+    attention: tuple[Kind, ...] | None = None
+
+
+ANY = Target()
 
 _WHICH = {
     "gqa_gpt2": "GPT-2, Cerebras-GPT, DialoGPT, distilgpt2",

@@ -121,15 +121,7 @@ def make_view(
     place = {name: index for index, name in enumerate(source.tensors)}
     ordered = sorted(recipes.items(), key=lambda item: place[item[1].sources[0].name])
     return View(
-        source.name,
-        source.directory,
-        config,
-        {name: recipe.spec(name) for name, recipe in ordered},
-        source.files,
-        source.side_files,
-        source.left_out,
-        source.revision,
-        source.hub_id,
+        **vars(source) | {"config": config, "tensors": {name: recipe.spec(name) for name, recipe in ordered}},
         source=source,
         recipes=recipes,
         files_of_its_own=files,
