@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from gqa.checkpoint.errors import CorruptError, listing
@@ -160,9 +161,11 @@ def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def format_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+def format_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = MappingProxyType({"format": "pt"})
+) -> bytes:
     """Length prefix and header for tensors `name -> (dtype, shape)` written one after another in this order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for name, (dtype, shape) in tensors.items():
         end = position + byte_size(dtype, shape)

@@ -181,7 +181,7 @@ Examples:
 @target_options
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE and forget an unfinished run.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE, and forget an unfinished run of other options.")
 @click.option("-v", "--verbose", is_flag=True, help="Show where an unexpected error comes from.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 @version_option("gqa-calibrate")

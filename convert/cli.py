@@ -174,7 +174,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    run(command, "gqa-convert", "nothing half-written is left")
+    run(command, "gqa-convert", "nothing half-written is left, finished layers are kept")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain
+from gqa.checkpoint.headers import BITS, format_header, read_header
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import DEFAULT_JOBS, replacing
+from gqa.checkpoint.write import DEFAULT_JOBS, copy_range, replacing, unwatched, write_bytes
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import ALIGNING
 
@@ -93,10 +95,28 @@ def save_maps(
         named |= {f"{module}/{part}": tensor.float() for part, tensor in parts.items() if tensor is not None}
         if found.order is not None:
             named[f"{module}/order"] = torch.tensor(found.order)
-    # One entry: the library writes several in any order, and the same maps shall be the same bytes.
-    metadata = {_METADATA: json.dumps({"format": FORMAT} | dict(description), sort_keys=True)}
     with replacing(path) as temporary:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, temporary, metadata)
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+        save_file(whole, temporary, _metadata(description))
+
+
+def join_maps(path: Path, parts: Sequence[Path], description: Mapping[str, Any]) -> None:
+    """Write what several files hold to `path`, whole or not at all: bytes are copied, no tensor is in memory."""
+    specs = []
+    for part in parts:
+        with part.open("rb") as stream:
+            specs += read_header(stream, str(part), part.stat().st_size)
+    specs.sort(key=lambda spec: (-BITS[spec.dtype], spec.name))  # as the library has them: all are aligned
+    with replacing(path) as temporary, temporary.open("wb", buffering=0) as target:
+        write_bytes(target, format_header({s.name: (s.dtype, s.shape) for s in specs}, _metadata(description)))
+        for spec in specs:
+            with Path(spec.file).open("rb") as source:
+                copy_range(source, target, spec.begin, spec.nbytes, unwatched, threading.Event())
+
+
+def _metadata(description: Mapping[str, Any]) -> dict[str, str]:
+    """One entry: the library writes several in any order, and the same maps shall be the same bytes."""
+    return {_METADATA: json.dumps({"format": FORMAT} | dict(description), sort_keys=True)}
 
 
 def open_maps(path: Path) -> MapsFile:

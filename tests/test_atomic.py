@@ -132,7 +132,9 @@ def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, cod
         assert sorted(tmp_path.iterdir()) == []
     assert "Traceback" not in running.said()
     if number == signal.SIGINT and not out.exists():
-        assert running.said().strip() == "gqa-convert: interrupted; nothing half-written is left"
+        assert (
+            running.said().strip() == "gqa-convert: interrupted; nothing half-written is left, finished layers are kept"
+        )
 
 
 def test_two_at_a_time(server: Server, big: Path, tmp_path: Path) -> None:
@@ -283,7 +285,10 @@ def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rewrite, "copy_range", copy)
     start = time.monotonic()
     result = run("--groups", 2, "--jobs", 2, "-o", tmp_path / "out", model)
-    assert (result.code, result.err.strip()) == (130, "gqa-convert: interrupted; nothing half-written is left")
+    assert (result.code, result.err.strip()) == (
+        130,
+        "gqa-convert: interrupted; nothing half-written is left, finished layers are kept",
+    )
     assert time.monotonic() - start < 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +27,10 @@ from torch import Tensor
 from gqa.convert import Plan, RefusedError, calibrate_cli, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.closed_form import ClosedForm, Task, closed_form, output_roots, position_weights, significance_of
-from gqa.convert.align.find_maps import Silent, find_maps
+from gqa.convert.align.find_maps import Silent, find_maps, with_maps
 from gqa.convert.align.refine import Calls, Refinement, refine
+from gqa.convert.maps import HeadMaps
+from gqa.convert.maps_file import join_maps, save_maps
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 
@@ -146,6 +151,91 @@ def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: 
     find_maps(plan, path, replace(options, ridge=0.5), Silent(), overwrite=True)
     assert path.read_bytes() != whole.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["parts.safetensors", "whole.safetensors"]
+
+
+_STOPPED = """
+import os, sys
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.cli import main
+number, run = int(sys.argv.pop(1)), Calibrator.run
+def stopped(self, layer, *rest):
+    if layer == 1:
+        os.kill(os.getpid(), number)
+    return run(self, layer, *rest)
+Calibrator.run = stopped
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_conversion_goes_on_where_it_was_stopped(
+    small: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refining two layers takes hours: the first is not done again, and the result is the same."""
+    text, out, run, layers = tmp_path / "text.txt", tmp_path / "out", Calibrator.run, []
+    text.write_text("words " * 999)
+
+    def words(output: Path) -> tuple[Any, ...]:
+        return (small, "-g", 2, "--method", "refined", "--refine-steps", 2, "--calibration", text, "-q", "-o", output,
+                "--calibration-length", 16, "--calibration-tokens", 256)  # fmt: skip
+
+    command = [sys.executable, "-c", _STOPPED, str(int(number)), *map(str, words(out))]
+    stopped = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert stopped.returncode in (130, 143, -signal.SIGKILL), stopped.stderr
+    assert not out.exists()
+    monkeypatch.setattr(Calibrator, "run", lambda own, layer, *rest: layers.append(layer) or run(own, layer, *rest))
+    for place in (out, tmp_path / "whole"):
+        done = checkpoints.run(*words(place))
+        assert (done.code, done.err) == (0, "")
+    assert layers == [1, 0, 1]
+    one, other = (load_file(place / "model.safetensors") for place in (out, tmp_path / "whole"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
+
+
+def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: Path) -> None:
+    """A conversion that fails is not calibrated again; nor do two do it at a time, or find what another was told."""
+    plan, out, options = plan_of(source), tmp_path / "out", on_ids()
+    with pytest.raises(OSError, match="no space"), with_maps(plan, out, options, Silent()):
+        raise OSError("no space")
+    told, other = Told(), replace(options, ridge=0.5)
+    with pytest.raises(RefusedError, match="unfinished run with ridge"), with_maps(plan, out, other, told):
+        pass
+    with with_maps(plan, out, options, told) as found:
+        assert found.merging.maps
+        assert told.errors == []
+        with pytest.raises(RefusedError, match=r"another run is finding maps for .*; wait for it or give another -o"):
+            find_maps(plan, out, options, told)
+    with with_maps(plan, out, other, told, overwrite=True):
+        assert len(told.errors) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_are_joined_without_holding_them(tmp_path: Path) -> None:
+    """Byte for byte what is written at once, in a memory that does not grow with the layers."""
+    generator = torch.Generator().manual_seed(0)
+    maps = {
+        f"m{layer}": HeadMaps(*(torch.randn(2, 8, 16, generator=generator) for _ in range(2)), order=(1, 0))
+        for layer in range(4)
+    }
+    weights = {f"w{layer}": torch.randn(6_000_000, generator=generator) for layer in range(4)}
+    told = {"method": "refined", "groups": 2}
+    save_maps(tmp_path / "whole", maps, weights, told)
+    for layer in range(4):
+        of = {f"m{layer}": maps[f"m{layer}"]}
+        save_maps(tmp_path / f"{layer}.safetensors", of, {f"w{layer}": weights[f"w{layer}"]}, told)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    join_maps(tmp_path / "joined", sorted(tmp_path.glob("*.safetensors")), told)
+    assert resident("VmHWM") - before < 12 << 20
+    assert (tmp_path / "joined").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def resident(key: str) -> int:
+    """Bytes of memory, by the name that Linux has for them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 # ---------------------------------------------------------------------------------------------- refinement
@@ -407,7 +497,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
     # What is done to the model, the text (None: self), what is said.
     "short": (None, "a few words", r".*text\.txt has \d tokens, fewer than one block of 16; give more text"),
     "empty": (None, "", r".*text\.txt holds no text: .*"),
-    "tokenizer": (without_tokenizer, "words " * 99, r"the tokenizer of model cannot be loaded .*, or use self"),
+    "tokenizer": (without_tokenizer, "words " * 99, r"model has no tokenizer; copy .*, or use self"),
     "vocabulary": (narrower, "words " * 99, r"the tokenizer of model gives token \d+, its embedding has 50; .*"),
     "start": (unstarted, None, r".* has neither BOS nor EOS to start a sample from; give text instead of self"),
     **{

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.devices import default_device, native_bfloat16, out_of_memory
@@ -21,15 +17,12 @@ from gqa.checkpoint.write import OutputDirectory
 from gqa.convert.align.aligned import weight_maps
 from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.calibration_text import CalibrationText
-from gqa.convert.align.pair import Streams
 from gqa.convert.align.refine import Refinement
+from gqa.convert.align.work import Work
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.maps import HeadMaps
-from gqa.convert.maps_file import MapsFile, fingerprint, open_maps, save_maps
+from gqa.convert.maps_file import MapsFile, fingerprint
 from gqa.convert.plan import Plan, check_grouping
-
-FROM_WEIGHTS = ("procrustes", "aligned")
 
 
 class Progress(Protocol):
@@ -64,19 +57,18 @@ class MapsOptions:
 
     def describe(self, plan: Plan) -> dict[str, Any]:
         """What decides the maps, as JSON."""
-        method = plan.merging.method
         told: dict[str, Any] = {
-            "method": method,
+            "method": plan.merging.method,
             "groups": plan.groups,
             "grouping": self.grouping,
             "name": plan.checkpoint.hub_id or plan.checkpoint.name,
             "model": fingerprint(plan.checkpoint, attention_modules(plan.checkpoint, plan.config)),
         }
-        if method not in FROM_WEIGHTS:
+        if plan.merging.how.needs == "text":
             told |= {"text": asdict(self.text) | {"sources": list(self.text.sources)}, "ridge": self.ridge}
             told["content"] = self.text.identify()
             told |= {"dtype": self.dtype, "device": self.device, "batch": self.batch}
-        if method == "refined":
+        if plan.merging.how.refines:
             told["refinement"] = asdict(self.training)
         return told
 
@@ -95,59 +87,67 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
     """
     if path.exists() and not overwrite:
         raise RefusedError(f"{path} exists; give another name or --overwrite")
+    with _found(plan, path, options, progress, overwrite) as work:
+        return work.join(path)
+
+
+@contextmanager
+def with_maps(
+    plan: Plan, out: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False
+) -> Iterator[Plan]:
+    """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
+
+    What would refuse `out` later does so before they are sought. Where the block fails they are kept beside `out`.
+    """
+    OutputDirectory(out, plan.checkpoint.directory, overwrite)
+    with _found(plan, out, options, progress, overwrite) as work:
+        yield replace(plan, merging=replace(plan.merging, maps=work.join(work.place / "maps.safetensors")))
+
+
+@contextmanager
+def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, overwrite: bool) -> Iterator[Work]:
+    """The work beside `output` with what all layers gave; gone once the block has made something of it."""
     check_grouping(plan, options.grouping)
-    search = options.grouping == "search"
-    told = options.describe(plan)
-    if plan.merging.method in FROM_WEIGHTS:
-        maps = {}
-        for module, found in weight_maps(plan, search):
-            maps[module] = found
-            progress.layer(len(maps), plan.config.layers, float("nan"))
-        save_maps(path, maps, {}, told)
-        return open_maps(path)
-    parts = path.with_name(f".{path.name}.gqa-layers")
-    first = _resumed(parts, told, overwrite)
+    work = Work(output, options.describe(plan), overwrite)
+    if plan.merging.how.needs == "weights":
+        with work:
+            for number, (module, maps) in enumerate(weight_maps(plan, options.grouping == "search")):
+                work.keep(number, module, maps, {})
+                progress.layer(number + 1, plan.config.layers, float("nan"))
+            yield work
+        return
     if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
         raise RefusedError(
             f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run layer "
             "by layer: use --method aligned, mean or first"
         )
-    blocks = options.text.blocks(plan.checkpoint, options.device, progress.update)
-    try:
-        with _memory_told(options):
-            _run_layers(plan, parts, first, blocks, options, told, progress)
-    finally:
-        if not (parts / "done.json").exists():  # there is nothing to go on from
-            shutil.rmtree(parts, ignore_errors=True)
-    _join(parts, path, told)
-    shutil.rmtree(parts)
-    return open_maps(path)
+    blocks = None if work.complete else options.text.blocks(plan.checkpoint, options.device, progress.update)
+    with work:
+        if blocks is not None:
+            with _memory_told(options):
+                _run_layers(plan, work, blocks, options, progress)
+        yield work
 
 
-def _run_layers(
-    plan: Plan, parts: Path, first: int, blocks: Tensor, options: MapsOptions, told: dict[str, Any], progress: Progress
-) -> None:
-    """Layer after layer from `first` on, each kept in `parts`."""
-    search = options.grouping == "search"
+def _run_layers(plan: Plan, work: Work, blocks: Tensor, options: MapsOptions, progress: Progress) -> None:
+    """Layer after layer, from the first that is not finished on."""
     how = Calibration(
-        options.ridge, options.training if plan.merging.method == "refined" else None, search, options.device,
-        getattr(torch, options.dtype), options.batch,
+        options.ridge, options.training if plan.merging.how.refines else None, options.grouping == "search",
+        options.device, getattr(torch, options.dtype), options.batch,
     )  # fmt: skip
-    calibrator = Calibrator(plan, blocks, how, _saved_streams(parts, first))
-    parts.mkdir(exist_ok=True)
-    (parts / "options.json").write_text(json.dumps(told))
-    progress.stage("calibrating", blocks.numel() * calibrator.layers)
+    first, calibrator = work.layers, Calibrator(plan, blocks, how, work.streams())
+    progress.stage("calibrating", blocks.numel() * (calibrator.layers - first))
     for layer in range(first, calibrator.layers):
         try:
             result = calibrator.run(layer, progress.update)
         except RefusedError:  # it would be again
-            shutil.rmtree(parts)
+            work.remove()
             raise
         if result:
-            save_maps(parts / f"{layer:04d}.safetensors", {result.module.path: result.maps}, result.weights, told)
+            work.keep(layer, result.module.path, result.maps, result.weights)
             if result.warning:
                 progress.warn(f"layer {layer}: {result.warning}")
-        _save_streams(parts, layer + 1, calibrator.streams)
+        work.finish(layer, calibrator.layers, calibrator.streams)
         progress.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
 
 
@@ -165,67 +165,3 @@ def _memory_told(options: MapsOptions) -> Iterator[None]:
             f"({options.refinement.batch} to refine it); lower --calibration-length or --refine-batch, give "
             "--calibration-dtype bfloat16, or another --device"
         ) from None
-
-
-@contextmanager
-def with_maps(
-    plan: Plan, out: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False
-) -> Iterator[Plan]:
-    """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
-
-    What would refuse `out` later does so before they are sought.
-    """
-    OutputDirectory(out, plan.checkpoint.directory, overwrite)
-    with tempfile.TemporaryDirectory(prefix="gqa-maps-") as place:
-        maps = find_maps(plan, Path(place) / "maps.safetensors", options, progress)
-        yield replace(plan, merging=replace(plan.merging, maps=maps))
-
-
-def _resumed(parts: Path, told: dict[str, Any], overwrite: bool) -> int:
-    """How many layers an interrupted call has done. Raises RefusedError where it was another one."""
-    if overwrite:
-        shutil.rmtree(parts, ignore_errors=True)
-    if not (parts / "options.json").exists():
-        return 0
-    before = json.loads((parts / "options.json").read_text())
-    told = json.loads(json.dumps(told))
-    if different := sorted(key for key in before.keys() | told.keys() if before.get(key) != told.get(key)):
-        key = different[0]
-        raise RefusedError(
-            f"{parts} holds layers of an unfinished run with {key} {before.get(key)}, not {told.get(key)}; "
-            "run it to its end, or start over with --overwrite"
-        )
-    done = parts / "done.json"
-    return int(json.loads(done.read_text())["layers"]) if done.exists() else 0
-
-
-def _save_streams(parts: Path, layers: int, streams: Streams) -> None:
-    """The new streams first, then the word that they are there."""
-    file = f"streams-{layers:04d}.safetensors"
-    save_file({"source": streams.source, "converted": streams.converted}, parts / file)
-    temporary = parts / ".done.json"
-    temporary.write_text(json.dumps({"layers": layers, "streams": file}))
-    temporary.replace(parts / "done.json")
-    for old in parts.glob("streams-*.safetensors"):
-        if old.name != file:
-            old.unlink()
-
-
-def _saved_streams(parts: Path, layers: int) -> Streams | None:
-    if not layers:
-        return None
-    tensors = load_file(parts / json.loads((parts / "done.json").read_text())["streams"])
-    return Streams(tensors["source"], tensors["converted"])
-
-
-def _join(parts: Path, path: Path, told: dict[str, Any]) -> None:
-    """One file of all layers."""
-    maps: dict[str, HeadMaps] = {}
-    weights: dict[str, Tensor] = {}
-    for file in sorted(parts.glob("[0-9]*.safetensors")):
-        part = open_maps(file)
-        for module in {name.partition("/")[0] for name in part.names if "/" in name}:
-            if found := part.of(module):
-                maps[module] = found
-        weights |= {name: part.tensor(name) for name in part.names if "/" not in name}
-    save_maps(path, maps, weights, told)
