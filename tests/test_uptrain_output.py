@@ -170,8 +170,7 @@ def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
 def test_exactly_what_was_asked_for_trains(place: Path, tmp_path: Path, name: str, scope: str) -> None:
     """Separate, fused, fused by group, with biases, under other names than are stored."""
     source = tiny_checkpoint(tmp_path / "source", name, dtype="bfloat16")
-    setup = prepare(options(place, source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0))
-    uptrain(setup)
+    trained(options(place, source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0))
     before, after = load(source), load(tmp_path / "out")
     assert shapes(before) == shapes(after)
     changed = {key for key in before if not torch.equal(before[key], after[key])}
@@ -184,12 +183,6 @@ def test_exactly_what_was_asked_for_trains(place: Path, tmp_path: Path, name: st
         stored |= {key.replace("model.language_model.", "model.") for key in linear if key != "lm_head.weight"}
         stored = {key for key in stored if "visual" not in key}
     assert changed == stored
-    if scope == "lora":
-        ids = torch.arange(20, 60)[None]
-        with torch.no_grad():
-            adapted = setup.model.eval()(ids, use_cache=False).logits
-            alone = load_model(str(tmp_path / "out"), dtype="float32")(ids, use_cache=False).logits
-        assert float((adapted - alone).abs().max()) < 0.05 * float(adapted.abs().max())  # bfloat16
 
 
 def test_merged_adapters_are_the_adapted_model(place: Path, tmp_path: Path) -> None:

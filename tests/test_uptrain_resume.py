@@ -180,10 +180,10 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, tmp
 
 
 def test_what_may_change(runs: Runs, out: Path) -> None:
-    runs.finish(
-        *saving(runs, out, steps=6, micro_batch=2, save_every=1, checkpointing=True, attention="eager"), "--resume"
-    )
-    assert States(Path(f"{out}-state"), 2).all() == [state(out, 5), state(out, 6)]
+    """Among it how many states are kept."""
+    changes = {"micro_batch": 2, "save_every": 1, "keep_last": 3, "checkpointing": True, "attention": "eager"}
+    runs.finish(*saving(runs, out, steps=6, **changes), "--resume")
+    assert States(Path(f"{out}-state"), 3).all() == [state(out, step) for step in (4, 5, 6)]
 
 
 def test_resume_without_a_state_and_a_state_without_resume(runs: Runs, out: Path, tmp_path: Path) -> None:
@@ -239,9 +239,3 @@ def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:
     with States(Path(f"{out}-state"), 2).held():
         told = refused(runs, *runs.words(out, steps=1))
     assert f"another run is using {out}-state; wait for it or give another output" in told
-
-
-def test_keep_last(runs: Runs, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    runs.finish(*saving(runs, out, save_every=1, keep_last=3))
-    assert States(Path(f"{out}-state"), 3).all() == [state(out, step) for step in (2, 3, 4)]

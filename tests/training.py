@@ -287,7 +287,7 @@ def shard(load_once: bool = False) -> None:
     module.Accelerator = make  # type: ignore[assignment,misc]
 
 
-def infinite_gradient(*steps: int) -> None:
+def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
     """An Inf in the gradient of these steps (from 1)."""
     import torch
 
@@ -301,4 +301,4 @@ def infinite_gradient(*steps: int) -> None:
             next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
         return clip(accelerator, model, limit)
 
-    module._clip = spoil
+    patch.setattr(module, "_clip", spoil)

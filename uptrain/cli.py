@@ -77,7 +77,3 @@ def _leave(main: bool, message: str, code: int) -> NoReturn:
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     run(command, "gqa-uptrain", "nothing half-written is left")
-
-
-if __name__ == "__main__":
-    main()

@@ -166,6 +166,5 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
 def _how(options: TrainOptions) -> dict[str, Any]:
     return {
         "field": options.field, "config": options.data_config, "split": options.split,
-        "revision": options.data_revision,
-        "streaming": options.streaming, "separator": options.separator,
+        "revision": options.data_revision, "streaming": options.streaming, "separator": options.separator,
     }  # fmt: skip

@@ -8,12 +8,10 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gqa.checkpoint.write import finite, replacing
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from gqa.uptrain.setup import Setup
 
 # bfloat16 peak of dense matrix products, FLOP/s, as the makers state it.
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "L4": 121e12}
@@ -26,23 +24,19 @@ class Log:
     The rate is that of training alone, without evaluations and saves; the time that is left is that of everything.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, path: Path | None, steps: int, first: int, parameters: int, quiet: bool
-    ) -> None:
-        """`first` steps were done before: what `path` tells of later ones is dropped, for they are done again."""
+    def __init__(self, setup: Setup, first: int, quiet: bool) -> None:
+        """`first` steps were done before: what metrics.jsonl tells of later ones is dropped, as they are done again."""
         from tqdm import tqdm
 
-        self._accelerator, self._steps, self._first = accelerator, steps, first
-        self._flops = 6 * parameters  # per token: forward and backward of every weight
-        main = accelerator.is_main_process
-        self._path = path if main else None
-        if self._path:
+        self._accelerator, self._path, self._steps = setup.accelerator, setup.metrics, setup.dataloader.steps
+        self._flops = 6 * setup.parameters  # per token: forward and backward of every weight
+        self._main, self._terminal = self._accelerator.is_main_process, sys.stderr.isatty()
+        if self._main:
             _cut(self._path, first)
-        self._terminal = sys.stderr.isatty()
-        self._quiet = quiet or not main
+        self._quiet = quiet or not self._main
+        hidden = self._quiet or not self._terminal
         self._bar = tqdm(
-            total=steps, initial=first, unit="step", file=sys.stderr, leave=False,
-            disable=self._quiet or not self._terminal,
+            total=self._steps, initial=first, unit="step", file=sys.stderr, leave=False, disable=hidden
         )  # fmt: skip
         self._began = self._since = time.perf_counter()
         self._done, self._tokens, self._seconds = 0, 0, 0.0
@@ -70,7 +64,7 @@ class Log:
         if (peak := self._peak()) and rate:
             record["mfu"] = rate * self._flops / peak
         record["memory_bytes"] = memory()
-        if self._path:
+        if self._main:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(finite(record)) + "\n")
         if self._accelerator.trackers:

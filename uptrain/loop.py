@@ -84,7 +84,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
             progress = _resume(setup) if setup.resume else Progress()
         if progress.step == 0 and setup.heldout:
             progress.heldout_before = heldout_loss(setup, model)
-        log = Log(accelerator, setup.metrics, dataloader.steps, progress.step, setup.parameters, quiet)
+        log = Log(setup, progress.step, quiet)
         warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
         saved = time.monotonic()
         model.train()

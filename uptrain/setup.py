@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,7 @@ def _teacher(
     loaded: PreTrainedModel | None,
 ) -> PreTrainedModel:
     """In its own dtype, without gradients, whole on every device."""
-    with _loaded_on_every_rank():
-        teacher = loaded or _load(checkpoint, options, str(accelerator.device), dtype="auto")
+    teacher = loaded or _load_whole(checkpoint, options, str(accelerator.device), dtype="auto")
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
     if ours != theirs:
         raise RefusedError(
@@ -243,23 +243,17 @@ def _dataloader(options: TrainOptions, tokenizer: Any, accelerator: Accelerator,
         return open_dataloader(options, tokenizer, block_size)
     assert options.teacher is not None
     writer, device = open_model(options.teacher), str(accelerator.device)
-
-    def load(dtype: str) -> PreTrainedModel:
-        with _loaded_on_every_rank():
-            return _load(writer, options, device, dtype)
-
-    return open_sampled(options, load, device, writer, block_size)
+    return open_sampled(options, partial(_load_whole, writer, options, device), device, writer, block_size)
 
 
-@contextmanager
-def _loaded_on_every_rank() -> Iterator[None]:
-    """FSDP's option to load on one rank and send to the others is for the model that it shards; older transformers
-    leave every other model empty too.
+def _load_whole(checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str) -> PreTrainedModel:
+    """As `_load`, on every rank: FSDP's option to load on one and send to the others is for the model that it shards,
+    and older transformers leave every other model empty too.
     """
     name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     before = os.environ.pop(name, None)
     try:
-        yield
+        return _load(checkpoint, options, device, dtype)
     finally:
         if before is not None:
             os.environ[name] = before

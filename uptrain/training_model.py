@@ -5,8 +5,9 @@ DDP and FSDP work by hooks on a module's forward, so everything that touches par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,8 +144,12 @@ def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
 def _outputs(model: PreTrainedModel, match: str | None) -> Iterator[dict[str, Tensor]]:
     """The outputs of `attention` modules or whole decoder layers (`hidden`) of one forward pass, by module name."""
     found: dict[str, Tensor] = {}
+
+    def keep(name: str, module: nn.Module, given: Any, output: Any) -> None:
+        found[name] = (output[0] if isinstance(output, tuple) else output).flatten(0, 1)
+
     handles = [
-        module.register_forward_hook(_keep(found, name))
+        module.register_forward_hook(partial(keep, name))
         for name, module in model.named_modules()
         if match and _is_matched(module, match)
     ]
@@ -159,13 +164,6 @@ def _is_matched(module: nn.Module, match: str) -> bool:
     if match == "hidden":
         return isinstance(module, GradientCheckpointingLayer)
     return type(module).__name__.endswith("Attention")
-
-
-def _keep(found: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, given: Any, output: Any) -> None:
-        found[name] = (output[0] if isinstance(output, tuple) else output).flatten(0, 1)
-
-    return hook
 
 
 def matching_error(ours: dict[str, Tensor], theirs: dict[str, Tensor], counted: Tensor | None = None) -> Tensor:
