@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,7 @@ def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPat
     cells = [[Cell(method, 1, 0, "all", "none", alpha) for alpha in (0, 0.1)] for method in ("mean", "first")]
     found: list[Any] = []
     study_jobs.measure_side_by_side(Noted(), cells, 1, ["cpu"], found.append)  # type: ignore[arg-type]
+    assert active_children() == []
     told = "its process was ended, as it is where memory runs out"
     assert [(Cell.of(row), row["error"]) for row in found] == [
         (cell, error) for one in cells for cell, error in zip(one, (None, told), strict=True)

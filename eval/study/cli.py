@@ -214,7 +214,7 @@ def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
         click.echo(f"\nwritten to {output}: {', '.join(written)}")
     if options["recommend"]:
         found = recommend(results.points, results.source["kv_bytes_per_token"], options["max_loss_increase"])
-        click.echo(found.text())
+        click.echo(found.text)
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import pandas
 
@@ -69,15 +69,11 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-@dataclass(frozen=True)
-class Recommendation:
-    """`chosen` is None where nothing that is smaller than the source is within the budget; `lines` say why."""
+class Recommendation(NamedTuple):
+    """`chosen` is None where nothing that is smaller than the source is within the budget; `text` says why."""
 
     chosen: Point | None
-    lines: tuple[str, ...]
-
-    def text(self) -> str:
-        return "\n".join(self.lines)
+    text: str
 
 
 def recommend(found: pandas.DataFrame, source_bytes: int, budget: float) -> Recommendation:
@@ -86,18 +82,16 @@ def recommend(found: pandas.DataFrame, source_bytes: int, budget: float) -> Reco
     """
     smaller = found[found.kv_bytes_per_token < source_bytes] if len(found) else found
     if smaller.empty:
-        return Recommendation(None, ("nothing with a smaller KV cache than the source's was measured",))
+        return Recommendation(None, "nothing with a smaller KV cache than the source's was measured")
     within = smaller[smaller.worst <= budget]
     limit = f"{budget:g} nats per token above the source"
     if within.empty:
         closest = _best(smaller, "worst")
         return Recommendation(
             None,
-            (
-                f"nothing that was measured is within {limit}",
-                f"closest     {name(closest)}: {_increase(closest)} with {_cache(closest, source_bytes)}",
-                "allow more with --max-loss-increase, or add longer training, a teacher or methods to the study",
-            ),
+            f"nothing that was measured is within {limit}\n"
+            f"closest     {name(closest)}: {_increase(closest)} with {_cache(closest, source_bytes)}\n"
+            "allow more with --max-loss-increase, or add longer training, a teacher or methods to the study",
         )
     chosen = _best(within, "kv_bytes_per_token", "train_tokens", "loss")
     below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
@@ -114,7 +108,7 @@ def recommend(found: pandas.DataFrame, source_bytes: int, budget: float) -> Reco
         least = _best(same, "loss")
         better = f"; {name(least)} is better with {_increase(least)}" if least.loss < chosen.loss else ""
         lines.append(f"            of {len(same)} with that cache it trains on the fewest tokens{better}")
-    return Recommendation(chosen, (*lines, *(f"            {line}" for line in commands(chosen))))
+    return Recommendation(chosen, "\n".join([*lines, *(f"            {line}" for line in commands(chosen))]))
 
 
 def _best(found: pandas.DataFrame, *by: str) -> Point:
