@@ -58,7 +58,7 @@ _TARGET = [
 def read_target(options: dict[str, Any]) -> Target:
     """What the options say. Raises RefusedError for a kind of attention that does not exist."""
     from gqa.checkpoint.errors import RefusedError
-    from gqa.convert.heads.custom_families import KINDS
+    from gqa.convert.heads.family import KINDS
     from gqa.convert.recast.targets import Target
 
     named = tuple(kind.strip() for kind in (options["attention"] or "").split(",") if kind.strip())

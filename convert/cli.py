@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
-        from gqa.convert.heads.support import families_text
+        from gqa.convert.support import families_text
 
         click.echo(families_text())
         ctx.exit()

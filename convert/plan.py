@@ -14,11 +14,10 @@ from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.checkpoint.shards import shard_names
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.heads.engines import engine_notes
-from gqa.convert.heads.family import Rule
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.heads.layout import Untouched
+from gqa.convert.heads.layout import Rule, Untouched
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
-from gqa.convert.heads.symmetries import find_symmetry
+from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
 from gqa.convert.recast.targets import ANY, Target, recast
@@ -162,13 +161,12 @@ def rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...
     """Rules of what a method changes beside keys and values. Raises RefusedError where heads cannot be aligned."""
     if not METHODS[method].aligns:
         return ()
-    model_type = config.text.model_type
-    if symmetry := find_symmetry(config.text):
-        return symmetry.rules
+    if isinstance(config.symmetry, Symmetry):
+        return config.symmetry.rules
     if not METHODS[method].refines:
         raise RefusedError(
-            f"--method {method} cannot align the heads of {name}: it is not known what the attention of {model_type} "
-            "lets be changed; use --method refined, mean or first"
+            f"--method {method} cannot align the heads of {name} ({config.text.model_type}): {config.symmetry}; "
+            "use --method refined, mean or first"
         )
     return tuple(Rule(tensor, Untouched()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
@@ -182,8 +180,8 @@ def check_grouping(plan: Plan, grouping: str) -> None:
             f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
             f"use --method {', '.join(ALIGNING)}"
         )
-    symmetry = find_symmetry(plan.config.text)
-    if symmetry is None or not symmetry.regroups(plan.config.text):
+    symmetry = plan.config.symmetry
+    if not isinstance(symmetry, Symmetry) or not symmetry.regroups(plan.config.text):
         raise RefusedError(
             f"--grouping search cannot move the heads of {plan.checkpoint.name}: the attention of "
             f"{plan.config.text.model_type} ties something to their places; use --grouping contiguous"

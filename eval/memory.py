@@ -23,7 +23,8 @@ from transformers.cache_utils import DynamicLayer
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import read_config
-from gqa.convert.heads.kv_cache import KVCache, checkpoint_cache, kv_cache
+from gqa.convert.heads.kv_cache import KVCache, kv_cache
+from gqa.convert.recast.targets import checkpoint_cache
 
 SEED = 0
 

@@ -17,8 +17,8 @@ from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
-from gqa.convert.heads.kv_cache import KVCache, checkpoint_cache
-from gqa.convert.recast.targets import as_it_is
+from gqa.convert.heads.kv_cache import KVCache
+from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.uptrain.card import UPTRAINING
 
 

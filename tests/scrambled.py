@@ -22,14 +22,14 @@ from gqa.convert.align.find_maps import MapsOptions
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import attention_modules
-from gqa.convert.heads.symmetries import Rotary, find_symmetry
+from gqa.convert.heads.symmetries import Rotary, Symmetry
 
 # What the tensors of queries, keys, values and outputs are called, below an attention module.
 NAMES = {
-    "query": ("q_proj", "q_proj.linear", "q"),
-    "key": ("k_proj", "k_proj.linear", "k"),
-    "value": ("v_proj", "v_proj.linear", "v"),
-    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o"),
+    "query": ("q_proj", "q_proj.linear", "q", "query_net"),
+    "key": ("k_proj", "k_proj.linear", "k", "key_net"),
+    "value": ("v_proj", "v_proj.linear", "v", "value_net"),
+    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o", "out_projection"),
     "stacked": ("qkv_proj", "att_proj", "Wqkv"),
     "per_head": ("query_key_value", "c_attn"),
 }
@@ -74,8 +74,8 @@ def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch
     """Move all heads of a checkpoint; `pairing` contradicts the table, without `stretch` they are only turned."""
     checkpoint = open_model(str(directory))
     config = read_config(checkpoint.config, "scrambled")
-    symmetry = find_symmetry(config.text)
-    assert symmetry is not None
+    symmetry = config.symmetry
+    assert isinstance(symmetry, Symmetry)
     generator = torch.Generator().manual_seed(seed)
     files = {path: load_file(path) for path in directory.glob("*.safetensors")}
     stored = {name: tensors for tensors in files.values() for name in tensors}

@@ -11,7 +11,7 @@ from checkpoints import llama, run
 
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.engines import LIMITS, engine_notes
-from gqa.convert.heads.families import FAMILIES
+from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.kv_cache import kv_cache
 
 

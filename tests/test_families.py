@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.heads.families import FAMILIES, NESTED
+from gqa.convert.heads.families.refused import REFUSED
+from gqa.convert.heads.families.table import FAMILIES, NESTED
 from gqa.convert.heads.layout import QUERY_ROLES
-from gqa.convert.heads.refused import REFUSED
 from gqa.convert.methods import Merging
 
 TOLERANCE = 2e-5
@@ -37,6 +37,13 @@ REFUSED_TINY = {n for n, t in TINY.items() if t.model_type in REFUSED} | {"zamba
 QUIET = {"blt": "global_transformer"}
 CONVERTIBLE = [name for name in TINY if name not in REFUSED_TINY]
 COPIED = {f"gqa_{name}" for name in COPIES}
+
+
+def louder(tiny: Tiny, model: PreTrainedModel) -> PreTrainedModel:
+    for name, parameter in model.named_parameters():
+        if QUIET.get(tiny.name, "no such part") in name and name.endswith("o_proj.weight"):
+            parameter.data *= 32
+    return model
 
 
 def write_checkpoint(model: PreTrainedModel, directory: Path) -> Path:
@@ -104,11 +111,7 @@ def attention_of(name: str) -> str:
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path]:
     """The multi-head checkpoint of one family."""
     tiny = TINY[request.param]
-    model = build(tiny, QUERY_HEADS)
-    for name, parameter in model.named_parameters():
-        if QUIET.get(tiny.name, "no such part") in name and name.endswith("o_proj.weight"):
-            parameter.data *= 8
-    return tiny, write_checkpoint(model, tmp_path_factory.mktemp("source"))
+    return tiny, write_checkpoint(louder(tiny, build(tiny, QUERY_HEADS)), tmp_path_factory.mktemp("source"))
 
 
 def smaller_groups(directory: Path) -> list[int]:

@@ -27,13 +27,12 @@ from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.write import write_tensor
 from gqa.convert import OutputError, RefusedError, convert_checkpoint
 from gqa.convert import merge as rewrite
-from gqa.convert.heads.families import FAMILIES
-from gqa.convert.heads.kv_cache import checkpoint_cache
+from gqa.convert.heads.families.refused import REFUSED
+from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.heads.refused import REFUSED
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.plan import make_plan
-from gqa.convert.recast.targets import RECASTINGS
+from gqa.convert.recast.targets import RECASTINGS, checkpoint_cache
 from gqa.eval.memory import measured_cache_bytes
 
 # ------------------------------------------------------------------------------------------------------- refused

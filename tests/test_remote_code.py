@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from gqa.convert import Target, convert_checkpoint, plan_conversion
-from gqa.convert.heads.custom_families import KINDS
+from gqa.convert.heads.family import KINDS
 from gqa.convert.recast.targets import ANY
 
 TOLERANCE = 1e-5

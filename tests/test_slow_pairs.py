@@ -17,7 +17,16 @@ from torch import Tensor
 from gqa.convert import plan_conversion
 from gqa.convert.align.alignment import shared_key, slow_dims, unturned
 from gqa.convert.align.pair import Pair
-from gqa.convert.heads.symmetries import Rotary, find_symmetry
+from gqa.convert.heads.families.table import find_family
+from gqa.convert.heads.symmetries import Rotary, Symmetry
+
+
+def symmetry_of(config: Any) -> Symmetry:
+    family = find_family(config.model_type, config)
+    assert family
+    symmetry = family.symmetry(config)
+    assert isinstance(symmetry, Symmetry)
+    return symmetry
 
 
 @pytest.mark.parametrize(
@@ -36,9 +45,7 @@ def test_which_pairs_are_slow(base: float | None, longest: int | None, partial: 
         rope_parameters={"rope_theta": base, "rope_type": "default", "partial_rotary_factor": partial},
         max_position_embeddings=longest,
     )
-    symmetry = find_symmetry(config)
-    assert symmetry
-    rotary = symmetry.rotary(config, 0, 128)
+    rotary = symmetry_of(config).rotary(config, 0, 128)
     assert len(rotary.slow) == expected
     assert len(slow_dims(rotary)) == 2 * expected
 
@@ -78,8 +85,7 @@ FAST = {
 def _rotary(tiny: Tiny, length: int = 8) -> tuple[bool, dict[int, Rotary]]:
     """Whether keys are free, and what is turned in the layers that turn anything."""
     text = config(tiny, QUERY_HEADS).get_text_config(decoder=True)
-    symmetry = find_symmetry(text)
-    assert symmetry
+    symmetry = symmetry_of(text)
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     found = {layer: symmetry.rotary(text, layer, dim, length) for layer in range(text.num_hidden_layers)}
     return symmetry.free_keys(text), {layer: rotary for layer, rotary in found.items() if rotary.dims}

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa.convert import CorruptError, OutputError, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config
-from gqa.convert.heads.families import FAMILIES, NESTED
+from gqa.convert.heads.families.table import FAMILIES, NESTED
 
 K, V = "self_attn.k_proj.weight", "self_attn.v_proj.weight"
 TYPES = sorted({t for family in FAMILIES for t in family.model_types} & set(CONFIG_MAPPING) | set(NESTED))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parent.parent
+MODELS = ROOT / "docs/models.md"
 PACKAGES = ("checkpoint", "corpus", "convert", "uptrain", "eval")  # each may import those before it
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
@@ -18,15 +23,20 @@ def package_of(path: Path) -> str:
 
 
 def name_of(path: Path) -> str:
-    return ".".join(("gqa", *path.relative_to(ROOT).with_suffix("").parts))
+    return ".".join(("gqa", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+NAMES = {name_of(path): path for path in MODULES}
 
 
 def imported(path: Path) -> set[str]:
-    """Modules of this project that a file imports, at its top level or inside functions."""
+    """Files of this project that a file imports: at its top level, inside functions, for type checkers."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gqa."):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            assert node.module in NAMES, f"{path} imports {node.module}"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in NAMES else node.module for name in inside}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.startswith("gqa.")}
     return found
@@ -39,20 +49,49 @@ def test_imports_point_one_way(path: Path) -> None:
         assert name.split(".")[1] in allowed, f"{path} imports {name}"
 
 
-def test_no_import_cycles() -> None:
-    """Among top-level imports, which run when a module is first imported."""
-    graph: dict[str, set[str]] = {}
-    for path in MODULES:
-        body = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
-        graph[name_of(path)] = {n.module or "" for n in body}
+def siblings(graph: Mapping[Path, set[Path]], folder: Path) -> dict[str, set[str]]:
+    """Which files and sub-folders of a folder import which others; a sub-folder is all that is in it."""
+    found: dict[str, set[str]] = {}
+    for path, others in graph.items():
+        if path.is_relative_to(folder):
+            own = path.relative_to(folder).parts[0]
+            inside = {other.relative_to(folder).parts[0] for other in others if other.is_relative_to(folder)}
+            found[own] = found.get(own, set()) | (inside - {own})
+    return found
 
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, " -> ".join((*trail, module))
-        for following in graph.get(module, ()):
-            visit(following, (*trail, module))
 
-    for module in graph:
-        visit(module, ())
+def circle(graph: Mapping[Any, set[Any]]) -> list[Any] | None:
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        found: list[Any] = error.args[1]
+        return found
+    return None
+
+
+def import_graph() -> dict[Path, set[Path]]:
+    return {path: {NAMES[name] for name in imported(path)} - {path} for path in MODULES}
+
+
+def test_no_circle_among_files() -> None:
+    assert circle(import_graph()) is None
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
+def test_no_arrow_up_inside_a_folder(folder: Path) -> None:
+    """Up is what would close a circle between two entries of a folder, files or whole sub-folders: as there is none,
+    they have an order in which each imports only those before it (heads/, recast/, ..., plan, align/, ..., cli).
+    """
+    assert circle(siblings(import_graph(), folder)) is None
+
+
+def test_the_import_tests_see_circles() -> None:
+    """The control: between files, and between a sub-folder and a file though no file is in a circle."""
+    files = {name: ROOT / "convert" / name for name in ("heads/a.py", "heads/b.py", "c.py")}
+    a, b, c = files.values()
+    assert circle({a: {b}, b: {c}, c: {a}})
+    assert circle(split := {a: {c}, b: set(), c: {b}}) is None
+    assert circle(siblings(split, ROOT / "convert"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -64,11 +103,27 @@ def test_functions_and_files_stay_small(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name}"
 
 
-def test_readme_shows_the_families_table() -> None:
-    """`python tests/test_structure.py` writes it anew."""
-    from gqa.convert.heads.support import families_markdown
+def test_models_page_shows_every_model_type() -> None:
+    """Rendered as GitHub does, where a bar in a cell ends it. `python tests/test_structure.py` writes the page anew."""
+    from gqa.convert.heads.families.refused import REFUSED
+    from gqa.convert.heads.families.table import FAMILIES, NESTED
+    from gqa.convert.support import models_page
 
-    assert families_markdown() in (ROOT / "README.md").read_text(encoding="utf-8")
+    page = MODELS.read_text(encoding="utf-8")
+    assert page == models_page()
+    cells: list[list[str]] = []
+    for token in MarkdownIt("commonmark").enable("table").parse(page):
+        if token.type == "tr_open":
+            cells.append([])
+        elif token.type == "inline" and cells:
+            cells[-1].append("".join(part.content for part in token.children or ()))
+    assert all(len(row) == 3 for row in cells)
+    shown = {name for row in cells for name in re.split(r"[,:] ", row[1])}
+    stated = {model_type for family in FAMILIES for model_type in family.model_types}
+    assert stated | set(NESTED) | set(REFUSED) | {"gpt2", "gpt_neox", "opt"} <= shown
+    assert {family.name for family in FAMILIES} <= {row[0] for row in cells}
+    reasons = {found for family in FAMILIES for found in family.symmetries.values() if isinstance(found, str)}
+    assert all(any(reason in row[2] for row in cells) for reason in reasons)
 
 
 def test_readme_speaks_of_options_that_exist() -> None:
@@ -81,14 +136,7 @@ def test_readme_speaks_of_options_that_exist() -> None:
             assert word in options, f"README: gqa-convert {line}"
 
 
-def write_readme_table() -> None:
-    from gqa.convert.heads.support import families_markdown
-
-    path = ROOT / "README.md"
-    before, _, rest = path.read_text(encoding="utf-8").partition("<!-- families -->\n")
-    _, _, after = rest.partition("<!-- /families -->")
-    path.write_text(f"{before}<!-- families -->\n{families_markdown()}\n<!-- /families -->{after}", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write_readme_table()
+    from gqa.convert.support import models_page
+
+    MODELS.write_text(models_page(), encoding="utf-8")

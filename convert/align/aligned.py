@@ -20,15 +20,15 @@ from gqa.convert.align.procrustes import procrustes_key, procrustes_value
 from gqa.convert.align.stream import Stream, norm_gain
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
-from gqa.convert.heads.symmetries import Symmetry, find_symmetry
+from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.plan import Plan, rules_beside
 
 
 def weight_maps(plan: Plan, search: bool = False) -> Iterator[tuple[str, HeadMaps]]:
     """The maps of one attention module after another, by `procrustes` or `aligned`; `search` for the best groups."""
-    symmetry = find_symmetry(plan.config.text)
-    assert symmetry is not None
+    symmetry = plan.config.symmetry
+    assert isinstance(symmetry, Symmetry)
     beside = rules_beside(plan.config, plan.merging.method, plan.checkpoint.name)
     stream = None
     for module in sorted(attention_modules(plan.checkpoint, plan.config), key=lambda module: module.layer):

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from gqa.checkpoint.errors import RefusedError, listing
 from gqa.checkpoint.names import assembled, parameter_names, shared_names, stored_parts, stored_tensors
-from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.align.layerwise import Layerwise, Read
 from gqa.convert.align.observe import Feed, Layer
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
-from gqa.convert.heads.symmetries import Symmetry, find_symmetry
+from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps
 from gqa.convert.plan import Plan, rules_beside
 
@@ -58,7 +58,8 @@ class Pair:
 
     @cached_property
     def symmetry(self) -> Symmetry | None:
-        return find_symmetry(self.plan.config.text)
+        found = self.plan.config.symmetry
+        return found if isinstance(found, Symmetry) else None
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -155,7 +156,11 @@ def _reader(checkpoint: Checkpoint) -> Callable[[Any], Read]:
 
         def read(name: str, changed: Mapping[str, Tensor]) -> Tensor:
             def tensor(part: str) -> Tensor:
-                return changed[part] if part in changed else checkpoint.read(checkpoint.tensors[part])
+                if part in changed:
+                    return changed[part]
+                if (spec := checkpoint.tensors[part]).dtype not in TORCH_DTYPES:  # counters of batch norms
+                    raise RefusedError(f"{part} is stored as {spec.dtype}; it cannot be run layer by layer")
+                return checkpoint.read(spec)
 
             for whole in (stored.get(other, other) for other in (name, *shared.get(name, ()))):
                 if whole in changed or whole in checkpoint.tensors:

@@ -22,9 +22,8 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.sampling import first_token, samples
 from gqa.convert.heads.config import read_config
-from gqa.convert.heads.kv_cache import checkpoint_cache
 from gqa.convert.maps_file import digest_of
-from gqa.convert.recast.targets import as_it_is
+from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.tokens import Block
 
 _BATCH = 64  # sequences sampled together at most

@@ -80,7 +80,7 @@ class Stream:
         """Of the vocabulary, each token once, and of learned positions. None where there is no such table."""
         stored = self._checkpoint.tensors
         tables = {n: s for n, s in stored.items() if s.shape[1:] == (self._width,) and not _ELSEWHERE.search(n)}
-        rows = self._config.vocab_size
+        rows = getattr(self._config, "vocab_size", None)
         tokens = [name for name, spec in tables.items() if spec.shape[0] == rows and not _POSITIONS.search(name)]
         if len(tokens) != 1:
             return None

@@ -18,10 +18,11 @@ from typing import Any
 
 from gqa.checkpoint.custom_code import config_class
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
-from gqa.convert.heads.families import FAMILIES, NESTED, find_family
+from gqa.convert.heads.families.refused import REFUSED
+from gqa.convert.heads.families.table import FAMILIES, NESTED, find_family
 from gqa.convert.heads.family import Edits, Family
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.heads.refused import REFUSED
+from gqa.convert.heads.symmetries import Symmetry
 
 MAX_COUNT = 20_000  # layers or heads
 _QUANTISED = ("quantization_config", "compression_config")
@@ -51,7 +52,12 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        return self.family.layers(self.text)
+        return int(getattr(self.text, self.family.layers))
+
+    @property
+    def symmetry(self) -> Symmetry | str:
+        """How its heads can be changed, or why they cannot."""
+        return self.family.symmetry(self.text)
 
     def heads(self, layer: int) -> LayerHeads:
         """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
@@ -177,7 +183,7 @@ def valid_groups(config: ModelConfig) -> list[int]:
         or (
             (main.kv % groups == 0 or groups % main.kv == 0)
             and all(_scaled(h, groups, main.kv) is not None for h in layers)
-            and config.family.allows(groups, main, config.text)
+            and _new_counts(config, {}, groups) is not None
         )
     ]
 
@@ -203,7 +209,7 @@ def edit_config(
     """The new config.json and the keys that changed. What it means is read back through transformers and checked."""
     raw = config.cast(dtype) if dtype else copy.deepcopy(config.raw)
     owner = _descend(raw, config.owner)
-    for dotted, value in _new_counts(config, owner, groups).items():
+    for dotted, value in (_new_counts(config, owner, groups) or {}).items():
         *steps, key = dotted.split(".")
         part = owner
         for step in steps:
@@ -224,9 +230,10 @@ def edit_config(
     return raw, list(_difference("", config.raw, raw))
 
 
-def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits:
+def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
+    """Dotted keys below the owner of the head counts and their new values; None where there cannot be `groups`."""
     if config.family.edits is not None:
-        return config.family.edits(groups, config.main)
+        return config.family.edits(groups, config.main, config.text)
     first, *others = config.family.kv_fields
     return {first: groups} | {
         key: owner[key] * groups // config.main.kv for key in others if isinstance(owner.get(key), int)

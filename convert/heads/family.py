@@ -1,4 +1,9 @@
-"""The vocabulary of `families.py`: what is said of a way in which attention heads are stored and counted."""
+"""What is said of an architecture: how its attention heads are stored, counted, and free to change.
+
+One entry (`Family`, in `families/`) says which modules are attention, which stored tensors below them hold key/value
+heads and how they lie, where the config counts heads, and of every model type its symmetry, or why it has none. What it
+does not name inside an attention module is an error, not a guess.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gqa.convert.heads.layout import LayerHeads, Layout, Separate
+from gqa.convert.heads.layout import LayerHeads, Rule, Separate
+from gqa.convert.heads.symmetries import Symmetry
 
 # What an attention module attends to: the text before a token, another sequence, or the other sequence itself.
 Kind = Literal["decoder-self", "cross", "encoder"]
+KINDS: tuple[Kind, ...] = ("decoder-self", "cross", "encoder")
+DEFAULT_KINDS: tuple[Kind, ...] = ("decoder-self", "cross")  # as in arXiv 2305.13245, section 3.1
 Edits = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Rule:
-    """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
-
-    `projection` tells keys and values themselves from what belongs to their heads (norms, convolutions, gates).
-    `when` is a config field and the value it must have for the rule to hold.
-    """
-
-    tensor: str
-    layout: Layout
-    projection: bool = True
-    when: tuple[str, Any] | None = None
-
-
 SEPARATE = (Rule("k_proj", Separate("key")), Rule("v_proj", Separate("value")))
-FULL_WIDTH_K_NORM = Rule("k_norm", Separate("key"), projection=False)
-PER_HEAD_K_NORM = Rule("k_norm", Separate("key", width="one"), projection=False)
 
 # Below an attention module, whatever the number of KV heads: per query head, or shared by all heads.
 QUERY_SIDE = (
@@ -40,6 +31,11 @@ QUERY_SIDE = (
 SHARED_KEY_SIDE = ("k_norm", "key_layernorm", "k_layernorm", "v_norm")
 # Buffers that old versions of transformers stored; nothing reads them.
 BUFFERS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "bias", "masked_bias")
+
+
+def query_heads(config: Any) -> int:
+    """H of transformers' config; of an encoder-decoder, of its decoder."""
+    return int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
 
 
 def uniform_heads(config: Any) -> LayerHeads:
@@ -59,32 +55,50 @@ def layer_heads(config: Any, layer: int) -> LayerHeads:
 
 @dataclass(frozen=True)
 class Family:
-    """One way in which attention heads are stored and counted."""
+    """One way in which attention heads are stored and counted, and the model types that do so.
+
+    symmetries: Model type -> how its heads can be changed, or one sentence why they cannot.
+    note: What a user should know, in words.
+    attention, cross_attention: Names below a layer of its attention modules.
+    rules: Of the tensors below them that depend on KV heads; `unchanged` are others (patterns), that do not.
+    kv_fields: Config fields that count KV heads, dotted below the owner: the first is always written, the others are
+        kept in proportion where the config has them.
+    layers: The config field that counts layers; `heads` of (config, layer) are those of one.
+    edits: Of (G, heads, config), what is written instead of `kv_fields`, or None where there cannot be G heads.
+    when: Values of config fields that tell it from other families of its model types.
+    refusal: Why a config of these types cannot be converted, or None.
+    caches_all_heads: Whether transformers' cache holds all H heads.
+    """
 
     name: str
-    model_types: tuple[str, ...]
+    symmetries: Mapping[str, Symmetry | str]
     note: str = ""
     attention: tuple[str, ...] = ("self_attn",)
     cross_attention: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = SEPARATE
     unchanged: tuple[str, ...] = ()
-    # Config fields that count KV heads, dotted below the owner: the first is always written, the others are kept in
-    # proportion where the config has them.
     kv_fields: tuple[str, ...] = ("num_key_value_heads",)
+    layers: str = "num_hidden_layers"
     heads: Callable[[Any, int], LayerHeads] = layer_heads
-    layers: Callable[[Any], int] = lambda config: int(config.num_hidden_layers)
-    # Whether the KV heads that the config counts are those of a kind of attention; else it keeps all heads.
-    grouped: Callable[[Any, Kind], bool] = lambda config, kind: kind != "encoder"
+    edits: Callable[[int, LayerHeads, Any], Edits | None] | None = None
     when: Mapping[str, Any] = field(default_factory=dict)
-    allows: Callable[[int, LayerHeads, Any], bool] = lambda groups, heads, config: True
-    edits: Callable[[int, LayerHeads], Edits] | None = None
-    # KV heads that transformers' cache holds, where that is not the number of KV heads.
-    cached_heads: Callable[[LayerHeads], int] = lambda heads: heads.kv
     refusal: Callable[[Any], str | None] = lambda config: None
-    # Whether a layer's values are its keys (no v_proj of its own).
-    keys_only: Callable[[Any, int], bool] = lambda config, layer: False
+    caches_all_heads: bool = False
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return tuple(self.symmetries)
 
     def matches(self, model_type: str, config: Any) -> bool:
-        return model_type in self.model_types and all(
+        return model_type in self.symmetries and all(
             getattr(config, name, None) == value for name, value in self.when.items()
         )
+
+    def symmetry(self, config: Any) -> Symmetry | str:
+        """How the heads of a model with this config can be changed, or why they cannot."""
+        found = self.symmetries[config.model_type]
+        return found.why if isinstance(found, Symmetry) and found.unless(config) else found
+
+    def groups(self, config: Any, kind: Kind) -> bool:
+        """Whether the KV heads that a config counts are those of a kind of attention; else it keeps all heads."""
+        return kind in getattr(config, "grouped_attention", DEFAULT_KINDS)

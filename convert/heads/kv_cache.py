@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gqa.checkpoint.headers import BITS
-from gqa.checkpoint.read import Checkpoint
-from gqa.convert.heads.config import ModelConfig, read_config
-from gqa.convert.heads.modules import AttentionModule, attention_modules
-from gqa.convert.recast.targets import as_it_is
+from gqa.convert.heads.config import ModelConfig
+from gqa.convert.heads.modules import AttentionModule
 
 if TYPE_CHECKING:
     from typing import Any
@@ -47,17 +45,6 @@ class KVCache:
         return numbers * self.bytes_per_number
 
 
-def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
-    """The cache of a checkpoint as it is, from config and headers, in its stored dtype.
-
-    Raises RefusedError where it is not known which tensors are keys and values.
-    """
-    checkpoint = as_it_is(checkpoint)
-    config = read_config(checkpoint.config, checkpoint.name)
-    modules = attention_modules(checkpoint, config)
-    return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))
-
-
 def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
     """Layers whose keys and values grow with the tokens written, and that are no extra prediction layers."""
     return {m.layer for m in modules if m.kind == "decoder-self" and m.layer < config.layers}
@@ -75,7 +62,7 @@ def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
     for layer in sorted(layer for layer in found if layer < config.layers - shared):
         heads = config.heads(layer)
         numbers = heads.key_dim + heads.value_dim
-        cached = family.cached_heads(heads)
+        cached = heads.query if family.caches_all_heads else heads.kv
         if cached != heads.kv:
             remark = f"transformers caches {cached} heads a layer, other engines only the {heads.kv} key/value heads"
         layers.append(CachedLayer(cached, numbers, _window(text, layer)))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gqa.checkpoint.errors import CorruptError
 
@@ -33,12 +33,16 @@ Merge = Callable[[Role, "Tensor"], "Tensor"]
 
 @dataclass(frozen=True)
 class LayerHeads:
-    """The heads of one attention layer: `query` H, `kv` Hk, and the rows of one key and one value head."""
+    """The heads of one attention layer: `query` H, `kv` Hk, and the rows of one key and one value head.
+
+    `keys_only` where its values are its keys and none are stored.
+    """
 
     query: int
     kv: int
     key_dim: int
     value_dim: int
+    keys_only: bool = False
 
     def count(self, role: Role) -> int:
         return self.query if role in QUERY_ROLES else self.kv
@@ -195,3 +199,17 @@ class Conv1D:
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
         joined = self.layout.join(parts, heads)
         return joined.T if joined.ndim == 2 else joined
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
+
+    `projection` tells keys and values themselves from what belongs to their heads (norms, convolutions, gates).
+    `when` is a config field and the value it must have for the rule to hold.
+    """
+
+    tensor: str
+    layout: Layout
+    projection: bool = True
+    when: tuple[str, Any] | None = None

@@ -17,8 +17,8 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import ModelConfig, target_heads
-from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind, Rule
-from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Numbered, Part, Parts
+from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
+from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Numbered, Part, Parts, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,14 +89,14 @@ class AttentionModule:
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
     """The modules of the text stack that hold keys and values. Raises where it is not certain which they are."""
     family = config.family
-    cross = family.cross_attention if family.grouped(config.text, "cross") else ()
+    cross = family.cross_attention if family.groups(config.text, "cross") else ()
     names = "|".join(re.escape(name) for name in (*family.attention, *cross))
     module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
     pattern = re.compile(rf"({module})\.(?P<tail>.+)", re.DOTALL)
     elsewhere = re.compile(rf"(?:.*\.)?(?:{names})\.(?P<tail>.+)", re.DOTALL)
     found: dict[tuple[str, str, int], dict[str, TensorSpec]] = defaultdict(dict)
     for name, spec in checkpoint.tensors.items():
-        encoder = family.grouped(config.text, "encoder") and _ENCODER.search(name)
+        encoder = family.groups(config.text, "encoder") and _ENCODER.search(name)
         if _TOWERS.search(name) and not encoder:
             continue
         if match := pattern.fullmatch(name):
@@ -195,7 +195,7 @@ def _check_unchanged(
 def _check_keys_and_values(module: AttentionModule, changes: Sequence[Change], config: ModelConfig) -> None:
     parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
     wanted = {rule.tensor for rule in config.family.rules if rule.projection}
-    if config.family.keys_only(config.text, module.layer):
+    if config.heads(module.layer).keys_only:
         wanted = {name for name in wanted if not name.startswith("v_")}
     if missing := wanted - set(parts):
         have = ", ".join(sorted(parts)) or "nothing"

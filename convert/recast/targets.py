@@ -16,9 +16,11 @@ from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, s
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
-from gqa.convert.heads.custom_families import CUSTOM_FAMILIES, DEFAULT_KINDS, query_heads
-from gqa.convert.heads.family import Kind
+from gqa.convert.heads.families import custom
+from gqa.convert.heads.family import DEFAULT_KINDS, Kind, query_heads
+from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.modules import attention_modules
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.parts import Recasting, Stored, all_recipes
 from gqa.convert.recast.tokenizer_files import tokenizer_edits
@@ -49,12 +51,12 @@ _MASKS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.attention.bias", "*.attn.
 # Exact for any G: with as many heads as before our classes give the source's logits (tests/test_remote_code.py).
 _CUSTOM = tuple(
     Recasting(made.removeprefix(PREFIX), made, which=_WHICH.get(made, ""), note=family.note, dropped=_MASKS)
-    for family in CUSTOM_FAMILIES
+    for family in custom.FAMILIES
     for made in family.model_types
 )
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 ENCODER_DECODERS = frozenset(
-    model_type.removeprefix(PREFIX) for f in CUSTOM_FAMILIES if f.cross_attention for model_type in f.model_types
+    model_type.removeprefix(PREFIX) for f in custom.FAMILIES if f.cross_attention for model_type in f.model_types
 )
 
 
@@ -116,6 +118,17 @@ def as_it_is(checkpoint: Checkpoint) -> Checkpoint:
     if not any(r.source == checkpoint.config.get("model_type") for r in RECASTINGS):
         return checkpoint
     return recast(checkpoint, query_heads(read_top(checkpoint.config, checkpoint.name)), ANY)
+
+
+def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
+    """The KV cache of a checkpoint as it is, from config and headers, in its stored dtype.
+
+    Raises RefusedError where it is not known which tensors are keys and values.
+    """
+    checkpoint = as_it_is(checkpoint)
+    config = read_config(checkpoint.config, checkpoint.name)
+    modules = attention_modules(checkpoint, config)
+    return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))
 
 
 def _applicable(found: list[Recasting], config: Any, name: str) -> list[tuple[Recasting, str | None]]:

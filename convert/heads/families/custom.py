@@ -1,21 +1,18 @@
-"""Families whose classes travel with the checkpoint, as data: of `checkpoint/modelling`, named after the class of
-transformers that they extend.
+"""Families whose classes travel with the checkpoint: of `checkpoint/modelling`, named after the class of transformers
+that they extend.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from gqa.convert.heads.family import Family, Kind, Rule
-from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Separate
+from gqa.convert.heads.family import KINDS, Family, query_heads
+from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Rule, Separate
+from gqa.convert.heads.symmetries import Symmetry, no_layer
 
-KINDS: tuple[Kind, ...] = ("decoder-self", "cross", "encoder")
-DEFAULT_KINDS: tuple[Kind, ...] = ("decoder-self", "cross")  # as in arXiv 2305.13245, section 3.1
-
-
-def query_heads(config: Any) -> int:
-    """H of transformers' config of a source; of an encoder-decoder, of its decoder."""
-    return int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
+_OUT_PROJ = Rule("out_proj", Separate("output", axis=1))
+_BART = Symmetry(no_layer, output=_OUT_PROJ, norms=())
 
 
 def _decoder_heads(config: Any, layer: int) -> LayerHeads:
@@ -23,12 +20,12 @@ def _decoder_heads(config: Any, layer: int) -> LayerHeads:
     return LayerHeads(query, config.num_key_value_heads, dim, dim)
 
 
-def _decoder_layers(config: Any) -> int:
-    return int(config.decoder_layers)
+def _clipped(config: Any) -> bool:
+    return bool(config.attn_config.clip_qkv)
 
 
-def _named(config: Any, kind: Kind) -> bool:
-    return kind in config.grouped_attention
+def _norm_after(config: Any) -> bool:
+    return not config.do_layer_norm_before
 
 
 def _odd_kinds(config: Any) -> str | None:
@@ -41,55 +38,89 @@ def _odd_kinds(config: Any) -> str | None:
     return None
 
 
-_BART_LIKE = ("gqa_bart", "gqa_m2m_100", "gqa_marian", "gqa_mbart", "gqa_pegasus", "gqa_whisper")
-
-CUSTOM_FAMILIES: tuple[Family, ...] = (
+FAMILIES: tuple[Family, ...] = (
     Family(
         "Conv1D [Q | K | V], custom modelling code",
-        ("gqa_gpt2",),
+        {
+            "gqa_gpt2": Symmetry(
+                no_layer, query=None, output=Rule("c_proj", Conv1D(Separate("output", axis=1))), norms=("ln_1",)
+            )
+        },
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
         unchanged=("c_proj",),
     ),
     Family(
         "separate k_proj and v_proj, custom modelling code",
-        ("gqa_opt", "gqa_gpt_neo"),
+        {
+            "gqa_opt": Symmetry(
+                no_layer,
+                output=_OUT_PROJ,
+                norms=("self_attn_layer_norm",),
+                unless=_norm_after,
+                why="where do_layer_norm_before is false, attention is not known to read what a norm gives",
+            ),
+            "gqa_gpt_neo": Symmetry(no_layer, output=_OUT_PROJ, norms=("ln_1",)),
+        },
         attention=("self_attn", "attn.attention"),
     ),
     Family(
         "queries, key and value per KV head, custom modelling code",
-        ("gqa_bloom",),
+        {"gqa_bloom": Symmetry(no_layer, query=None, output=Rule("dense", Separate("output", axis=1)), places=False)},
         note="ALiBi's slopes stay with the query heads",
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
     ),
     Family(
         "fused [Q | K | V], custom modelling code",
-        ("gqa_mpt",),
+        {
+            "gqa_mpt": Symmetry(
+                no_layer,
+                query=None,
+                output=_OUT_PROJ,
+                norms=("norm_1",),
+                places=False,
+                unless=_clipped,
+                why="where clip_qkv is set, values are clipped one dimension at a time",
+            )
+        },
         note="ALiBi's slopes stay with the query heads",
         attention=("attn",),
         rules=(Rule("Wqkv", Fused("stacked")),),
     ),
     Family(
         "encoder-decoder, custom modelling code",
-        _BART_LIKE,
+        {
+            **dict.fromkeys(("gqa_bart", "gqa_marian"), _BART),
+            **dict.fromkeys(
+                ("gqa_m2m_100", "gqa_mbart", "gqa_pegasus", "gqa_whisper"),
+                replace(_BART, norms=("self_attn_layer_norm",)),
+            ),
+        },
         note="self- and cross-attention of the decoder, or as --attention says",
         cross_attention=("encoder_attn",),
+        layers="decoder_layers",
         heads=_decoder_heads,
-        layers=_decoder_layers,
-        grouped=_named,
         refusal=_odd_kinds,
     ),
     Family(
         "encoder-decoder with relative positions, custom modelling code",
-        ("gqa_mt5", "gqa_t5", "gqa_umt5"),
+        dict.fromkeys(
+            ("gqa_mt5", "gqa_t5", "gqa_umt5"),
+            Symmetry(
+                no_layer,
+                query=Rule("q", Separate("query")),
+                output=Rule("o", Separate("output", axis=1)),
+                norms=("layer.0.layer_norm",),
+                places=False,
+            ),
+        ),
         note="self- and cross-attention of the decoder, or as --attention says; positions stay with the query heads",
         attention=("layer.0.SelfAttention",),
         cross_attention=("layer.1.EncDecAttention",),
         rules=(Rule("k", Separate("key")), Rule("v", Separate("value"))),
         unchanged=("q", "o", "relative_attention_bias"),
-        layers=lambda config: int(config.num_decoder_layers),
-        grouped=_named,
+        layers="num_decoder_layers",
         refusal=_odd_kinds,
     ),
 )

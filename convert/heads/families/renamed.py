@@ -1,0 +1,90 @@
+"""Modules and tensors under other names, and text parts that exist only inside a larger model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gqa.convert.heads.family import Family
+from gqa.convert.heads.layout import Rule, Separate
+from gqa.convert.heads.symmetries import Symmetry, no_layer
+
+_SHARED = "several layers share one block, which reads their streams side by side with the embeddings"
+
+
+def _zamba2_refusal(config: Any) -> str | None:
+    if getattr(config, "use_shared_attention_adapter", False):
+        return "its shared attention adapters keep full-size keys and values, which transformers cannot run with fewer"
+    return None
+
+
+def _mllama_rotated(config: Any, layer: int, dim: int) -> int:
+    return 0 if layer in config.cross_attention_layers else dim
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "other names for self_attn",
+        {
+            "nemotron_h": Symmetry(no_layer, norms=("norm",)),
+            "recurrent_gemma": Symmetry(norms=("temporal_pre_norm",), one_plus=True),
+            "zamba": _SHARED,
+        },
+        attention=("mixer", "temporal_block", "shared_transf.self_attn"),
+    ),
+    Family(
+        "shared transformer blocks",
+        {"zamba2": _SHARED},
+        attention=("shared_transformer.self_attn",),
+        refusal=_zamba2_refusal,
+    ),
+    Family(
+        "k_proj.linear and v_proj.linear",
+        dict.fromkeys(
+            ("moshi", "kyutai_speech_to_text"),
+            Symmetry(
+                query=Rule("q_proj.linear", Separate("query")),
+                output=Rule("o_proj.linear", Separate("output", axis=1)),
+            ),
+        ),
+        rules=(Rule("k_proj.linear", Separate("key")), Rule("v_proj.linear", Separate("value"))),
+        unchanged=("q_proj.linear", "o_proj.linear"),
+    ),
+    Family(
+        "key_net and value_net",
+        {
+            "cohere_asr": Symmetry(
+                no_layer,
+                query=Rule("query_net", Separate("query")),
+                output=Rule("out_projection", Separate("output", axis=1)),
+                norms=("layer_norm_1",),
+            )
+        },
+        note="self- and cross-attention of the decoder",
+        attention=("first_sub_layer",),
+        cross_attention=("second_sub_layer",),
+        rules=(Rule("key_net", Separate("key")), Rule("value_net", Separate("value"))),
+        unchanged=("query_net", "out_projection"),
+    ),
+    Family(
+        "decoder self-attention",
+        {"dia_decoder": Symmetry(norms=("pre_sa_norm",))},
+        note="cross-attention counts its heads apart and is left alone",
+        attention=("self_attention",),
+    ),
+    Family(
+        "self- and cross-attention",
+        {
+            "mllama_text_model": Symmetry(_mllama_rotated, keys=False),
+            "t5_gemma_module": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True),
+            "t5gemma2_decoder": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True, keys=False),
+            "canary_decoder": Symmetry(no_layer),
+        },
+        note="of the decoder; encoders stay as they are",
+        cross_attention=("cross_attn", "encoder_attn"),
+    ),
+    Family(
+        "global transformer of a byte model",
+        {"blt_global_transformer": Symmetry(pairing="interleaved")},
+        note="the local encoder, decoder and patcher stay as they are",
+    ),
+)

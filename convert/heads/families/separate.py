@@ -1,0 +1,231 @@
+"""Keys and values in a k_proj and a v_proj of their own, as in Llama, with what stands beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from gqa.convert.heads.family import SEPARATE, Edits, Family, layer_heads, uniform_heads
+from gqa.convert.heads.layout import LayerHeads, Numbered, ReadsValues, Rule, Separate
+from gqa.convert.heads.symmetries import Symmetry, if_rope, listed_layers, no_layer, sliding_layers
+
+LLAMA = Symmetry()
+QWEN3 = Symmetry(keys=False)  # norms of queries and keys leave the values
+GEMMA = Symmetry(one_plus=True)
+GLM = Symmetry(pairing="interleaved")
+OLMO2 = Symmetry(norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),))
+LFM2 = Symmetry(norms=("operator_norm",), keys=False, output=Rule("out_proj", Separate("output", axis=1)))
+CLIPPED = "where clip_qkv is set, values are clipped one dimension at a time"
+GATED = "a gate scales every dimension of what its heads compute"
+GATED_IF = f"where gating is not per head, {GATED}"
+CONVOLVED = "convolutions take every dimension of its keys and values apart"
+VALUE_NORM = "a norm of its values leaves their dimensions no more than rotations"
+
+
+def per_head(tensor: str) -> tuple[Rule, ...]:
+    """One row for each query head."""
+    return (Rule(tensor, Separate("query", width="one"), projection=False),)
+
+
+def _clipped(config: Any) -> bool:
+    return bool(config.clip_qkv)
+
+
+def _gated(config: Any) -> bool:
+    return config.gating not in (True, "per-head")
+
+
+def _mimo_heads(config: Any, layer: int) -> LayerHeads:
+    heads = uniform_heads(config)
+    sliding = layer < len(config.layer_types) and config.layer_types[layer] == "sliding_attention"
+    return LayerHeads(heads.query, heads.kv * (2 if sliding else 1), heads.key_dim, config.v_head_dim)
+
+
+def _laguna_heads(config: Any, layer: int) -> LayerHeads:
+    heads, per_layer = uniform_heads(config), getattr(config, "num_attention_heads_per_layer", None)
+    return replace(heads, query=per_layer[layer] if per_layer and layer < len(per_layer) else heads.query)
+
+
+def _inkling_heads(config: Any, layer: int) -> LayerHeads:
+    if layer < len(config.layer_types) and "sliding" in config.layer_types[layer]:
+        dim = config.swa_head_dim
+        return LayerHeads(config.swa_num_attention_heads, config.swa_num_key_value_heads, dim, dim)
+    return uniform_heads(config)
+
+
+def _gemma4_heads(config: Any, layer: int) -> LayerHeads:
+    shared = getattr(config, "attention_k_eq_v", True) and config.layer_types[layer] != "sliding_attention"
+    return replace(layer_heads(config, layer), keys_only=shared)
+
+
+def _even(groups: int, heads: LayerHeads, config: Any) -> Edits | None:
+    return {"num_key_value_heads": groups} if groups % 2 == 0 else None
+
+
+def _inkling2_convolution(tensor: str, separate: Separate) -> tuple[Rule, ...]:
+    return (
+        Rule(tensor, separate, projection=False),
+        Rule(f"{tensor}.static_w", replace(separate, axis=1), projection=False),
+        Rule(f"{tensor}.weight_proj", replace(separate, width="any"), projection=False),
+    )
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "separate k_proj and v_proj",
+        {
+            **dict.fromkeys(
+                ("arcee", "aria_text", "bamba", "cohere_compass_text", "cosmos3_edge_text", "csm", "cwm",
+                 "deepseek_ocr2_text", "emu3_text_model", "eurobert", "evolla", "falcon_h1", "glm4v_moe_text",
+                 "glm_image_text", "granite", "granite4_vision_text", "granite_docling_text", "granitemoe",
+                 "granitemoeshared", "higgs_audio_v2", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama",
+                 "minimax", "ministral", "ministral3", "mistral", "mixtral", "paddleocr_vl_text", "phimoe", "qwen2",
+                 "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "seed_oss", "solar_open",
+                 "starcoder2", "ultrabert", "unlimited_ocr_text", "voxtral_realtime_text"),
+                LLAMA,
+            ),
+            **dict.fromkeys(
+                ("dots1", "exaone_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "hy_v3", "kolibri1",
+                 "mellum", "nanochat", "qwen3", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
+                 "qwen3_vl_text"),
+                QWEN3,
+            ),
+            **dict.fromkeys(
+                ("ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text", "glm", "glm4", "glm4v_text", "glm_ocr_text",
+                 "helium"),
+                GLM,
+            ),
+            **dict.fromkeys(("gemma", "gemma2", "nemotron", "vaultgemma"), GEMMA),
+            **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), Symmetry(per_query=per_head("sinks"))),
+            **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
+            **dict.fromkeys(
+                ("afmoe", "beam", "muse_glimmer_text", "muse_spark_text", "qwen3_5_moe_text", "qwen3_5_text",
+                 "qwen3_next"),
+                GATED,
+            ),
+            "apertus": Symmetry(norms=("attention_layernorm",), keys=False),
+            "exaone4": Symmetry(norms=(), keys=False),
+            "gemma3_text": replace(GEMMA, keys=False),
+            "gemma3n_text": VALUE_NORM,
+            "glm4_moe": Symmetry(keys="use_qk_norm"),
+            "granitemoehybrid": Symmetry(if_rope),
+            "jamba": Symmetry(no_layer),
+            "lfm3": Symmetry(norms=("operator_norm",), keys=False, per_query=per_head("gate_proj")),
+            "llama4_text": replace(GLM, rotated=listed_layers, keys="use_qk_norm"),
+            "olmo": Symmetry(unless=_clipped, why=CLIPPED),
+            "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
+            "phi": Symmetry(output=Rule("dense", Separate("output", axis=1)), keys="qk_layernorm"),
+            "smollm3": Symmetry(listed_layers),
+            "step3p5": replace(GEMMA, keys=False, per_query=per_head("g_proj"), unless=_gated, why=GATED_IF),
+        },
+        kv_fields=("num_key_value_heads", "num_attention_groups"),
+    ),
+    Family(
+        "separate, with tensors of their own beside",
+        {
+            "bitnet": "a norm over all heads, with gains of its own, stands between them and W_O",
+            "flint": replace(QWEN3, per_query=per_head("softmax_offset")),
+            "minimax_m3_vl_text": replace(GEMMA, keys=False),
+            "qwen4_exp_text": GATED,
+        },
+        note="attn_sub_norm, softmax_offset and the sparse indexer do not depend on KV heads",
+        unchanged=("attn_sub_norm", "softmax_offset", "indexer.*"),
+    ),
+    Family(
+        "k norm per head",
+        {
+            "cohere": replace(GLM, keys="use_qk_norm", per_query=per_head("q_norm")),
+            **dict.fromkeys(("cohere2", "cohere2_moe"), replace(GLM, rotated=sliding_layers)),
+            "chameleon": replace(QWEN3, per_query=per_head("q_norm")),
+        },
+        note="k_norm (H, d) is merged with the heads",
+        rules=(*SEPARATE, Rule("k_norm", Separate("key", width="one"), projection=False)),
+    ),
+    Family(
+        "k norm over all heads",
+        {
+            **dict.fromkeys(("flex_olmo", "olmo2", "olmo3", "olmo_hybrid"), OLMO2),
+            "olmoe": replace(OLMO2, norms=LLAMA.norms, unless=_clipped, why=CLIPPED),
+            "minimax_m2": replace(OLMO2, norms=LLAMA.norms),
+        },
+        note="k_norm (H * d) is merged with the heads; its RMS is taken over all of them",
+        rules=(*SEPARATE, Rule("k_norm", Separate("key"), projection=False)),
+    ),
+    Family(
+        "numbered k norms",
+        {
+            "stablelm": Symmetry(
+                keys="qk_layernorm",
+                per_query=(Rule("q_layernorm.norms.{head}", Numbered("query"), projection=False),),
+            )
+        },
+        note="k_layernorm.norms.0 ... H-1 become 0 ... G-1",
+        rules=(*SEPARATE, Rule("k_layernorm.norms.{head}", Numbered("key"), projection=False)),
+        unchanged=("q_layernorm.norms.*",),
+    ),
+    Family(
+        "dynamic mask per KV head",
+        {"doge": "its mask reads every dimension of the values (dt_proj)"},
+        note="A is merged, dt_proj's rows too, its columns are summed",
+        rules=(
+            *SEPARATE,
+            Rule("A", Separate("key", width="one"), projection=False),
+            Rule("dt_proj", ReadsValues(), projection=False),
+        ),
+    ),
+    Family(
+        "differential heads",
+        {"diffllama": "its values are heads of twice the size, each shared by two heads of keys, and normed"},
+        note="G must be even: value heads are paired with those half the heads away",
+        unchanged=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
+        edits=_even,
+    ),
+    Family(
+        "depthwise convolution of keys and values",
+        {"inkling_text": CONVOLVED},
+        rules=(
+            *SEPARATE,
+            Rule("k_sconv.conv1d", Separate("key"), projection=False),
+            Rule("v_sconv.conv1d", Separate("value"), projection=False),
+        ),
+        unchanged=("r_proj", "rel_logits_proj.proj"),
+        kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
+        heads=_inkling_heads,
+    ),
+    Family(
+        "dynamic convolution of keys and values",
+        {"inkling2_text": CONVOLVED},
+        attention=("attn",),
+        rules=(
+            Rule("wk_dv", Separate("key")),
+            Rule("wv_dv", Separate("value")),
+            *_inkling2_convolution("k_sconv", Separate("key")),
+            *_inkling2_convolution("v_sconv", Separate("value")),
+        ),
+        unchanged=("wq_du", "wr_du", "wo_ud", "attn_sink_proj", "gate_attn", "q_l2_clip.scale", "rel_l2_clip.scale",
+                   "rel_logits_proj.proj"),
+        kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
+        heads=_inkling_heads,
+    ),
+    Family(
+        "sliding layers with twice the KV heads",
+        {"mimo_v2_flash": Symmetry(per_query=per_head("attention_sink_bias"))},
+        note="G is that of the full-attention layers",
+        unchanged=("attention_sink_bias",),
+        heads=_mimo_heads,
+    ),
+    Family(
+        "query heads per layer",
+        {"laguna": replace(QWEN3, per_query=per_head("g_proj"), unless=_gated, why=GATED_IF)},
+        heads=_laguna_heads,
+    ),
+    Family(
+        "KV heads and head dimension per layer",
+        dict.fromkeys(
+            ("gemma4_text", "gemma4_unified_text", "embedding_gemma2_text", "diffusion_gemma_text"), VALUE_NORM
+        ),
+        note="G is that of the sliding layers; K = V layers have keys only",
+        kv_fields=("num_key_value_heads", "num_global_key_value_heads"),
+        heads=_gemma4_heads,
+    ),
+)  # fmt: skip

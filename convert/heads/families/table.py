@@ -1,0 +1,49 @@
+"""All entries: layouts and symmetries are held against transformers 5.23, one tiny model per model type, by the tests.
+
+A new architecture is one entry in one of the files that are put together here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gqa.convert.heads.families import custom, fused, renamed, separate
+from gqa.convert.heads.family import Family
+
+FAMILIES: tuple[Family, ...] = (*separate.FAMILIES, *fused.FAMILIES, *renamed.FAMILIES, *custom.FAMILIES)
+
+# Models whose text part is one of the above: where in config.json it is described.
+_TEXT = ("text_config",)
+NESTED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("aria", "aya_vision", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2",
+         "deepseek_vl", "deepseek_vl_hybrid", "diffusion_gemma",
+         "emu3", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "gemma3",
+         "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2",
+         "granite4_vision", "granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "idefics3",
+         "inkling2", "inkling_mm_model", "internvl", "janus", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava",
+         "llava_next", "llava_next_video", "llava_onevision", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+         "minimax_m3_vl", "mistral3", "mllama", "molmo2", "muse_glimmer", "muse_spark", "nemotron_h_omni", "ovis2",
+         "paddleocr_vl", "paligemma", "perception_lm", "pp_chart2table", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl",
+         "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+         "shieldgemma2", "smolvlm", "step3p7", "unlimited_ocr",
+         "video_llama_3", "video_llava", "vipllava", "fun_asr_nano", "glmasr", "granite_speech", "granite_speech_plus",
+         "moss_transcribe_diarize", "qwen2_audio", "qwen3_asr", "vibevoice_asr", "voxtral", "audioflamingo3",
+         "musicflamingo", "gemma4_unified_assistant"),
+        _TEXT,
+    ),
+    "qwen2_5_omni": ("thinker_config", "text_config"),
+    "qwen2_5_omni_thinker": _TEXT,
+    "qwen3_omni_moe": ("thinker_config", "text_config"),
+    "qwen3_omni_moe_thinker": _TEXT,
+    "blt": ("global_config",),
+    "canary": ("decoder_config",),
+    "dia": ("decoder_config",),
+    "t5gemma": ("decoder",),
+    "t5gemma2": ("decoder",),
+}  # fmt: skip
+
+
+def find_family(model_type: str, config: Any) -> Family | None:
+    """The family of a text config of transformers, by its model type and the flags a family names."""
+    return next((family for family in FAMILIES if family.matches(model_type, config)), None)
