@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from embedded import SOURCE, copy_source, load
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.errors import RefusedError
@@ -81,12 +82,32 @@ def test_one_query_attends_as_in_torch(groups: int, mask: str, scaling: float | 
     torch.testing.assert_close(attend_one(q, k, v, given, scaling), expected.transpose(1, 2))
 
 
-def test_transformers_is_left_as_it_was() -> None:
-    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+def known() -> list[dict[str, object]]:
+    """All that transformers' registries say, and where they say it."""
+    interfaces = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    return [dict(table) for each in interfaces for table in (each._global_mapping, each._local_mapping)]
+
+
+def test_transformers_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After samples and after what fails; meanwhile other models attend as they did."""
+    before, other, single = known(), load(SOURCE), []
+    prompt, expected = torch.tensor([[5]]), load(SOURCE)(input_ids=torch.tensor([[5]])).logits
+    monkeypatch.setattr(sampling, "attend_one", lambda *given: single.append(0) or attend_one(*given))
+
+    class Beside(Draw):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert known() != before
+            steps = len(single)
+            assert torch.equal(other(input_ids=prompt).logits, expected)
+            assert len(single) == steps
+            return super().__call__(input_ids, scores)
+
+    monkeypatch.setattr(sampling, "Draw", Beside)
     next(samples(load(SOURCE), 4, seed=0, batch=1))
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+    assert single
+    assert known() == before
     failing = load(SOURCE)
     failing.forward = None  # nothing can be called
     with pytest.raises(RefusedError, match="cannot be sampled from"):
         next(samples(failing, 4, seed=0, batch=1))
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+    assert known() == before

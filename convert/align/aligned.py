@@ -14,9 +14,8 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.alignment import shared_key, shared_value
+from gqa.convert.align.alignment import procrustes_key, procrustes_value, shared_key, shared_value
 from gqa.convert.align.grouping import LayerMoments, find_order
-from gqa.convert.align.procrustes import procrustes_key, procrustes_value
 from gqa.convert.align.stream import Stream, norm_gain
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes

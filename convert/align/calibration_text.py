@@ -15,11 +15,13 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
-from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens
-from gqa.corpus.tokens import Blocks, tokenise
+from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens, text_digest
+from gqa.corpus.tokens import Encoder, Ints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_CHARACTERS = 256  # of text that are looked at for every token that is taken, which is some four of them
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,23 @@ class CalibrationText:
         return self._parse(source).weight or 1.0
 
     def _read(self, checkpoint: Checkpoint, source: str, tokens: int) -> Tensor:
-        tokenizer = load_tokenizer(checkpoint, instead="use self")
-        found = self._parse(source)
-        text = tokenise(found, tokenizer)
-        if int(text.lengths.sum()) < self.length:
+        """Pieces of many documents, which say more than a few whole ones. No more is tokenised than they come from:
+        documents in an order that hashes of their texts and the seed decide, as many as hold _CHARACTERS a token.
+        """
+        encoder, found = Encoder(load_tokenizer(checkpoint, instead="use self")), self._parse(source)
+        digests, characters = zip(*((text_digest(one.text), len(one.text)) for one in found.documents()), strict=True)
+        order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), self.seed)
+        reached, wanted = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens
+        stream = _encoded(found, order[: int(np.searchsorted(reached, wanted)) + 1], encoder)
+        if len(stream) < tokens:  # long words
+            stream = _encoded(found, order, encoder)
+        if len(stream) < self.length:
             raise RefusedError(
-                f"{source} has {int(text.lengths.sum())} tokens, fewer than one block of {self.length}; give more text"
+                f"{source} has {len(stream)} tokens, fewer than one block of {self.length}; give more text"
             )
-        # Spread over all of the text: a few whole documents say less than pieces of many.
-        found_blocks = Blocks(text, permutation(text.digests, self.seed), self.length)
-        count = min(tokens // self.length, len(found_blocks))
-        spread = np.linspace(0, len(found_blocks) - 1, count).astype(int)
-        blocks = torch.stack([torch.from_numpy(found_blocks[int(i)]["input_ids"]) for i in spread])
+        pieces = stream[: len(stream) // self.length * self.length].reshape(-1, self.length)
+        spread = np.linspace(0, len(pieces) - 1, min(tokens // self.length, len(pieces))).astype(int)
+        blocks = torch.from_numpy(pieces[spread])
         vocabulary = checkpoint_vocabulary(checkpoint)
         if int(blocks.max()) >= vocabulary:
             raise RefusedError(
@@ -106,6 +113,14 @@ class CalibrationText:
         n_blocks = -(-tokens // self.length)
         found = sampled_blocks(load, device, checkpoint, self.length, n_blocks, self.seed, progress)
         return torch.stack([torch.from_numpy(found[index]["input_ids"]) for index in range(len(found))])
+
+
+def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
+    """The tokens of the documents of these numbers, one after the other in their order."""
+    numbers = set(chosen.tolist())
+    read = (found for number, found in enumerate(source.documents()) if number in numbers)
+    parts = dict(zip(sorted(numbers), (np.array(tokens, np.int64) for _, tokens in encoder.encode(read)), strict=True))
+    return np.concatenate([parts[number] for number in chosen.tolist()])
 
 
 def checkpoint_vocabulary(checkpoint: Checkpoint) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
+from gqa.convert.align.attention import registered
 
 
 def first_token(config: Any, name: str) -> int:
@@ -42,7 +43,7 @@ def samples(model: Any, length: int, *, seed: int, batch: int) -> Iterator[Tenso
     while True:
         prompt = torch.full((batch, 1), start, device=model.device)
         try:
-            with _quick_steps(model.device):
+            with _quick_steps(model):
                 ids = model.generate(
                     prompt, attention_mask=torch.ones_like(prompt), generation_config=how, logits_processor=draw
                 )
@@ -75,29 +76,24 @@ class Draw:
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
 
 
-@contextmanager
-def _quick_steps(device: torch.device) -> Iterator[None]:
-    """Meanwhile attention of single queries is two plain products on a CPU: torch's kernel takes them one by one, which
-    is four times slower in bfloat16.
+def _quick_steps(model: Any) -> AbstractContextManager[None]:
+    """Meanwhile attention of single queries of this model is two plain products on a CPU: torch's kernel takes them one
+    by one, which is four times slower in bfloat16. Other models attend as they did.
     """
-    if device.type != "cpu":
-        yield
-        return
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if model.device.type != "cpu":
+        return nullcontext()
+    plain, own = ALL_ATTENTION_FUNCTIONS["sdpa"], set(model.modules())
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        if query.shape[2] > 1 or any(options.get(name) is not None for name in ("position_bias", "softcap", "cache")):
+        beside = any(options.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+        if module not in own or query.shape[2] > 1 or beside:
             whole: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, **options)
             return whole
         return attend_one(query, key, value, attention_mask, options.get("scaling")), None
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
-    try:
-        yield
-    finally:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+    return registered({"sdpa": attend})
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:

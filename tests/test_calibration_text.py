@@ -1,0 +1,74 @@
+"""The text that heads are calibrated on: spread over a source, of which no more is tokenised than is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from embedded import SOURCE, tokenizer
+from torch import Tensor
+
+import gqa.convert.align.calibration_text as module
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.align.calibration_text import CalibrationText
+from gqa.corpus.alpha import permutation
+from gqa.corpus.document import Document
+from gqa.corpus.sources import parse_source
+from gqa.corpus.tokens import Blocks, Encoder, tokenise
+
+LENGTH = 16
+
+
+def written(place: Path, documents: int) -> str:
+    """A file of that many documents, each with a number of its own in front of 200 characters."""
+    lines = (f'{{"text": "document {number} ' + "says the same words " * 10 + '"}\n' for number in range(documents))
+    file = place / "many.jsonl"
+    file.write_text("".join(lines))
+    return str(file)
+
+
+def blocks(source: str, count: int, seed: int = 0) -> Tensor:
+    text = CalibrationText((source,), LENGTH * count, LENGTH, seed)
+    return text.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
+
+
+def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 blocks of 20,000 documents: pieces of several, the same for a seed, others for another."""
+    source, read = written(tmp_path, 20_000), list[str]()
+
+    class Counted(Encoder):
+        def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
+            for found, tokens in super().encode(documents):
+                read.append(found.text)
+                yield found, tokens
+
+    for place in ("convert.align.calibration_text", "corpus.tokens"):
+        monkeypatch.setattr(f"gqa.{place}.Encoder", Counted)
+    found = blocks(source, 4)
+    assert found.shape == (4, LENGTH)
+    assert found.dtype == torch.int64
+    assert 4 <= len(read) < 200
+    numbers = sorted(int(text.split()[1]) for text in read)
+    assert numbers[0] < 5_000
+    assert numbers[-1] > 15_000
+    assert torch.equal(blocks(source, 4), found)
+    assert not torch.equal(blocks(source, 4, seed=1), found)
+
+
+@pytest.mark.parametrize(("documents", "characters"), [(1, 256), (30, 256), (30, 1)])
+def test_a_small_source_is_used_from_end_to_end(
+    tmp_path: Path, documents: int, characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks at equal distances in the stream of all documents, in the order in which training reads them; also where
+    so many characters a token are too few.
+    """
+    monkeypatch.setattr(module, "_CHARACTERS", characters)
+    source = written(tmp_path, documents)
+    text = tokenise(parse_source(source), tokenizer())
+    whole = Blocks(text, permutation(text.digests, 3), LENGTH)
+    count = min(8, len(whole))
+    expected = np.stack([whole[int(i)]["input_ids"] for i in np.linspace(0, len(whole) - 1, count)])
+    assert np.array_equal(blocks(source, 8, seed=3).numpy(), expected)
