@@ -49,7 +49,7 @@ _DEVICE = [
 
 _TARGET = [
     click.option("--remote-code/--no-remote-code", default=None, help="Whether a model whose class cannot have fewer "
-                 "heads gets one that travels with it.  [default: where no class of transformers will do]"),
+                 "heads gets custom modelling code.  [default: where no class of transformers will do]"),
     click.option("--attention", metavar="KIND[,...]", help="Whose heads become fewer, in an encoder-decoder that gets "
                  "such a class: decoder-self, cross, encoder.  [default: decoder-self,cross]"),
 ]  # fmt: skip

@@ -14,11 +14,12 @@ import torch
 from published import published
 from real_model import MGM
 from scrambled import relative
-from test_native_targets import load, logits
+from test_native_targets import logits
 from tiny_native import tie_heads
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions
@@ -27,6 +28,10 @@ from gqa.convert.align.sampling import samples
 pytestmark = pytest.mark.real
 
 HEADS, SEQUENCES, LENGTH = 8, 64, 128
+
+
+def load(directory: Path) -> PreTrainedModel:
+    return load_model(str(directory), dtype="float32", attention="sdpa")
 
 
 @pytest.fixture(scope="module")

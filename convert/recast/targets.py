@@ -31,7 +31,7 @@ from gqa.convert.recast.view import CUSTOM_CODE, Recipe, make_view
 class Target:
     """What is asked of the class that a model is written for, where its own cannot have fewer heads.
 
-    remote_code: Whether it travels with the checkpoint; None for only where no class of transformers does.
+    remote_code: Whether it is custom modelling code; None for only where no class of transformers will do.
     attention: The kinds of attention whose heads become fewer, of an encoder-decoder; None for those of its decoder.
     """
 
