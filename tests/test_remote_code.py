@@ -260,6 +260,12 @@ def test_old_checkpoints(name: str, attention: str, tmp_path: Path) -> None:
     assert all_tensors(out).keys() == tensors.keys()
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_heads_that_do_not_divide(name: str) -> None:
+    with pytest.raises(ValueError, match="num_key_value_heads 3 does not divide the 4 attention heads"):
+        build(OURS[name], 3)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "umt5"])
 def test_compiled(name: str) -> None:
     """torch.compile takes the whole model, also where attention is eager, and computes the same."""

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BartConfig
 from transformers.models.bart import modeling_bart as source
 
-from gqa.checkpoint.modelling.gpt2 import repeating
+from gqa.checkpoint.modelling.gpt2 import readers, repeating
 
 
 class GQABartConfig(BartConfig):
@@ -37,9 +37,7 @@ class GQABartAttention(source.BartAttention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been BART's own, `heads` key/value heads in new projections."""
-        if self.num_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.num_heads} attention heads")
-        self.num_key_value_groups = self.num_heads // heads
+        self.num_key_value_groups = readers(self.num_heads, heads)
         for name in ("k_proj", "v_proj"):
             full = getattr(self, name)
             setattr(self, name, nn.Linear(full.in_features, heads * self.head_dim, bias=full.bias is not None))

@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.bloom import modeling_bloom as source
 
+from gqa.checkpoint.modelling.gpt2 import readers
+
 
 class RepeatedHeads:
     """A cache of G heads (or none) as BLOOM's attention asks it: keys and values (B, G, T, d) -> (B, H, S, d)."""
@@ -29,9 +31,7 @@ class GQABloomAttention(source.BloomAttention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been BLOOM's own, `heads` key/value heads in a new projection."""
-        if self.num_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.num_heads} attention heads")
-        self.num_key_value_heads, self.num_key_value_groups = heads, self.num_heads // heads
+        self.num_key_value_heads, self.num_key_value_groups = heads, readers(self.num_heads, heads)
         self.query_key_value = nn.Linear(self.hidden_size, (self.num_heads + 2 * heads) * self.head_dim, bias=True)
 
     def _reshape(self, fused_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

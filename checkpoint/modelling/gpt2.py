@@ -25,6 +25,13 @@ class GQAGPT2Config(GPT2Config):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
 
 
+def readers(query_heads: int, heads: int) -> int:
+    """How many query heads read each of `heads` key/value heads."""
+    if query_heads % heads:
+        raise ValueError(f"num_key_value_heads {heads} does not divide the {query_heads} attention heads")
+    return query_heads // heads
+
+
 def eager_attention_forward(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
     """GPT-2's own function on key and value heads (B, G, S, d) repeated for their queries (B, H, T, d)."""
     key, value = (heads.repeat_interleave(module.num_key_value_groups, dim=1) for heads in (key, value))
@@ -50,9 +57,7 @@ class GQAGPT2Attention(source.GPT2Attention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been GPT-2's own, `heads` key/value heads in a new projection."""
-        if self.num_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.num_heads} attention heads")
-        self.num_key_value_groups = self.num_heads // heads
+        self.num_key_value_groups = readers(self.num_heads, heads)
         self.split_size = [self.embed_dim, heads * self.head_dim, heads * self.head_dim]
         self.c_attn = Conv1D(sum(self.split_size), self.embed_dim)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.gpt_neo import modeling_gpt_neo as source
 
 from gqa.checkpoint.modelling.bloom import RepeatedHeads
+from gqa.checkpoint.modelling.gpt2 import readers
 
 
 class GQAGPTNeoSelfAttention(source.GPTNeoSelfAttention):
@@ -18,9 +19,7 @@ class GQAGPTNeoSelfAttention(source.GPTNeoSelfAttention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been GPT-Neo's own, `heads` key/value heads in new projections."""
-        if self.num_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.num_heads} attention heads")
-        self.num_key_value_groups = self.num_heads // heads
+        self.num_key_value_groups = readers(self.num_heads, heads)
         self.k_proj = nn.Linear(self.embed_dim, heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(self.embed_dim, heads * self.head_dim, bias=False)
 

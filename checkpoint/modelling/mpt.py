@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor, finfo, nn
 from transformers.models.mpt import modeling_mpt as source
 
+from gqa.checkpoint.modelling.gpt2 import readers
+
 
 class GQAMptAttention(source.MptAttention):
     """MPT's attention with G key/value heads, which is also what it caches."""
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been MPT's own, `heads` key/value heads in a new projection."""
-        if self.n_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.n_heads} attention heads")
-        self.num_key_value_groups = self.n_heads // heads
+        self.num_key_value_groups = readers(self.n_heads, heads)
         self.split_size = [self.hidden_size, heads * self.head_dim, heads * self.head_dim]
         self.Wqkv = nn.Linear(self.hidden_size, sum(self.split_size), bias=False)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.opt import modeling_opt as source
 
-from gqa.checkpoint.modelling.gpt2 import eager_attention_forward
+from gqa.checkpoint.modelling.gpt2 import eager_attention_forward, readers
 
 
 class GQAOPTAttention(source.OPTAttention):
@@ -19,9 +19,7 @@ class GQAOPTAttention(source.OPTAttention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been OPT's own, `heads` key/value heads in new projections."""
-        if self.num_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.num_heads} attention heads")
-        self.num_key_value_groups = self.num_heads // heads
+        self.num_key_value_groups = readers(self.num_heads, heads)
         self.k_proj = nn.Linear(self.embed_dim, heads * self.head_dim, bias=self.enable_bias)
         self.v_proj = nn.Linear(self.embed_dim, heads * self.head_dim, bias=self.enable_bias)
 

@@ -8,7 +8,7 @@ query heads.
 from torch import nn
 from transformers.models.t5 import modeling_t5 as source
 
-from gqa.checkpoint.modelling.gpt2 import repeating
+from gqa.checkpoint.modelling.gpt2 import readers, repeating
 
 
 class GQAT5Attention(source.T5Attention):
@@ -18,8 +18,6 @@ class GQAT5Attention(source.T5Attention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been T5's own, `heads` key/value heads in new projections."""
-        if self.n_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.n_heads} attention heads")
-        self.num_key_value_groups = self.n_heads // heads
+        self.num_key_value_groups = readers(self.n_heads, heads)
         for name in ("k", "v"):
             setattr(self, name, nn.Linear(self.d_model, heads * self.key_value_proj_dim, bias=False))

@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 _LICENCE = "# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0)."
-_STANDARD = ("from types", "from typing")  # what is imported of Python's own
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ def _below(parts: _Parts, text: str) -> _Parts:
         if key not in order:
             order.insert(order.index(following) if following else len(order), key)
         following = key
-    doc = "".join(lines[: body[0].end_lineno])
-    return _Parts(doc, imports, {key: own.get(key) or parts.definitions[key] for key in order})
+    definitions = {key: own.get(key) or parts.definitions[key] for key in order}
+    return _Parts("".join(lines[: body[0].end_lineno]), imports, definitions)
 
 
 def auto_classes(model_type: str) -> dict[str, str]:
@@ -119,7 +118,7 @@ def text_of(name: str) -> str:
     for key, line in parts.imports.items():
         if re.search(rf"\b{key}\b", text):
             module, _, imported = line.partition(" import ")
-            sections[module not in _STANDARD].setdefault(module, []).append(imported)
+            sections[module not in ("from types", "from typing")].setdefault(module, []).append(imported)
     written = (
         "".join(f"{module} import {', '.join(sorted(names))}\n" for module, names in sorted(section.items()))
         for section in sections

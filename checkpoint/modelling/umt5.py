@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5Attention
 from transformers.models.umt5 import modeling_umt5 as source
 
-from gqa.checkpoint.modelling.gpt2 import repeating
+from gqa.checkpoint.modelling.gpt2 import readers, repeating
 
 
 class GQAUMT5Attention(source.UMT5Attention):
@@ -36,9 +36,7 @@ class GQAUMT5Attention(source.UMT5Attention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been UMT5's own, `heads` key/value heads in new projections."""
-        if self.n_heads % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {self.n_heads} attention heads")
-        self.num_key_value_groups = self.n_heads // heads
+        self.num_key_value_groups = readers(self.n_heads, heads)
         self.gradient_checkpointing = False  # T5's forward pass asks
         for name in ("k", "v"):
             setattr(self, name, nn.Linear(self.d_model, heads * self.key_value_proj_dim, bias=False))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as source
 
-from gqa.checkpoint.modelling.gpt2 import repeating
+from gqa.checkpoint.modelling.gpt2 import readers, repeating
 
 
 class GQAWhisperConfig(WhisperConfig):
@@ -40,10 +40,7 @@ class GQAWhisperAttention(source.WhisperAttention):
 
     def group(self, heads: int) -> None:
         """Give an attention module, which has been Whisper's own, `heads` key/value heads in new projections."""
-        query = self.q_proj.out_features // self.head_dim
-        if query % heads:
-            raise ValueError(f"num_key_value_heads {heads} does not divide the {query} attention heads")
-        self.num_key_value_groups = query // heads
+        self.num_key_value_groups = readers(self.q_proj.out_features // self.head_dim, heads)
         self.num_heads = heads  # the forward pass reads it for keys and values only
         for name in ("k_proj", "v_proj"):
             full = getattr(self, name)
