@@ -233,13 +233,15 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def finite(value: Any) -> Any:
-    """A JSON-ready value with null for each number that is not finite, for which JSON has no word."""
+def finite(value: Any, infinity: Callable[[float], Any] = lambda number: None) -> Any:
+    """A JSON-ready value with null for NaN, for which JSON has no word, and what `infinity` makes of the infinite."""
     if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: finite(part, infinity) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(part, infinity) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else infinity(value)
+    return value
 
 
 def copy_file(source: Path, target: Path) -> None:

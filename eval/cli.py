@@ -16,15 +16,8 @@ from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, progress_ba
 from gqa.checkpoint.errors import RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from gqa.corpus.document import Document
-    from gqa.eval.evaluate import Options
-    from gqa.eval.perplexity import Text
     from gqa.eval.subjects import Subject
     from gqa.eval.tasks import Harness
-
-Records = list[dict[str, Any]]
 
 _EPILOG = """\b
 Examples:
@@ -197,94 +190,47 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     from gqa.checkpoint.loading import ranks
     from gqa.eval import evaluate
     from gqa.eval.subjects import open_subjects
+    from gqa.eval.text import choose_context, read_text
 
     transformers.utils.logging.set_verbosity_error()
-    main = ranks().is_main_process
+    main, share = ranks().is_main_process, ranks().num_processes
     quiet = options["quiet"] or not main
     how = evaluate.Options(
-        device=evaluate.usable_device(options["device"]),
-        compare=options["kl"],
+        device=evaluate.usable_device(options["device"]), compare=options["kl"],
         **{name: options[name] for name in ("batch_size", "dtype", "attention", "compile", "trust_remote_code")},
         baseline_cache=options["baseline_cache"],
-    )
+    )  # fmt: skip
     subjects = open_subjects(names, how.trust_remote_code, options["revision"])
     harness = _find_tasks(subjects, options, quiet) if options["tasks"] else None
-    records = [subject.record() for subject in subjects]
+    rows = [evaluate.Row(subject) for subject in subjects]
     results: dict[str, Any] = {
         "command": shlex.join(["gqa-eval", *sys.argv[1:]]),
         **evaluate.environment(how.device, ["lm_eval"] if options["tasks"] else []),
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
-        "models": records,
+        "models": [row.record for row in rows],
     }
-    steps, repeats = options["steps"], options["repeats"]
+    batches, steps, repeats = options["batches"], options["steps"], options["repeats"]
     contexts = evaluate.decode_contexts(subjects, options["contexts"], steps) if options["decode"] else ()
     if options["memory"]:
-        context = evaluate.choose_context(subjects, options["context"], options["beyond_positions"])
-        results["memory"] = evaluate.fit(subjects, records, options["memory"], options["tensor_parallel"], context)
-    if options["data"]:
-        text = _read_text(subjects, options)
-        results["text"] = {"data": options["data"], **text.record()}
-        _quality(subjects, records, text, how, quiet)
-    if not main:  # the rest is not split
-        return {}
-    if contexts:
-        runs = len(subjects) * len(options["batches"]) * len(contexts) * repeats
-        with progress_bar(runs, "run", "decoding", quiet) as bar:
-            evaluate.time_decoding(
-                subjects, records, how, options["batches"], contexts, steps, repeats, lambda *run: bar.update(1)
-            )
-    if harness:
-        _run_tasks(subjects, records, how, options, harness)
-    return results
-
-
-def _read_text(subjects: list[Subject], options: dict[str, Any]) -> Text:
-    from gqa.corpus.sources import parse_source
-    from gqa.eval.evaluate import MAX_CONTEXT, check_ids, check_models_agree, choose_context
-    from gqa.eval.perplexity import make_pairs, make_text
-
-    def documents(field: str) -> Iterator[Document]:
-        split, config = options["split"] or "test", options["data_config"]
-        return parse_source(options["data"], field=field, config=config, split=split).documents()
-
-    first, target = subjects[0], options["target_field"]
-    if first.config.is_encoder_decoder != bool(target):
-        raise RefusedError(
-            f"{first.name} is an encoder-decoder: name the text to predict with --target-field"
-            if first.config.is_encoder_decoder
-            else f"--target-field is for encoder-decoders, {first.name} is none"
-        )
-    most = 512 if options["protocol"] == "llama.cpp" else MAX_CONTEXT
-    context = choose_context(subjects, options["context"], options["beyond_positions"], most)
-    sample = next(documents(options["field"]))
-    check_models_agree(subjects, sample.text[:2000])
-    if target:
-        targets = {found.name: found.text for found in documents(target)}
-        if targets.get(sample.name) == sample.text:
-            raise RefusedError(f"--field and --target-field of {options['data']} are the same text; name two fields")
-        pairs = ((d.text, targets[d.name]) for d in documents(options["field"]) if d.name in targets)
-        text = make_pairs(pairs, first.tokenizer, first.decoder_start, context, options["max_tokens"])
-    else:
-        text = make_text(
-            (found.text for found in documents(options["field"])), first.tokenizer, protocol=options["protocol"],
-            context=context, stride=options["stride"], max_tokens=options["max_tokens"],
-        )  # fmt: skip
-    check_ids(subjects, text)
-    return text
-
-
-def _quality(subjects: list[Subject], records: Records, text: Text, how: Options, quiet: bool) -> None:
-    from gqa.checkpoint.loading import ranks
-    from gqa.eval.evaluate import measure_quality
-
-    share = text.tokens // ranks().num_processes
+        context = choose_context(subjects, options["context"], options["beyond_positions"])
+        results["memory"] = evaluate.fit(rows, options["memory"], options["tensor_parallel"], context)
     with ExitStack() as stack:
 
-        def bar(name: str) -> Any:
-            return stack.enter_context(progress_bar(share, "tok", name, quiet)).update
+        def bar(total: int, unit: str, name: str) -> Any:
+            return stack.enter_context(progress_bar(total, unit, name, quiet)).update
 
-        for row, record in zip(measure_quality(subjects, text, how, bar), records, strict=True):
-            record |= row.record
+        if options["data"]:
+            text = read_text(subjects, options)
+            results["text"] = {"data": options["data"], **text.record()}
+            evaluate.measure_quality(rows, text, how, lambda name: bar(text.tokens // share, "tok", name))
+        if not main:  # the rest is not split
+            return {}
+        if contexts:
+            runs = bar(len(rows) * len(batches) * len(contexts) * repeats, "run", "decoding")
+            evaluate.time_decoding(rows, how, batches, contexts, steps, repeats, runs)
+    if harness:
+        evaluate.run_tasks(rows, how, harness, options["shots"], options["limit"])
+    return results
 
 
 def _find_tasks(subjects: list[Subject], options: dict[str, Any], quiet: bool) -> Harness:
@@ -296,18 +242,6 @@ def _find_tasks(subjects: list[Subject], options: dict[str, Any], quiet: bool) -
     for subject in subjects:
         _ = subject.tokenizer
     return Harness(names, options["include_tasks"], quiet or not sys.stderr.isatty())
-
-
-def _run_tasks(
-    subjects: list[Subject], records: Records, how: Options, options: dict[str, Any], harness: Harness
-) -> None:
-    from gqa.eval.evaluate import load
-
-    for subject, record in zip(subjects, records, strict=True):
-        record["tasks"] = harness.run(
-            load(subject, how), subject.tokenizer, batch_size=how.batch_size, shots=options["shots"],
-            limit=options["limit"],
-        )  # fmt: skip
 
 
 def _gate(results: dict[str, Any], limit: float | None) -> None:

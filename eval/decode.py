@@ -2,7 +2,8 @@
 
 A decode step reads all weights once and the keys and values of every sequence (GQA, arXiv 2305.13245, section 1): at
 batch 1 and a short context the weights dominate and fewer KV heads cannot be much faster; the gain grows with batch x
-context. `DecodePoint.cache_share` says how much of a step's bytes is KV cache.
+context. The cache's share of a step's bytes is what a conversion can make smaller; the share of the memory's speed that
+a step reached is above 1 where weights stay in a processor's cache.
 
 What is timed is a plain loop over transformers' model with its default cache, which appends by copying: a step reads
 and writes every layer's keys and values once more than the roofline counts. Small models are bound by the loop itself.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.write import Progress, unwatched
 from gqa.eval.memory import check_length, last_logits, model_cache, model_name, random_tokens, vocabulary_size
 
 WARM_UP_STEPS = 2
@@ -57,24 +59,14 @@ class DecodePoint:
     dtype: str
     turns: tuple[int, ...]  # when each repeat ran among those of all models: (0, 2) beside another model's (1, 3)
 
-    @property
-    def cache_share(self) -> float:
-        """The part of `bytes_per_step` that a conversion can make smaller."""
-        return self.cache_bytes / self.bytes_per_step
-
-    @property
-    def roofline_fraction(self) -> float:
-        """How near a step came to the memory's speed; above 1 where weights stay in a processor's cache."""
-        return self.roofline_seconds / self.seconds_per_token
-
 
 def measure_decode(
     models: Mapping[str, PreTrainedModel],
     batches: Sequence[int],
     contexts: Sequence[int],
-    steps: int = 32,
-    repeats: int = 5,
-    progress: Callable[[str, int, int], None] | None = None,
+    steps: int,
+    repeats: int,
+    progress: Progress = unwatched,
 ) -> dict[str, list[DecodePoint]]:
     """Time prefill and greedy decoding of every model at every batch size and context length.
 
@@ -87,7 +79,7 @@ def measure_decode(
         contexts: Tokens of each prompt.
         steps: Decode steps of a run, each of one token per sequence, after the prefill has given the first.
         repeats: Timed runs of each model at each point.
-        progress: Called after each of them with the model's name, the batch size and the context.
+        progress: Called with 1 after each of them.
 
     Returns:
         Points by model, in the order of batches and, within one, of contexts.
@@ -112,8 +104,7 @@ def measure_decode(
         runs: list[tuple[str, Decoded]] = []
         for name, model in [*models.items()] * repeats:
             runs.append((name, greedy_decode(model, prompts.to(model.device), steps)))
-            if progress:
-                progress(name, batch, context)
+            progress(1)
         for name, model in models.items():
             own = {turn: run for turn, (whose, run) in enumerate(runs) if whose == name}
             cache_bytes = batch * caches[name].bytes_at(context)

@@ -6,7 +6,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,19 +19,20 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.write import Progress, unwatched
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode
 from gqa.eval.memory import largest_batch, largest_context, measured_cache_bytes, model_cache
 from gqa.eval.perplexity import Text, clusters, perplexity
 from gqa.eval.report import nearest
-from gqa.eval.scoring import LiveBaseline, Progress, Scores, score
+from gqa.eval.scoring import LiveBaseline, Scores, score
 from gqa.eval.statistics import by_context, kl_statistics, paired_ratio
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import Subject
+from gqa.eval.tasks import Harness
 
 SCHEMA = 1
-MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions would be scored in windows of 128k
 MAX_DECODE = 4096
 LAYER_WINDOWS = 8
 Bars = Callable[[str], Progress]  # by a model's name: what is called with numbers of tokens while it is scored
@@ -51,13 +52,12 @@ class Options:
     baseline_cache: Path | None = None
 
 
-@dataclass
 class Row:
-    """One checkpoint with everything that was measured of it."""
+    """One checkpoint with everything that was measured of it: `record` is JSON-ready."""
 
-    subject: Subject
-    scores: Scores | None = None
-    record: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.record = subject, subject.record()
+        self.scores: Scores | None = None
 
 
 def usable_device(asked: str | None) -> str:
@@ -102,15 +102,12 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in map(str.strip, str(error).splitlines()) if line), explain(error))
 
 
-def measure_quality(
-    subjects: Sequence[Subject], text: Text, options: Options, bars: Bars = lambda name: lambda tokens: None
-) -> list[Row]:
-    """Perplexity of every checkpoint on the same windows and, with `options.compare`, how it differs from the first.
+def measure_quality(rows: Sequence[Row], text: Text, options: Options, bars: Bars = lambda name: unwatched) -> None:
+    """Add to each row the perplexity on the same windows and, with `options.compare`, how it differs from the first's.
 
     One model is in memory at a time; two while they are compared in lockstep, which `options.baseline_cache` avoids:
     then distributions are compared with what is stored, and attention outputs are not.
     """
-    rows = [Row(subject) for subject in subjects]
     first, others = rows[0], rows[1:]
     stored = live = None
     if options.compare and options.baseline_cache:
@@ -130,10 +127,10 @@ def measure_quality(
             row.record["attention_error"] = [asdict(e) for e in errors]
         del head  # before the next one is loaded
     for row in rows:
-        _summarise(row, first, text)
+        assert row.scores is not None
+        row.record |= summary(row.scores, text, None if row is first else first.scores)
         if stored and row is not first:
             row.record["against_baseline"]["stored_baseline"] = stored.record
-    return rows
 
 
 def _head(row: Row, options: Options) -> ChunkedHead:
@@ -152,7 +149,7 @@ def _baseline_scores(row: Row, head: ChunkedHead, compared: Scores, text: Text, 
     """The baseline's own, as they were found in lockstep with another model."""
     assert compared.baseline_nats is not None
     if not np.isfinite(compared.baseline_nats).all():
-        return _score(row, head, text, options, lambda name: lambda tokens: None)  # refuses, and says where
+        return _score(row, head, text, options, lambda name: unwatched)  # refuses, and says where
     return Scores.of(text.windows, compared.baseline_nats)
 
 
@@ -192,11 +189,6 @@ def some_windows(text: Text) -> list[Any]:
     return [text.windows[i] for i in picks]
 
 
-def _summarise(row: Row, baseline: Row, text: Text) -> None:
-    assert row.scores is not None
-    row.record |= summary(row.scores, text, None if row is baseline else baseline.scores)
-
-
 def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[str, Any]:
     """What scores say, alone and against a baseline's, JSON-ready."""
     found: dict[str, Any] = {
@@ -212,66 +204,21 @@ def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[
     return found | {"against_baseline": compared}
 
 
-def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
-    """Raise RefusedError where two checkpoints do not read text as the same tokens: their losses would not compare."""
-    first = subjects[0]
-    vocabulary, ids = first.tokenizer.get_vocab(), first.tokenizer(sample, verbose=False)["input_ids"]
-    for other in subjects[1:]:
-        theirs = other.tokenizer.get_vocab()
-        if theirs != vocabulary or other.tokenizer(sample, verbose=False)["input_ids"] != ids:
-            raise RefusedError(
-                f"{first.name} ({len(vocabulary):,} tokens) and {other.name} ({len(theirs):,}) have different "
-                "tokenizers, so their losses per token do not compare; evaluate each alone and compare bits per byte"
-            )
-        if other.config.is_encoder_decoder != first.config.is_encoder_decoder:
-            raise RefusedError(f"of {first.name} and {other.name} only one is an encoder-decoder: they do not compare")
-        if other.vocabulary != first.vocabulary:
-            raise RefusedError(
-                f"{first.name} predicts {first.vocabulary:,} tokens and {other.name} {other.vocabulary:,}; "
-                "give conversions of the same checkpoint"
-            )
-
-
-def check_ids(subjects: Sequence[Subject], text: Text) -> None:
-    """Raise RefusedError where the text has tokens that a model does not know: its tokenizer is another's."""
-    largest = max(max(*window.ids, *window.source) for window in text.windows)
-    for subject in subjects:
-        if largest >= subject.vocabulary:
-            raise RefusedError(
-                f"the tokenizer of {subject.name} gives token {largest:,} and its model knows {subject.vocabulary:,}: "
-                "they do not belong together"
-            )
-
-
-def choose_context(subjects: Sequence[Subject], asked: int | None, beyond: bool, most: int = MAX_CONTEXT) -> int:
-    """Tokens of a window: what is asked for, or the models' positions but `most` at most. Raises RefusedError."""
-    limits = [subject.positions for subject in subjects if subject.positions]
-    if asked is None:
-        return min([*limits, most])
-    if limits and asked > min(limits) and not beyond:
-        raise RefusedError(
-            f"--context {asked} is more than the {min(limits)} positions that the model was made for; give at most "
-            f"{min(limits)}, or --beyond-positions to see what happens"
-        )
-    return asked
-
-
-def fit(
-    subjects: Sequence[Subject], records: Sequence[dict[str, Any]], memory: int, devices: int, context: int
-) -> dict[str, Any]:
-    """Add to each record the largest batch and context that fit into the memory of each of `devices` that share it."""
-    for subject, record in zip(subjects, records, strict=True):
-        if not subject.cache:
+def fit(rows: Sequence[Row], memory: int, devices: int, context: int) -> dict[str, Any]:
+    """Add to each row the largest batch and context that fit into the memory of each of `devices` that share it."""
+    for row in rows:
+        cache, weights = row.subject.cache, row.subject.weight_bytes
+        if not cache:
             continue
         found: dict[str, Any] = {"batch": None, "longest": None}
         try:
-            if (query := record["heads"]["query"]) % devices:
+            if (query := row.record["heads"]["query"]) % devices:
                 raise RefusedError(f"{devices} ranks are not possible for {query} query heads: they must divide them")
-            found["batch"] = largest_batch(subject.cache, subject.weight_bytes, memory, context, devices)
-            found["longest"] = largest_context(subject.cache, subject.weight_bytes, memory, devices)
+            found["batch"] = largest_batch(cache, weights, memory, context, devices)
+            found["longest"] = largest_context(cache, weights, memory, devices)
         except RefusedError as error:  # of this conversion; the ranks may suit another
             found["impossible"] = str(error)
-        record["kv_cache"]["fits"] = found
+        row.record["kv_cache"]["fits"] = found
     return {"bytes": memory, "ranks": devices, "context": context}
 
 
@@ -291,31 +238,29 @@ def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, st
 
 
 def time_decoding(
-    subjects: Sequence[Subject],
-    records: Sequence[dict[str, Any]],
-    options: Options,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    steps: int,
-    repeats: int,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> None:
-    """Add to each record how fast its model decodes, and its cache as it is measured; all models are in memory at once,
+    rows: Sequence[Row], options: Options, batches: Sequence[int], contexts: Sequence[int], steps: int, repeats: int,
+    progress: Progress = unwatched,
+) -> None:  # fmt: skip
+    """Add to each row how fast its model decodes, and its cache as it is measured; all models are in memory at once,
     since they take turns. `progress` is that of `measure_decode`.
     """
-    models = {subject.name: load(subject, options) for subject in subjects}
+    models = {row.subject.name: load(row.subject, options) for row in rows}
     tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
     with _explained(", ".join(models), options, tried, "give smaller --batches or --contexts, or fewer checkpoints"):
         points = measure_decode(models, batches, contexts, steps, repeats, progress)
-    for record in records:
-        model = models[record["name"]]
-        found = [asdict(point) for point in points[record["name"]]]
-        record["decode"] = {"steps": steps, "repeats": repeats, "points": found}
-        record["kv_cache"]["measured"] = {
-            "tokens": contexts[0],
-            "bytes": measured_cache_bytes(model, contexts[0], 1),
-            "formula": model_cache(model).bytes_at(contexts[0]),
-        }
+    for row in rows:
+        model, found, tokens = models[row.subject.name], points[row.subject.name], contexts[0]
+        row.record["decode"] = {"steps": steps, "repeats": repeats, "points": [asdict(point) for point in found]}
+        held, formula = measured_cache_bytes(model, tokens, 1), model_cache(model).bytes_at(tokens)
+        row.record["kv_cache"]["measured"] = {"tokens": tokens, "bytes": held, "formula": formula}
+
+
+def run_tasks(rows: Sequence[Row], options: Options, harness: Harness, shots: int | None, limit: int | None) -> None:
+    """Add to each row what the harness finds; arguments as of `Harness.run`."""
+    for row in rows:
+        model, size = load(row.subject, options), options.batch_size
+        found = harness.run(model, row.subject.tokenizer, batch_size=size, shots=shots, limit=limit)
+        row.record["tasks"] = found
 
 
 def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:

@@ -9,10 +9,8 @@ bound.
 from __future__ import annotations
 
 import inspect
-import os
 from bisect import bisect_right
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,30 +19,19 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache, kv_cache
-from gqa.convert.recast.targets import checkpoint_cache
 
 SEED = 0
 
 
-def cache_of(model: PretrainedConfig | str | os.PathLike[str]) -> KVCache:
-    """The KV cache of a model by formula; no weights are loaded.
+def cache_of(model: PretrainedConfig) -> KVCache:
+    """The KV cache of a model by formula: heads, numbers per token and window of every layer that caches, and bytes in
+    the config's dtype, float32 where it states none. (Of a checkpoint's files it is `checkpoint_cache`.)
 
-    Args:
-        model: A checkpoint directory, whose config.json and tensor headers are read (bytes in the dtype in which keys
-            and values are stored), or a config (bytes in the config's dtype, float32 where it states none).
-
-    Returns:
-        Heads, numbers per token and window of every layer that caches. Its `remark` says where transformers caches
-        other heads than the model's key/value heads (Falcon's new architecture: all H), else it is None.
-
-    Raises:
-        RefusedError: The directory is no checkpoint, or its architecture has no key/value heads that are known.
+    Its `remark` says where transformers caches other heads than the model's key/value heads (Falcon's new
+    architecture: all H), else it is None. Raises RefusedError where no key/value heads are known.
     """
-    if not isinstance(model, PretrainedConfig):
-        return checkpoint_cache(read_checkpoint(Path(model)))
     config = read_config(model.to_dict(), model.name_or_path or model.model_type)
     text = model.get_text_config(decoder=True)
     cross = getattr(text, "cross_attention_layers", None) or ()  # they read an image, not the tokens written

@@ -1,21 +1,22 @@
-"""Results as tables: in a terminal, and in report.md beside results.json and the plots."""
+"""Record as tables: in a terminal, and in report.md beside results.json and the plots."""
 
 from __future__ import annotations
 
 import json
 import math
+import string
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
-from gqa.checkpoint.write import write_text
+from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 
-Results = dict[str, Any]
+Record = dict[str, Any]
 
 PICTURES = ("by_context", "attention_error", "decode")
 
@@ -52,9 +53,68 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in text)
 
 
-def tables(results: Results, every: bool = False) -> Iterator[Table]:
+class _Formats(string.Formatter):
+    """Format strings with three more formats: `size` of bytes, `number` of five digits, `ms` of seconds."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if spec == "size":
+            return size(value)
+        if spec == "number":
+            return number(value)
+        if spec.endswith("ms"):
+            return f"{value * 1e3:{spec.removesuffix('ms')}f}"
+        return str(super().format_field(value, spec))
+
+
+def shown(record: Any, columns: Iterable[str], missing: str = "") -> tuple[str, ...]:
+    """Cells of a row by their format strings; `missing` where the record has no such numbers."""
+    cells = []
+    for column in columns:
+        try:
+            cells.append(_Formats().vformat(column, (), record))
+        except (KeyError, TypeError):  # not measured, or null
+            cells.append(missing)
+    return tuple(cells)
+
+
+def number(value: float | None) -> str:
+    """Five digits: more are not the same in every batch size."""
+    if value is None:
+        return ""
+    if not 1 <= value < 1e5:
+        return f"{value:.4g}"
+    return f"{value:,.{4 - int(math.log10(value))}f}"
+
+
+_QUALITY = {
+    "model": "{name}", "KV heads": "{heads[kv]}", "perplexity": "{quality[token_perplexity]:number}",
+    "x baseline": "{against_baseline[ratio]:.4g}",
+    "95 % interval": "{against_baseline[ratio_low]:.4g} - {against_baseline[ratio_high]:.4g}",
+    "nats/token": "{quality[nats_per_token]:.4f}", "difference": "{against_baseline[log_ratio]:+.4f}",
+}  # fmt: skip
+_TEXT_QUALITY = {"bits/byte": "{quality[bits_per_byte]:.4f}", "word perplexity": "{quality[word_perplexity]:number}"}
+_DISTRIBUTIONS = {
+    "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "median": "{kl[median]:.4g}",
+    "90 %": "{kl[p90]:.4g}", "99 %": "{kl[p99]:.4g}", "99.9 %": "{kl[p99.9]:.4g}", "max": "{kl[maximum]:.4g}",
+    "top-1 agreement": "{same_top:.2%}", "RMS dp": "{delta_p_percent[rms]:.2f} %",
+    "RMS dlnp": "{log_probability_rms:.3f}", "corr": "{log_probability_correlation:.4f}",
+}  # fmt: skip
+_CACHE = {
+    "model": "{name}", "KV heads": "{heads[kv]}", "weights": "{weight_bytes:size}",
+    "KV/token": "{bytes_per_token:size}", "of baseline": "{share}", "KV at context": "{at_context}",
+    "context": "{context}",
+}  # fmt: skip
+_DECODE = {
+    "model": "{name}", "batch": "{batch}", "context": "{context:,}", "prefill": "{prefill_seconds:,.1ms} ms",
+    "per token": "{seconds_per_token:.2ms} ms", "min - max": "{fastest:.2ms} - {slowest:.2ms}",
+    "tokens/s": "{tokens_per_second:,.0f}", "x baseline": "{faster:.2f}", "KV share": "{cache_share:.0%}",
+    "of bandwidth": "{roofline_fraction:.0%}",
+}  # fmt: skip
+
+
+def tables(results: Record, every: bool = False) -> Iterator[Table]:
     """What was measured; `every` adds the tables that are too long for a terminal."""
-    models: list[Results] = results["models"]
+    models: list[Record] = results["models"]
     if "text" in results:
         yield _quality(models, results["text"])
     if any("kl" in m.get("against_baseline", {}) for m in models):
@@ -70,128 +130,82 @@ def tables(results: Results, every: bool = False) -> Iterator[Table]:
         yield _context(models)
 
 
-def _quality(models: list[Results], text: Results) -> Table:
-    per_byte = models[0]["quality"]["bits_per_byte"] is not None
-    header: tuple[str, ...] = (
-        "model",
-        "KV heads",
-        "perplexity",
-        "x baseline",
-        "95 % interval",
-        "nats/token",
-        "difference",
-    )
-    rows = []
-    for model in models:
-        quality, compared = model["quality"], model.get("against_baseline")
-        cells = [model["name"], _heads(model), number(quality["token_perplexity"])]
-        cells += [f"{compared['ratio']:.4g}", _interval(compared)] if compared else ["", ""]
-        cells += [f"{quality['nats_per_token']:.4f}", f"{compared['log_ratio']:+.4f}" if compared else ""]
-        if per_byte:
-            cells += [f"{quality['bits_per_byte']:.4f}", number(quality["word_perplexity"])]
-        rows.append(tuple(cells))
-    if per_byte:
-        header += ("bits/byte", "word perplexity")
-    return Table(f"Quality on {text['data']}", header, tuple(rows), _protocol(text, models))
+def _table(title: str, columns: dict[str, str], records: Iterable[Record], note: str, missing: str = "") -> Table:
+    return Table(title, tuple(columns), tuple(shown(record, columns.values(), missing) for record in records), note)
 
 
-def _protocol(text: Results, models: list[Results]) -> str:
+def _quality(models: list[Record], text: Record) -> Table:
     stride = f", stride {text['stride']:,}" if text["stride"] else ""
     kind = "source and target texts" if text["protocol"] == "pairs" else f"{text['protocol']} windows"
     cut = f" ({text['cut']:,} are longer and cut)" if text["cut"] else ""
     dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in models if "dtype" in m))
-    return (
+    note = (
         f"{kind} of {text['context']:,} tokens{stride}{cut}: {text['tokens']:,} tokens scored, "
         f"{text['documents']:,} documents, {text['bytes']:,} bytes; in {dtypes}"
     )
+    whole = models[0]["quality"]["bits_per_byte"] is not None
+    return _table(f"Quality on {text['data']}", _QUALITY | (_TEXT_QUALITY if whole else {}), models, note)
 
 
-def _interval(compared: Results) -> str:
-    return f"{compared['ratio_low']:.4g} - {compared['ratio_high']:.4g}" if "ratio_low" in compared else ""
-
-
-def _heads(model: Results) -> str:
-    return str(model["heads"]["kv"]) if "heads" in model else "?"
-
-
-def _distributions(models: list[Results]) -> Table:
-    header = ("model", "mean KL", "median", "90 %", "99 %", "99.9 %", "max", "same top", "RMS dp", "RMS dlnp", "corr")
-    rows = []
-    for model in models[1:]:
-        found = model["against_baseline"]
-        kl = found["kl"]
-        rows.append(
-            (
-                model["name"],
-                f"{kl['mean']:.4g} ± {kl['mean_error']:.1g}",
-                *(f"{kl[key]:.4g}" for key in ("median", "p90", "p99", "p99.9", "maximum")),
-                f"{found['same_top']:.2%}",
-                f"{found['delta_p_percent']['rms']:.2f} %",
-                f"{found['log_probability_rms']:.3f}",
-                f"{found['log_probability_correlation']:.4f}",
-            )
-        )
-    lost = [m["against_baseline"].get("stored_baseline") for m in models[1:]]
+def _distributions(models: list[Record]) -> Table:
+    compared = [model["against_baseline"] | {"name": model["name"]} for model in models[1:]]
     note = "KL(baseline || model) in nats; dp, dlnp: change of the true token's probability and its logarithm"
-    if lost and lost[0]:
-        note += f"; the stored baseline's rounding alone is a KL of {lost[0]['kl_lost_mean']:.1g}"
-    return Table(f"Next-token distributions against {models[0]['name']}", header, tuple(rows), note)
+    if lost := compared[0].get("stored_baseline"):
+        note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"
+    return _table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note)
 
 
-def _cache(models: list[Results], memory: Results | None) -> Table:
-    header: tuple[str, ...] = ("model", "KV heads", "weights", "KV/token", "of baseline", "KV at context", "context")
-    measured = [m["kv_cache"]["measured"]["tokens"] for m in models if "measured" in m.get("kv_cache", {})]
+def _cache(models: list[Record], memory: Record | None) -> Table:
+    columns, caches = dict(_CACHE), [m["kv_cache"] for m in models if "kv_cache" in m]
+    measured = [cache["measured"]["tokens"] for cache in caches if "measured" in cache]
     if measured:
-        header += (f"measured, {measured[0]:,} tokens", "formula")
-    if memory:
-        header += ("batch", "longest")
-    first = models[0].get("kv_cache", {}).get("bytes_per_token")
-    rows = [tuple(_cache_cells(model, first, len(header))) for model in models]
-    caches = [m["kv_cache"] for m in models if "kv_cache" in m]
+        columns |= {
+            f"measured, {measured[0]:,} tokens": "{measured[bytes]:size}",
+            "formula": "{measured[formula]:size}",
+        }
     remarks = [cache["remark"] for cache in caches if cache["remark"]]
     if memory:
+        columns |= {"batch": "{most}", "longest": "{longest}"}
         ranks = f" on each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""
         remarks.append(
             f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache (activations are not counted): batch of "
             f"sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's positions"
         )
         remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
-    return Table("Memory", header, tuple(rows), "; ".join(dict.fromkeys(remarks)))
+    first = models[0].get("kv_cache", {}).get("bytes_per_token")
+    note = "; ".join(dict.fromkeys(remarks))
+    return _table("Memory", columns, (_cached(model, first) for model in models), note, missing="?")
 
 
-def _cache_cells(model: Results, first: int | None, count: int) -> list[str]:
-    cells = [model["name"], _heads(model), size(model["weight_bytes"])]
-    cache = model.get("kv_cache")
-    if not cache:
-        return cells + ["?"] * (count - len(cells))
-    cells += [size(cache["bytes_per_token"]), f"{cache['bytes_per_token'] / first:.3g}" if first else ""]
-    cells += [size(cache["bytes_at_context"]), f"{cache['context']:,}"] if cache["context"] else ["", "no limit"]
-    if "measured" in cache:
-        cells += [size(cache["measured"]["bytes"]), size(cache["measured"]["formula"])]
+def _cached(model: Record, first: int | None) -> Record:
+    """A model with what its cache takes, in words where there is no number."""
+    if "kv_cache" not in model:
+        return model
+    cache: Record = model["kv_cache"]
+    limit = cache["context"]
+    found = {
+        "share": f"{cache['bytes_per_token'] / first:.3g}" if first else "",
+        "at_context": size(cache["bytes_at_context"]) if limit else "",
+        "context": f"{limit:,}" if limit else "no limit",
+    }
     if fits := cache.get("fits"):
         longest = "no limit" if fits["longest"] is None else f"{fits['longest']:,}"
-        cells += ["-", "-"] if "impossible" in fits else [f"{fits['batch']:,}", longest]
-    return cells
+        most, longest = ("-", "-") if "impossible" in fits else (f"{fits['batch']:,}", longest)
+        found |= {"most": most, "longest": longest}
+    return {**model, **cache, **found}
 
 
-def _decode(models: list[Results]) -> Table:
-    header = ("model", "batch", "context", "prefill", "per token", "min - max", "tokens/s", "x baseline", "KV share",
-              "of bandwidth")  # fmt: skip
-    rows = []
-    for points in zip(*(m["decode"]["points"] for m in models), strict=True):
-        for model, point in zip(models, points, strict=True):
-            rows.append(
-                (
-                    model["name"], f"{point['batch']}", f"{point['context']:,}",
-                    f"{point['prefill_seconds'] * 1e3:,.1f} ms",
-                    f"{point['seconds_per_token'] * 1e3:.2f} ms",
-                    f"{point['fastest'] * 1e3:.2f} - {point['slowest'] * 1e3:.2f}",
-                    f"{point['tokens_per_second']:,.0f}",
-                    f"{points[0]['seconds_per_token'] / point['seconds_per_token']:.2f}",
-                    f"{point['cache_bytes'] / point['bytes_per_step']:.0%}",
-                    f"{point['roofline_seconds'] / point['seconds_per_token']:.0%}",
-                )
-            )  # fmt: skip
+def _decode(models: list[Record]) -> Table:
+    turns = zip(*(m["decode"]["points"] for m in models), strict=True)
+    records = [
+        point | {
+            "name": model["name"],
+            "faster": points[0]["seconds_per_token"] / point["seconds_per_token"],
+            "cache_share": point["cache_bytes"] / point["bytes_per_step"],
+            "roofline_fraction": point["roofline_seconds"] / point["seconds_per_token"],
+        }
+        for points in turns for model, point in zip(models, points, strict=True)
+    ]  # fmt: skip
     decode, first = models[0]["decode"], models[0]["decode"]["points"][0]
     bandwidth = first["bytes_per_step"] / first["roofline_seconds"]
     note = (
@@ -199,27 +213,25 @@ def _decode(models: list[Results]) -> Table:
         f"{first['dtype']}; KV share: of the bytes that one step must read (the rest are weights); of bandwidth: "
         f"the time that reading them takes at the measured {bandwidth / 1e9:.1f} GB/s against the time taken"
     )
-    return Table("Decoding", header, tuple(rows), note)
+    return _table("Decoding", _DECODE, records, note)
 
 
-def _tasks(models: list[Results]) -> Table:
+def _tasks(models: list[Record]) -> Table:
     header = ("task", "metric", *(model["name"] for model in models))
-    rows = []
-    for task, found in models[0]["tasks"].items():
-        for metric in found["metrics"]:
-            if "_stderr," not in metric:
-                cells = (_metric(m["tasks"][task]["metrics"], metric) for m in models)
-                rows.append((task, metric.removesuffix(",none"), *cells))
+    rows = [
+        (task, metric.removesuffix(",none"), *(_metric(m["tasks"][task]["metrics"], metric) for m in models))
+        for task, found in models[0]["tasks"].items() for metric in found["metrics"] if "_stderr," not in metric
+    ]  # fmt: skip
     return Table("Tasks (lm-evaluation-harness)", header, tuple(rows))
 
 
-def _metric(metrics: Results, name: str) -> str:
+def _metric(metrics: Record, name: str) -> str:
     value, error = metrics[name], metrics.get(name.replace(",", "_stderr,"))
-    shown = number(value) if isinstance(value, float | int) else str(value)
-    return f"{shown} ± {error:.2g}" if isinstance(error, float) and math.isfinite(error) else shown
+    told = number(value) if isinstance(value, float | int) else str(value)
+    return f"{told} ± {error:.2g}" if isinstance(error, float) and math.isfinite(error) else told
 
 
-def _attention(models: list[Results]) -> Table:
+def _attention(models: list[Record]) -> Table:
     compared = [m for m in models if m.get("attention_error")]
     header = ("module", *(f"{m['name']} {kind}" for m in compared for kind in ("own", "accumulated")))
     rows = [
@@ -230,7 +242,7 @@ def _attention(models: list[Results]) -> Table:
     return Table("Attention outputs", header, tuple(rows), note)
 
 
-def _context(models: list[Results]) -> Table:
+def _context(models: list[Record]) -> Table:
     header = ("tokens read before", *(m["name"] for m in models), "tokens scored")
     rows = [
         (f"{bins[0]['from']:,} - {bins[0]['to']:,}", *(f"{b['nats']:.4f}" for b in bins), f"{bins[0]['tokens']:,}")
@@ -239,28 +251,9 @@ def _context(models: list[Results]) -> Table:
     return Table("Nats per token by position", header, tuple(rows))
 
 
-def number(value: float | None) -> str:
-    """Five digits: more are not the same in every batch size."""
-    if value is None:
-        return ""
-    if not 1 <= value < 1e5:
-        return f"{value:.4g}"
-    return f"{value:,.{4 - int(math.log10(value))}f}"
-
-
-def as_json(results: Results, indent: int | None = None) -> str:
+def as_json(results: Record, indent: int | None = None) -> str:
     """JSON that any reader takes: NaN becomes null, infinity a string."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if isinstance(value, float) and not math.isfinite(value):
-            return None if math.isnan(value) else str(value)
-        return value
-
-    return json.dumps(plain(results), indent=indent, allow_nan=False)
+    return json.dumps(finite(results, infinity=str), indent=indent, allow_nan=False)
 
 
 def nearest(path: Path) -> Path:
@@ -301,7 +294,7 @@ def no_pictures() -> str:
     return "no pictures, for which matplotlib is missing: pip install 'gqa-convert[report]'"
 
 
-def write_report(results: Results, directory: Path) -> list[str]:
+def write_report(results: Record, directory: Path) -> list[str]:
     """results.json, report.md and, where matplotlib is installed, pictures; returns the names of what was written.
 
     An earlier report is replaced, other files in the directory stay. All are made aside first, so that what keeps one
@@ -320,7 +313,7 @@ def write_report(results: Results, directory: Path) -> list[str]:
     return made
 
 
-def _make_report(results: Results, directory: Path) -> list[str]:
+def _make_report(results: Record, directory: Path) -> list[str]:
     pictures: list[tuple[str, str]] = []
     if not (remark := no_pictures()):
         from gqa.eval import plots

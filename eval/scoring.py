@@ -18,10 +18,9 @@ from torch import Tensor
 from gqa.checkpoint.devices import free_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.write import Progress, unwatched
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
 from gqa.corpus.windows import Window, batches
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def score(
     batch_size: int,
     baseline: Baseline | None = None,
     record: Callable[[NDArray[np.int64], Tensor], None] | None = None,
-    progress: Progress = lambda tokens: None,
+    progress: Progress = unwatched,
 ) -> Scores:
     """Score every window; with several ranks (accelerate) each takes its share and all get the whole.
 

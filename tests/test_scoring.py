@@ -24,7 +24,7 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval import scoring
 from gqa.eval.attention_error import attention_errors
-from gqa.eval.evaluate import Options, measure_quality
+from gqa.eval.evaluate import Options, Row, measure_quality
 from gqa.eval.perplexity import count_words, make_pairs, make_text, perplexity
 from gqa.eval.scoring import LiveBaseline, score
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
@@ -343,8 +343,9 @@ def test_pairs_score_every_target_token():
 
 def test_measure_quality_of_several(directory, text):
     subjects = open_subjects([str(SOURCE), str(converted(directory, 4)), str(converted(directory, 2))])
-    plain = measure_quality(subjects, text, Options(dtype="float32"))
-    compared = measure_quality(subjects, text, Options(dtype="float32", compare=True))
+    plain, compared = ([Row(subject) for subject in subjects] for _ in range(2))
+    measure_quality(plain, text, Options(dtype="float32"))
+    measure_quality(compared, text, Options(dtype="float32", compare=True))
     for one, other in zip(plain, compared, strict=True):
         assert one.record["quality"]["nats"] == pytest.approx(other.record["quality"]["nats"], rel=1e-6)
     ratios = [row.record["against_baseline"]["ratio"] for row in compared[1:]]

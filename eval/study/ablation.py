@@ -41,6 +41,7 @@ from gqa.eval.study.jobs import measure_side_by_side
 from gqa.eval.study.speeds import measure_speeds
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
+from gqa.eval.text import check_ids, choose_context
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader
 from gqa.uptrain.options import differences
 from gqa.uptrain.setup import find_block_size
@@ -148,9 +149,9 @@ def _text(subject: Subject, options: StudyOptions, sources: Sequence[Any]) -> Te
             "nothing is held out to measure on: give --heldout SOURCE, or --heldout-fraction of the data's documents"
         )
     texts = sorted((found.text for source in sources for found in source.documents()), key=text_digest)
-    context = evaluate.choose_context([subject], options.context, beyond=False)
+    context = choose_context([subject], options.context, beyond=False)
     text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)
-    evaluate.check_ids([subject], text)
+    check_ids([subject], text)
     return text
 
 
@@ -224,7 +225,8 @@ def _share(study: Study, record: Row, speeds: dict[int, Row]) -> Shared:
     """The source's evaluation, which is added to the record too."""
     subject, options, evaluation = study.subject, study.options, study.evaluation
     start = time.perf_counter()
-    source = evaluate.measure_quality([subject], study.text, evaluation)[0]
+    source = evaluate.Row(subject)
+    evaluate.measure_quality([source], study.text, evaluation)
     assert source.scores is not None
     quality, cache = source.record["quality"], evaluation.baseline_cache
     record["source"] = {

@@ -16,7 +16,7 @@ import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
-from gqa.eval.report import Table, no_pictures, number
+from gqa.eval.report import Table, no_pictures, shown
 from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.tradeoff import points, recommend
@@ -27,9 +27,11 @@ _CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains
          "alpha": "{alpha:g}"}  # fmt: skip
 _FOUND = {
     "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}", "above source": "{loss_increase:+.4f}",
-    "95 % of the ratio": "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}", "perplexity": "{perplexity}",
-    "bits/byte": "{bits_per_byte:.4f}", "KL": "{kl:.4f}", "same top": "{top1_agreement:.1%}", "KV bytes/token": _BYTES,
-    "tokens/s": _SPEED, "s converting": "{seconds_converting:,.1f}", "s training": "{seconds_training:,.1f}",
+    "95 % of the ratio": "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}",
+    "perplexity": "{perplexity:number}", "bits/byte": "{bits_per_byte:.4f}",
+    "KL": "{kl:.4f}", "top-1 agreement": "{top1_agreement:.1%}",
+    "KV bytes/token": _BYTES, "tokens/s": _SPEED,
+    "s converting": "{seconds_converting:,.1f}", "s training": "{seconds_training:,.1f}",
     "s measuring": "{seconds_evaluating:,.1f}",
 }  # fmt: skip
 
@@ -74,11 +76,11 @@ def short_table(results: Results) -> Table:
     rows = []
     if found.empty or "source" not in set(found.series):
         loss = [f"{source['loss']:.4f}", *[""] * (len(alphas) - 1)]
-        rows.append(("source", f"{source['groups']}", *_shown(source, _BYTES, _SPEED), *loss[: len(alphas)]))
+        rows.append(("source", f"{source['groups']}", *shown(source, (_BYTES, _SPEED)), *loss[: len(alphas)]))
     for (groups, series), some in found.groupby(["groups", "series"], sort=False) if len(found) else ():
         losses = {point.alpha: _loss(point) for point in some.itertuples()}
         rows.append(
-            (series, f"{groups}", *_shown(some.iloc[0], _BYTES, _SPEED), *(losses.get(alpha, "") for alpha in alphas))
+            (series, f"{groups}", *shown(some.iloc[0], (_BYTES, _SPEED)), *(losses.get(alpha, "") for alpha in alphas))
         )
     header = ("method", "KV heads", "KV bytes/token", "tokens/s", *(f"alpha {alpha:g}" for alpha in alphas))
     note = "nats per token on held-out text, means over seeds ± half of their range"
@@ -91,22 +93,12 @@ def _loss(point: Any) -> str:
     return f"{point.loss:.4f}" + (f" ± {(point.highest - point.lowest) / 2:.3f}" if point.seeds > 1 else "")
 
 
-def _shown(row: Any, *formats: str) -> Iterator[str]:
-    """Empty where the row has no such numbers."""
-    for how in formats:
-        try:
-            yield how.format_map(row)
-        except (KeyError, TypeError):
-            yield ""
-
-
 def _all_rows(results: Results) -> Table:
     """One line a cell."""
     rows = []
-    for measured in results.rows:
-        row = measured | {"perplexity": number(measured.get("perplexity"))}
-        found = ("", "failed", *[""] * (len(_FOUND) - 2)) if row["error"] else _shown(row, *_FOUND.values())
-        rows.append((*_shown(row, *_CELL.values()), *found))
+    for row in results.rows:
+        found = ("", "failed", *[""] * (len(_FOUND) - 2)) if row["error"] else shown(row, _FOUND.values())
+        rows.append((*shown(row, _CELL.values()), *found))
     text, source = results.source["text"], results.source
     note = (
         f"source: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
@@ -131,7 +123,7 @@ def _tables(results: Results) -> Iterator[Table]:
         yield Table("Where this agrees with the paper", header, rows, note)
     yield _budgets(results)
     if failed := results.failed:
-        rows = tuple((*_shown(row, *_CELL.values()), row["error"]) for row in failed)
+        rows = tuple((*shown(row, _CELL.values()), row["error"]) for row in failed)
         yield Table("Cells that failed", (*_CELL, "why"), rows, "the same command tries them again")
     yield _all_rows(results)
 
@@ -145,7 +137,7 @@ def _budgets(results: Results) -> Table:
         else:
             share = chosen.kv_bytes_per_token / whole
             names = "{series}", "{groups}", "{alpha:g}", _BYTES
-            found = [*_shown(chosen, *names), f"{share:.0%}", f"{chosen.worst:+.4f}"]
+            found = [*shown(chosen, names), f"{share:.0%}", f"{chosen.worst:+.4f}"]
         rows.append((f"{budget:g}", *found))
     header = ("nats above source, at most", "method", "KV heads", "alpha", "KV bytes/token", "of the source", "above")
     return Table("The smallest cache within a budget", header, tuple(rows), "of the worst seed")
@@ -179,11 +171,11 @@ def _make(results: Results, directory: Path) -> list[str]:
     commit = f", commit {last['git']}" if last.get("git") else ""
     made = f"{last['created']}, {last['device']}, {last['threads']} threads; {versions}{commit}."
     feet, tables = [*filter(None, [remark]), made], list(_tables(results))
-    shown = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
+    pasted = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
     first, *others = [table.markdown() for table in tables]
     indented = "\n".join(f"    {command}" for command in commands)
     write_text(
-        directory / "report.md", "\n\n".join([f"# {title}", indented, lead, first, *shown, *others, *feet]) + "\n"
+        directory / "report.md", "\n\n".join([f"# {title}", indented, lead, first, *pasted, *others, *feet]) + "\n"
     )
     figures = [{"caption": text, "data": _base64(directory / f"{name}.svg")} for name, text in pictures]
     html = page(title=title, commands=commands, lead=lead, tables=tables, figures=figures, foot=" ".join(feet))
@@ -195,11 +187,11 @@ def _base64(path: Path) -> str:
     return b64encode(path.read_bytes()).decode()
 
 
-def page(**shown: Any) -> str:
+def page(**given: Any) -> str:
     """A whole HTML document; page.html.jinja says of what. Text is escaped."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["kinds"] = _kinds
-    return environment.get_template("page.html.jinja").render(shown)
+    return environment.get_template("page.html.jinja").render(given)
 
 
 def _kinds(table: Table) -> list[str]:
