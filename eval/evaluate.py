@@ -67,16 +67,12 @@ def usable_device(asked: str | None) -> str:
 
 
 def load(subject: Subject, options: Options) -> PreTrainedModel:
-    with _explained(
-        subject.name, options, "its weights", "choose another --dtype or give fewer checkpoints to --decode"
-    ):
+    advice = "choose another --dtype or give fewer checkpoints to --decode"
+    with _explained(subject.name, options, "its weights", advice):
         return load_model(
-            subject.path,
-            dtype=options.dtype,
-            device=options.device,
-            attention=options.attention,
+            subject.path, dtype=options.dtype, device=options.device, attention=options.attention,
             trust_remote_code=options.trust_remote_code,
-        )
+        )  # fmt: skip
 
 
 @contextmanager
@@ -192,7 +188,7 @@ def some_windows(text: Text) -> list[Any]:
 def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[str, Any]:
     """What scores say, alone and against a baseline's, JSON-ready."""
     found: dict[str, Any] = {
-        "quality": perplexity(scores, text).record(),
+        "quality": asdict(perplexity(scores, text)),
         "by_context": by_context(scores.nats, scores.context),
     }
     if baseline is None:

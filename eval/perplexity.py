@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gqa.checkpoint.errors import RefusedError
@@ -176,19 +176,13 @@ class Perplexity:
     """`tokens` are those scored; per word and per byte only where every token of the text is."""
 
     nats: float
+    nats_per_token: float
     tokens: int
     token_perplexity: float
     token_perplexity_error: float
     word_perplexity: float | None = None
     byte_perplexity: float | None = None
     bits_per_byte: float | None = None
-
-    @property
-    def nats_per_token(self) -> float:
-        return self.nats / self.tokens
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self) | {"nats_per_token": self.nats_per_token}
 
 
 def perplexity(scores: Scores, text: Text) -> Perplexity:
@@ -197,12 +191,13 @@ def perplexity(scores: Scores, text: Text) -> Perplexity:
     The error of the token perplexity is llama-perplexity's: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
     total, tokens = scores.total_nats, scores.tokens
-    value = exp(total / tokens)
+    mean = total / tokens
+    value = exp(mean)
     error = value * float(scores.nats.std(dtype="float64")) / math.sqrt(tokens - 1) if tokens > 1 else math.nan
     if not text.whole:
-        return Perplexity(total, tokens, value, error)
+        return Perplexity(total, mean, tokens, value, error)
     per_byte = total / text.bytes
-    return Perplexity(total, tokens, value, error, exp(total / text.words), exp(per_byte), per_byte / math.log(2))
+    return Perplexity(total, mean, tokens, value, error, exp(total / text.words), exp(per_byte), per_byte / math.log(2))
 
 
 def exp(value: float) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -108,17 +109,18 @@ def score(
         RefusedError: The logits are not finite; names the window and the first module whose output is not.
     """
     state = ranks()
-    starts = np.concatenate([[0], np.cumsum([w.scored for w in windows], dtype=np.int64)])
-    found = _empty(int(starts[-1]), baseline is not None)
+    ends = np.cumsum([0, *(window.scored for window in windows)]).tolist()
+    places = [slice(start, end) for start, end in pairwise(ends)]  # of each window's predictions in the scores
+    found = _empty(ends[-1], baseline is not None)
     mine = list(batches(windows, batch_size))[state.process_index :: state.num_processes]
     for indices in mine:
-        batch = _make_batch([windows[i] for i in indices], starts[indices], head.model.device)
+        batch = _make_batch([windows[i] for i in indices], [places[i] for i in indices], head.model.device)
         _score_batch(head, batch, found, baseline, record)
-        if not np.isfinite(found["nats"][batch.rows]).all():
-            _explain_not_finite(head, windows, indices, found["nats"], starts)
+        if bad := [i for i in indices if not np.isfinite(found["nats"][places[i]]).all()]:
+            _refuse_not_finite(head, windows, min(bad))
         progress(len(batch.rows))
     if state.num_processes > 1:
-        found = _gather(found, mine, windows, starts)
+        _gather(found, [places[i] for batch in mine for i in batch])
     return Scores.of(windows, **found)
 
 
@@ -135,23 +137,22 @@ def _contexts(window: Window) -> NDArray[np.int32]:
     return np.arange(last - window.scored + 1, last + 1, dtype=np.int32)
 
 
-def _make_batch(windows: Sequence[Window], starts: NDArray[np.int64], device: torch.device) -> Batch:
+def _make_batch(windows: Sequence[Window], places: Sequence[slice], device: torch.device) -> Batch:
     """Padded on the right: with causal attention no scored position sees padding, so no mask is needed."""
     width = max(len(w.ids) for w in windows) - 1
     ids = torch.zeros((len(windows), width), dtype=torch.long)
-    flat, targets, rows = [], [], []
-    for line, (window, start) in enumerate(zip(windows, starts, strict=True)):
+    flat, targets = [], []
+    for line, window in enumerate(windows):
         count = len(window.ids) - 1
         ids[line, :count] = torch.tensor(window.ids[:-1])
         flat.append(torch.arange(count - window.scored, count) + line * width)
         targets.append(torch.tensor(window.ids[-window.scored :]))
-        rows.append(np.arange(start, start + window.scored))
     inputs = {"input_ids": ids}
     if any(window.source for window in windows):
         inputs = _with_encoder(windows, ids)
     return Batch(
         {name: tensor.to(device) for name, tensor in inputs.items()},
-        torch.cat(flat).to(device), torch.cat(targets).to(device), np.concatenate(rows),
+        torch.cat(flat).to(device), torch.cat(targets).to(device), np.r_[tuple(places)],
     )  # fmt: skip
 
 
@@ -198,30 +199,18 @@ def _at(log_probabilities: Tensor, targets: Tensor) -> NDArray[np.float32]:
     return picked
 
 
-def _gather(
-    found: dict[str, NDArray[Any]], mine: list[list[int]], windows: Sequence[Window], starts: NDArray[np.int64]
-) -> dict[str, NDArray[Any]]:
-    """Every rank's windows put together, in the order of the text: what one rank alone would have found."""
+def _gather(found: dict[str, NDArray[Any]], mine: Sequence[slice]) -> None:
+    """Put every rank's windows together, in the order of the text: what one rank alone would have found."""
     from accelerate.utils import gather_object
 
-    indices = [i for batch in mine for i in batch]
-    share = {i: {k: v[starts[i] : starts[i] + windows[i].scored] for k, v in found.items()} for i in indices}
-    for part in gather_object([share]):
-        for i, values in part.items():
+    for part in gather_object([[(place, {key: values[place] for key, values in found.items()}) for place in mine]]):
+        for place, values in part:
             for key, value in values.items():
-                found[key][starts[i] : starts[i] + len(value)] = value
-    return found
+                found[key][place] = value
 
 
-def _explain_not_finite(
-    head: ChunkedHead,
-    windows: Sequence[Window],
-    indices: Sequence[int],
-    found: NDArray[np.float32],
-    starts: NDArray[np.int64],
-) -> None:
-    bad = next(i for i in sorted(indices) if not np.isfinite(found[starts[i] : starts[i] + windows[i].scored]).all())
-    batch = _make_batch([windows[bad]], starts[[bad]], head.model.device)
+def _refuse_not_finite(head: ChunkedHead, windows: Sequence[Window], bad: int) -> NoReturn:
+    batch = _make_batch([windows[bad]], [slice(0, windows[bad].scored)], head.model.device)
     where = first_not_finite(head.model, batch.inputs)
     raise RefusedError(
         f"{head.model.name_or_path}: the logits of window {bad} (document {windows[bad].document}) are not finite; "

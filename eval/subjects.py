@@ -70,10 +70,6 @@ class Subject:
         return sum(spec.nbytes for spec in self.checkpoint.tensors.values())
 
     @cached_property
-    def parameters(self) -> int:
-        return self.checkpoint.parameters
-
-    @cached_property
     def cache(self) -> KVCache | None:
         """By formula; None for an architecture whose key/value heads are not known."""
         try:
@@ -88,7 +84,7 @@ class Subject:
             "path": self.path,
             "revision": self.checkpoint.revision,
             "model_type": self.config.model_type,
-            "parameters": self.parameters,
+            "parameters": self.checkpoint.parameters,
             "weight_bytes": self.weight_bytes,
             "provenance": self._told(PROVENANCE),
             "training": self._told(UPTRAINING),

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from embedded import SOURCE, converted, load
 from tiny_models import TINY, build
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert import convert_checkpoint
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, measure_decode, memory_bandwidth, weights_read
 
-SOURCE = Path(__file__).parent.parent / "examples" / "stdlib-mha"
 # stdlib-mha: 6 layers of 8 heads of 32 in 256 dimensions, 688 wide, a tied table of 4096 tokens.
 NORMS_AND_MLP = 6 * (2 * 256 + 3 * 256 * 688) + 256
 TABLE = 4096 * 256
@@ -29,11 +27,7 @@ BANDWIDTH = 1e9
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PreTrainedModel]:
     """stdlib-mha and its conversion to 2 heads, in float32."""
-    grouped = convert_checkpoint(SOURCE, 2, tmp_path_factory.mktemp("converted") / "2").out
-    return {
-        name: AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        for name, directory in (("mha", SOURCE), ("gqa2", grouped))
-    }
+    return {"mha": load(SOURCE), "gqa2": load(converted(tmp_path_factory.mktemp("converted"), 2))}
 
 
 @dataclass
@@ -60,9 +54,6 @@ def calls(pair: dict[str, PreTrainedModel]) -> Iterator[dict[str, Calls]]:
     yield made
     for handle in handles:
         handle.remove()
-
-
-# ------------------------------------------------------------------------------------------------- the loop
 
 
 @pytest.mark.parametrize("name", ["mha", "gqa2"])
@@ -95,9 +86,6 @@ def test_a_sliding_window_decodes_too() -> None:
     model.generation_config.eos_token_id = None
     expected = model.generate(input_ids=ids, do_sample=False, max_new_tokens=9, pad_token_id=0)[:, 9:]
     assert torch.equal(greedy_decode(model, ids, steps=8).tokens, expected)
-
-
-# ------------------------------------------------------------------------------------------------- points
 
 
 @pytest.fixture
@@ -175,9 +163,6 @@ def test_bandwidth_is_of_both_directions(monkeypatch: pytest.MonkeyPatch) -> Non
         ticks = iter([t for n in range(20) for t in (100 * n, 100 * n + intervals[0], 100 * n + sum(intervals))])
         monkeypatch.setattr(decode, "clock", lambda device, ticks=ticks: next(ticks))
         assert memory_bandwidth("cpu", 4000) == best
-
-
-# ------------------------------------------------------------------------------------------------- refusals
 
 
 def test_contexts_that_do_not_fit() -> None:

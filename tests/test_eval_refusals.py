@@ -111,6 +111,8 @@ def damaged(path: Path, damage: str) -> Path:
         del weights[name]
     elif damage == "unexpected":
         weights["model.layers.1.self_attn.extra.weight"] = torch.zeros(3)
+    elif damage == "mismatched":
+        weights[name] = weights[name][:128].contiguous()
     elif damage == "nan":
         weights["model.layers.2.mlp.up_proj.weight"][5, 7] = math.nan
     elif damage == "vocabulary":
@@ -138,6 +140,7 @@ def damaged(path: Path, damage: str) -> Path:
     [
         ("missing", "SRC BAD --data TEXT", "loads with missing keys: model.layers.1.self_attn.k_proj.weight"),
         ("unexpected", "SRC BAD --data TEXT", "loads with unexpected keys: model.layers.1.self_attn.extra.weight"),
+        ("mismatched", "SRC BAD --data TEXT", "loads with mismatched keys: model.layers.1.self_attn.k_proj.weight"),
         ("nan", "SRC BAD --data TEXT", "window 0 (document 0) are not finite; the first module"),
         ("nan", "SRC BAD --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
         ("nan", "BAD SRC --data TEXT --kl", "is model.layers.2.mlp.up_proj"),

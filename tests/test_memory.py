@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
+import embedded
 import pytest
-import torch
+from embedded import SOURCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TINY, build
-from transformers import AutoModelForCausalLM, FalconConfig, LlamaConfig, PreTrainedModel
+from transformers import FalconConfig, LlamaConfig
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint, read_checkpoint
-from gqa.convert import convert_checkpoint
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval.memory import cache_of, largest_batch, largest_context, measured_cache_bytes, model_cache, rank_cache
 
-SOURCE = Path(__file__).parent.parent / "examples" / "stdlib-mha"
 LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
 WINDOW = 5  # of the tiny models
 
@@ -32,14 +31,9 @@ GB = 10**9
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """stdlib-mha with G heads, converted once."""
+    """stdlib-mha with G heads."""
     directory = tmp_path_factory.mktemp("converted")
-
-    @cache
-    def make(groups: int) -> Path:
-        return SOURCE if groups == 8 else convert_checkpoint(SOURCE, groups, directory / str(groups)).out
-
-    return make
+    return lambda groups: SOURCE if groups == 8 else embedded.converted(directory, groups)
 
 
 def stored(directory: Path) -> KVCache:
@@ -47,18 +41,9 @@ def stored(directory: Path) -> KVCache:
     return checkpoint_cache(read_checkpoint(directory))
 
 
-def load(directory: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
-    assert isinstance(model, PreTrainedModel)
-    return model
-
-
-# ------------------------------------------------------------------------------------------------- formula = cache
-
-
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_formula_is_what_transformers_holds(converted: Callable[[int], Path], groups: int) -> None:
-    promised, model = stored(converted(groups)), load(converted(groups))
+    promised, model = stored(converted(groups)), load_model(str(converted(groups)))
     assert promised.bytes_per_token == LAYERS * groups * 2 * DIM * 2
     assert promised.remark is None
     for tokens, batch in ((1, 1), (7, 3), (40, 2)):
@@ -69,11 +54,11 @@ def test_formula_is_what_transformers_holds(converted: Callable[[int], Path], gr
 
 def test_config_and_directory_say_the_same(converted: Callable[[int], Path]) -> None:
     for groups in (2, 8):
-        assert cache_of(load(converted(groups)).config) == stored(converted(groups))
+        assert cache_of(load_model(str(converted(groups))).config) == stored(converted(groups))
 
 
 def test_bytes_of_a_loaded_model_are_of_its_dtype(converted: Callable[[int], Path]) -> None:
-    model = load(converted(2)).float()  # which its config does not know
+    model = load_model(str(converted(2))).float()  # which its config does not know
     assert model_cache(model).bytes_at(9) == 2 * stored(converted(2)).bytes_at(9)
     assert measured_cache_bytes(model, 9, 2) == 2 * model_cache(model).bytes_at(9)
 
@@ -126,9 +111,6 @@ def test_a_cross_attention_layer_does_not_grow(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert measured_cache_bytes(model, 6, 1) == model_cache(model).bytes_at(6) == stored(tmp_path).bytes_at(6)
     assert len(model_cache(model).layers) < model.config.get_text_config().num_hidden_layers
-
-
-# ------------------------------------------------------------------------------------------------- budgets
 
 
 def test_llama_2_7b_by_hand() -> None:
@@ -211,9 +193,6 @@ def test_the_largest_fits_and_one_more_does_not(
     else:
         assert fits(1, longest) or longest == 0
         assert not fits(1, longest + 1)
-
-
-# ------------------------------------------------------------------------------------------------- refusals
 
 
 def test_refusals() -> None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY, build, inputs
 
 import gqa.corpus.likelihood
-from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval import scoring
@@ -290,34 +283,6 @@ def test_attention_errors_of_a_conversion_grow_with_depth(source, grouped, text)
     assert found[-1].accumulated > found[-1].own
 
 
-def test_nan_names_the_window_and_the_module(directory, text):
-    path = copy_source(directory, "nan")
-    weights = load_file(path / "model.safetensors")
-    weights["model.layers.2.mlp.up_proj.weight"][5, 7] = math.nan
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RefusedError) as caught:
-        score(ChunkedHead(load(path)), text.windows, batch_size=4)
-    assert "window 0 (document 0): " not in str(caught.value)
-    assert "the logits of window 0 (document 0) are not finite" in str(caught.value)
-    assert "the first module whose output is not finite is model.layers.2.mlp.up_proj" in str(caught.value)
-
-
-@pytest.mark.parametrize("change", ["missing", "unexpected", "mismatched"])
-def test_a_checkpoint_that_transformers_only_warns_of_is_refused(directory, change):
-    path = copy_source(directory, change)
-    weights = load_file(path / "model.safetensors")
-    name = "model.layers.1.self_attn.k_proj.weight"
-    if change == "missing":
-        del weights[name]
-    elif change == "unexpected":
-        weights["model.layers.1.self_attn.extra.weight"] = torch.zeros(3)
-    else:
-        weights[name] = weights[name][:128].contiguous()
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RefusedError, match=r"layers\.1\.self_attn|cannot load"):
-        load_model(str(path))
-
-
 def test_encoder_decoder(directory):
     """Loss on pairs is that of the class with labels."""
     tiny = TINY["t5gemma"]
@@ -354,35 +319,3 @@ def test_measure_quality_of_several(directory, text):
     assert 1 < ratios[0] < ratios[1]
     assert "against_baseline" not in compared[0].record
     assert "kl" not in plain[1].record["against_baseline"]
-
-
-RANKS = """
-import json, sys
-sys.path.insert(0, {tests!r})
-from embedded import SOURCE, load, texts, tokenizer
-from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.perplexity import make_text
-from gqa.eval.scoring import LiveBaseline, score
-from gqa.checkpoint.loading import ranks
-text = make_text(texts(5), tokenizer(), protocol="rolling", context=128)
-model = load(SOURCE)
-found = score(ChunkedHead(model), text.windows, batch_size=4, baseline=LiveBaseline(ChunkedHead(model)))
-state = ranks()
-assert state.num_processes == 2
-with open({out!r} + str(state.process_index), "w") as stream:
-    json.dump([found.nats.tolist(), float(found.kl.max()), bool(found.same_top.all())], stream)
-"""
-
-
-def test_ranks_share_the_work_and_find_the_same(scores, tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(tests=str(Path(__file__).parent), out=str(tmp_path / "found")))
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    for rank in "01":
-        values, kl, same = json.loads((tmp_path / f"found{rank}").read_text())
-        assert np.allclose(values, scores.nats, atol=2e-5)
-        assert sum(values) == pytest.approx(scores.total_nats, rel=1e-6)
-        assert (kl, same) == (0, True)

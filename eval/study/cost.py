@@ -42,7 +42,10 @@ def _converting(study: Study, method: str) -> float:
         tokens += CALIBRATING * maps.text.tokens
     if method == "refined":  # attention modules alone, forwards and backwards
         modules = attention_modules(study.subject.checkpoint, study.plan.config)
-        share = sum(spec.numel for module in modules for spec in module.tensors.values()) / study.subject.parameters
+        share = (
+            sum(spec.numel for module in modules for spec in module.tensors.values())
+            / study.subject.checkpoint.parameters
+        )
         tokens += TRAINING * share * maps.refinement.steps * maps.refinement.batch * maps.text.length
     return tokens
 
