@@ -93,6 +93,10 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     except OSError as error:
         fail(program, str(error), 1)
     except Exception as error:  # a defect of ours: one line all the same, the traceback on request
+        from gqa.checkpoint.devices import out_of_memory
+
         if {"-v", "--verbose"} & set(sys.argv):
             traceback.print_exc()
+        if out_of_memory(error):
+            fail(program, f"out of memory: {explain(error)}", 1)
         fail(program, f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report it", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
+from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def load_model(
 
     Raises:
         RefusedError: It cannot be loaded, or loads with keys missing, unexpected or of another shape.
+        RuntimeError, MemoryError: There is no memory left for it (`devices.out_of_memory`).
     """
     import transformers
 
@@ -42,6 +44,8 @@ def load_model(
     except RefusedError:
         raise
     except Exception as error:  # whatever a library raises about a checkpoint it cannot read
+        if out_of_memory(error):
+            raise
         raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := info.get(kind):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from gqa.checkpoint.console import run
 from gqa.checkpoint.devices import as_float64, find_device, out_of_memory
 from gqa.convert import RefusedError
 
@@ -35,3 +37,20 @@ def test_what_running_out_of_memory_looks_like() -> None:
     assert out_of_memory(MemoryError())
     assert not out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not out_of_memory(ValueError("out of memory"))
+
+
+def test_a_command_that_runs_out_of_memory_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nothing tells what took it: this is no defect to be reported."""
+
+    @click.command()
+    def command() -> None:
+        torch.empty(1 << 46)
+
+    monkeypatch.setattr("sys.argv", ["gqa-test"])
+    with pytest.raises(SystemExit, match=r"^1$"):
+        run(command, "gqa-test", "nothing was written")
+    told = capsys.readouterr().err
+    assert told.startswith("gqa-test: out of memory: ")
+    assert "report it" not in told

@@ -271,7 +271,7 @@ NO_MEMORY = {
 
 
 @pytest.mark.parametrize("error", NO_MEMORY.values(), ids=NO_MEMORY)
-@pytest.mark.parametrize("where", ["step", "documents", "state", "compiler"])
+@pytest.mark.parametrize("where", ["accelerate", "weights", "compiler", "step", "documents", "state"])
 def test_out_of_memory(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
 ) -> None:
@@ -280,19 +280,20 @@ def test_out_of_memory(
     def fail(*given: Any, **how: Any) -> Any:
         raise error
 
-    import gqa.uptrain.training_model as module
-
-    owner, name = {
-        "step": (module, "next_token_loss"), "documents": (torch, "allclose"), "state": (torch, "save"),
-        "compiler": (torch, "compile"),
+    target = {
+        "accelerate": "gqa.uptrain.setup.Accelerator", "weights": "transformers.LlamaForCausalLM.from_pretrained",
+        "compiler": "torch.compile", "step": "gqa.uptrain.training_model.next_token_loss",
+        "documents": "torch.allclose", "state": "torch.save",
     }[where]  # fmt: skip
-    monkeypatch.setattr(owner, name, (lambda function: fail) if where == "compiler" else fail)
+    monkeypatch.setattr(target, (lambda function: fail) if where == "compiler" else fail)
     done = command(
         place, tmp_path / "out", steps=1, batch_size=4, micro_batch=2, save_every=1,
         mask_documents=where == "documents", compile=where == "compiler",
     )  # fmt: skip
+    preparing = "preparing the model; see Memory"
     batch = "training, 2 blocks of 64 tokens at a time on cpu; lower --micro-batch (now 2) or --block-size (now 64), or"
-    check_refused(done, f"out of memory while {'preparing the model' if where == 'compiler' else batch}")
+    told = {"accelerate": "accelerate starts; free some", "weights": preparing, "compiler": preparing}
+    check_refused(done, f"out of memory while {told.get(where, batch)}")
     assert not (tmp_path / "out").exists()
 
 

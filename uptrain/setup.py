@@ -143,6 +143,8 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
             kwargs_handlers=[DistributedDataParallelKwargs()],
         )
     except (ValueError, RuntimeError, ImportError) as error:
+        if out_of_memory(error):  # the first that a process asks of a device that others have filled
+            raise RefusedError("out of memory while accelerate starts; free some or choose another device") from None
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from None
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")

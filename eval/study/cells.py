@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
@@ -165,7 +165,7 @@ def _told(error: Exception) -> str:
     """One line for a row."""
     if isinstance(error, RefusedError | OutputError | DivergedError):
         return one_line(str(error))
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error):
         return "the memory of the device is too small; give --micro-batch, a smaller --eval-batch or --precision bf16"
     return one_line(f"{type(error).__name__}: {explain(error)}")
 
