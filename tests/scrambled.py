@@ -26,10 +26,10 @@ from gqa.convert.heads.symmetries import Rotary, Symmetry
 
 # What the tensors of queries, keys, values and outputs are called, below an attention module.
 NAMES = {
-    "query": ("q_proj", "q_proj.linear", "q", "query_net"),
-    "key": ("k_proj", "k_proj.linear", "k", "key_net"),
-    "value": ("v_proj", "v_proj.linear", "v", "value_net"),
-    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o", "out_projection"),
+    "query": ("q_proj", "q_proj.linear", "q", "query_net", "wq"),
+    "key": ("k_proj", "k_proj.linear", "k", "key_net", "wk"),
+    "value": ("v_proj", "v_proj.linear", "v", "value_net", "wv"),
+    "output": ("o_proj", "o_proj.linear", "out_proj", "dense", "c_proj", "attn_out", "o", "out_projection", "wo"),
     "stacked": ("qkv_proj", "att_proj", "Wqkv"),
     "per_head": ("query_key_value", "c_attn"),
 }
