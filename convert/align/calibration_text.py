@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
@@ -125,6 +125,3 @@ def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
 
 def checkpoint_vocabulary(checkpoint: Checkpoint) -> int:
     return int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
-
-
-__all__ = ["CalibrationText", "CorpusError"]
