@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from documents import Counted
     from hub_server import Hub, Machine
 
 
@@ -28,6 +29,14 @@ def machine(tmp_path: Path, hub: Hub) -> Machine:
     from hub_server import Machine
 
     return Machine(tmp_path, hub.endpoint)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """Counts the documents that are tokenised."""
+    from documents import Counted
+
+    return Counted(monkeypatch)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from documents import lines, write
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.files import ALLOWED
@@ -24,16 +23,8 @@ from gqa.corpus.stdlib import stdlib_documents
 
 # Whatever a loader that guesses types would turn into something else, and whatever could be cut in two.
 TEXTS = [
-    "2020-01-01",
-    "007",
-    "NA",
-    "null",
-    "[1]",
-    'a, "b"\tc',
-    "line\nbreak\r\nother",
-    "é ü 漢字 🙂",
-    "x\u2028y\x85\x0c",
-]
+    "2020-01-01", "007", "NA", "null", "[1]", 'a, "b"\tc', "line\nbreak\r\nother", "é ü 漢字 🙂", "x\u2028y\x85\x0c",
+]  # fmt: skip
 
 
 def texts_of(spec: object, **options: str) -> list[str]:
@@ -47,78 +38,22 @@ def refusal(spec: object, **options: str) -> str:
     return str(refused.value)
 
 
-def lines(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+KINDS = {"large.parquet": pa.large_string(), "coded.parquet": pa.dictionary(pa.int32(), pa.string())}
+FORMATS = ("a.jsonl", "a.jsonl.gz", "a.JSONL.zst", "a.json", "a.csv", "a.tsv", "a.parquet", *KINDS, "a.arrow",
+           "feather.arrow", "a.txt")  # fmt: skip
 
 
-def rows_of(texts: list[str]) -> list[dict[str, object]]:
-    return [{"id": i, "text": text} for i, text in enumerate(texts)]
-
-
-def write_jsonl(path: Path, texts: list[str]) -> None:
-    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows_of(texts)).encode()
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(data))
-    elif path.suffix == ".zst":
-        path.write_bytes(pa.compress(data, codec="zstd", asbytes=True))
-    else:
-        path.write_bytes(data)
-
-
-def write_csv(path: Path, texts: list[str]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, ["id", "text"], delimiter="\t" if path.suffix == ".tsv" else ",")
-        writer.writeheader()
-        writer.writerows(rows_of(texts))
-
-
-def table(texts: list[str], kind: pa.DataType | None = None) -> pa.Table:
-    return pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string()).cast(kind or pa.string())})
-
-
-def write_stream(path: Path, texts: list[str]) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table(texts).schema) as writer:
-        writer.write_table(table(texts), max_chunksize=2)
-
-
-def write_feather(path: Path, texts: list[str]) -> None:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table(texts).schema) as writer:
-        writer.write_table(table(texts), max_chunksize=2)
-
-
-def write_array(path: Path, texts: list[str]) -> None:
-    path.write_text(json.dumps(rows_of(texts), indent=1), encoding="utf-8")
-
-
-def write_separated(path: Path, texts: list[str]) -> None:
-    path.write_bytes("\n<|endoftext|>\n".join(texts).encode())
-
-
-WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
-    "a.jsonl": write_jsonl,
-    "a.jsonl.gz": write_jsonl,
-    "a.JSONL.zst": write_jsonl,
-    "a.json": write_array,
-    "a.csv": write_csv,
-    "a.tsv": write_csv,
-    "a.parquet": lambda path, texts: pq.write_table(table(texts), path),
-    "large.parquet": lambda path, texts: pq.write_table(table(texts, pa.large_string()), path),
-    "coded.parquet": lambda path, texts: pq.write_table(table(texts, pa.dictionary(pa.int32(), pa.string())), path),
-    "a.arrow": write_stream,
-    "feather.arrow": write_feather,
-    "a.txt": write_separated,
-}
-
-
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    WRITERS[name](path, [*TEXTS, "", " \n"])
-    assert texts_of(path, separator="<|endoftext|>") == TEXTS
-    source = parse_source(str(path), separator="<|endoftext|>")
-    assert next(source.documents()).name.startswith(str(path))
-    assert list(source.documents()) == list(source.documents())
+    path, texts = tmp_path / name, [*TEXTS, "", " \n"]
+    if name == "a.txt":
+        path.write_bytes("\n<|endoftext|>\n".join(texts).encode())
+    else:
+        write(path, texts, KINDS.get(name))
+    found = list(parse_source(str(path), separator="<|endoftext|>").documents())
+    assert [document.text for document in found] == TEXTS
+    assert found[0].name.startswith(str(path))
+    assert found == list(parse_source(str(path), separator="<|endoftext|>").documents())
 
 
 def test_datasets_writes_what_is_read(tmp_path: Path) -> None:
@@ -146,32 +81,24 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
 
 
 def test_directories_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "b.jsonl",
-        "a.jsonl",
-        "deep/er/c.jsonl",
-        ".hidden.jsonl",
-        ".cache/d.jsonl",
-        "deep/.git/e.jsonl",
-    ):
+    for name in ("b.jsonl", "a.jsonl", "deep/er/c.jsonl", ".hidden.jsonl", ".cache/d.jsonl", "deep/.git/e.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         lines(tmp_path / name, {"text": name})
     lines(tmp_path / "dataset_info.json", {"text": "of datasets"})
     (tmp_path / "README.md").write_text("a card")
     (tmp_path / "photo.png").write_bytes(b"\x89PNG")
     (tmp_path / "again.jsonl").symlink_to("a.jsonl")
-    assert texts_of(tmp_path) == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
     monkeypatch.chdir(tmp_path)
-    assert texts_of(".") == texts_of("./") == texts_of("**/*.jsonl") == ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"]
-    assert texts_of("[ab].jsonl") == ["a.jsonl", "b.jsonl"]
-    assert texts_of("d*") == texts_of("deep") == ["deep/er/c.jsonl"]
-    assert texts_of("README.md") == ["a card"]
-    assert texts_of("*.md") == ["a card"]
-    (tmp_path / "b[1].txt").write_text("by name")
-    assert texts_of("b[1].txt") == ["by name"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert texts_of("~/deep") == ["deep/er/c.jsonl"]
-    (tmp_path / "deep/guide.md").write_text("a guide")
+    whole, deep = ["a.jsonl", "b.jsonl", "deep/er/c.jsonl"], ["deep/er/c.jsonl"]
+    found = {
+        str(tmp_path): whole, ".": whole, "./": whole, "**/*.jsonl": whole, "[ab].jsonl": whole[:2],
+        "d*": deep, "deep": deep, "~/deep": deep, "README.md": ["a card"], "*.md": ["a card"],
+    }  # fmt: skip
+    assert {spec: texts_of(spec) for spec in found} == found
+    Path("b[1].txt").write_text("by name")
+    assert texts_of("b[1].txt") == ["by name"]
+    Path("deep/guide.md").write_text("a guide")
     assert texts_of("**/*.md") == ["a card", "a guide"]
 
 
@@ -215,40 +142,28 @@ def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # What is in a file, and how what is said of it goes on after its name.
+EMPTY = " holds no text: it is empty or blank"
+ICONV = "; convert it, for instance with iconv"
+NOT_JSON = "; wanted is one object a line, or one array of"
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "empty.txt": (b"", " holds no text: it is empty or blank"),
-    "blank.txt": (b" \n\t\n", " holds no text: it is empty or blank"),
-    "empty.jsonl": (b"", " holds no text: it is empty or blank"),
-    "head.csv": (b"text\n", " holds no text: it is empty or blank"),
-    "latin.txt": (
-        "caf\xe9 au lait".encode("latin-1"),
-        " is not UTF-8: byte 3 is 0xe9; convert it, for instance with iconv",
-    ),
-    "mark.txt": (b"\xef\xbb\xbfok \xff", " is not UTF-8: byte 6 is 0xff; convert it, for instance with iconv"),
-    "latin.jsonl": (
-        b'{"text": "a"}\n{"text": "caf\xe9"}\n',
-        " is not UTF-8: byte 27 is 0xe9; convert it, for instance with iconv",
-    ),
-    "latin.csv": (b"text\na\ncaf\xe9\n", " is not UTF-8: byte 10 is 0xe9; convert it, for instance with iconv"),
-    "cut.jsonl": (
-        b'{"text": "a"}\n\n{"text": "b\n',
-        ":3: not JSON: Unterminated string starting at at column 10; wanted is one object a",
-    ),
-    "cut.json": (
-        b'[{"text": "a"},\n {"text": }]',
-        ":2: not JSON: Expecting value at column 11; wanted is one object a line, or one array of",
-    ),
+    "empty.txt": (b"", EMPTY),
+    "blank.txt": (b" \n\t\n", EMPTY),
+    "empty.jsonl": (b"", EMPTY),
+    "head.csv": (b"text\n", EMPTY),
+    "latin.txt": (b"caf\xe9 au lait", " is not UTF-8: byte 3 is 0xe9" + ICONV),
+    "mark.txt": (b"\xef\xbb\xbfok \xff", " is not UTF-8: byte 6 is 0xff" + ICONV),
+    "latin.jsonl": (b'{"text": "a"}\n{"text": "caf\xe9"}\n', " is not UTF-8: byte 27 is 0xe9" + ICONV),
+    "latin.csv": (b"text\na\ncaf\xe9\n", " is not UTF-8: byte 10 is 0xe9" + ICONV),
+    "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n',
+                  ":3: not JSON: Unterminated string starting at at column 10" + NOT_JSON),
+    "cut.json": (b'[{"text": "a"},\n {"text": }]', ":2: not JSON: Expecting value at column 11" + NOT_JSON),
     "deep.jsonl": (b'{"text":' + b"[" * 100_000, ":1: not JSON that can be read: "),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', ":2: a JSON object with the field 'text' is wanted, this is list"),
-    "pretty.json": (
-        b'{\n "text": "a"\n}\n',
-        ":1: not JSON: Expecting property name enclosed in double quotes at column 2; wanted",
-    ),
+    "pretty.json": (b'{\n "text": "a"\n}\n',
+                    ":1: not JSON: Expecting property name enclosed in double quotes at column 2" + NOT_JSON),
     "half.jsonl": (b'{"text": "a\\ud83d"}\n', ":1: field 'text' has half a character (\\ud83d) at 1; repair it"),
-    "number.jsonl": (
-        b'{"text": "a"}\n{"text": null}\n{"text": 5}\n',
-        ":3: field 'text' is no text but int; name a field of text",
-    ),
+    "number.jsonl": (b'{"text": "a"}\n{"text": null}\n{"text": 5}\n',
+                     ":3: field 'text' is no text but int; name a field of text"),
     "missing.jsonl": (b'{"text": "a"}\n{"title": "a", "b\\n": 1}\n', ":2 has no field 'text'; it has 'b\\n', 'title'"),
     "missing.csv": (b"title,body\na,b\n", " has no field 'text'; it has 'body', 'title'"),
     "short.csv": (b"id,text\n1,a\n2\n", ":3: 1 values under a header of 2"),
@@ -257,34 +172,26 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-12], " cannot be read: "),
     "not.parquet": (b"PAR1 but no more", " is no parquet file or is damaged: "),
     "not.arrow": (b"plain text", " is no arrow file or is damaged: "),
-}
+}  # fmt: skip
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, (data, _) in BROKEN.items():
         Path(name).write_bytes(data)
-    wanted = {name: name + said for name, (_, said) in BROKEN.items()}
-    assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
-
-
-def test_tables_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    pq.write_table(table(TEXTS), "cut.parquet")
-    os.truncate("cut.parquet", Path("cut.parquet").stat().st_size - 9)
-    pq.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), "number.parquet")
-    write_stream(Path("cut.arrow"), TEXTS * 100)
-    os.truncate("cut.arrow", 2001)
+    os.truncate(write(Path("cut.parquet"), TEXTS), Path("cut.parquet").stat().st_size - 9)
+    pq.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), "ints.parquet")
+    os.truncate(write(Path("cut.arrow"), TEXTS * 100), 2001)
     bad_text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
     with pa.OSFile("bytes.arrow", "wb") as sink, pa.ipc.new_stream(sink, pa.schema([("text", "string")])) as writer:
         writer.write_table(pa.table({"text": bad_text}))
-    beginnings = {
+    wanted = {name: name + said for name, (_, said) in BROKEN.items()} | {
         "cut.parquet": "cut.parquet is no parquet file or is damaged: Parquet magic bytes not found in footer",
-        "number.parquet": "number.parquet: field 'text' is no text but int64; name a field of text",
+        "ints.parquet": "ints.parquet: field 'text' is no text but int64; name a field of text",
         "cut.arrow": "cut.arrow is no arrow file or is damaged: Corrupted message, only 1 bytes available",
         "bytes.arrow": "bytes.arrow is no arrow file or is damaged: Invalid UTF8 sequence at string index 0",
     }
-    assert {name: refusal(name)[: len(text)] for name, text in beginnings.items()} == beginnings
+    assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
 
 
 @contextmanager
@@ -314,16 +221,12 @@ def test_a_file_that_may_not_be_read() -> None:
                 parse_source(str(path)).identify()
 
 
-def test_hostile_names_are_printed_harmlessly(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1})
-    said = refusal(path, field="\x1b]0;")
+def test_other_fields(tmp_path: Path) -> None:
+    """Also names of fields that are hostile: they are printed harmlessly."""
+    assert texts_of(lines(tmp_path / "a.jsonl", {"body": "one", "text": 5}), field="body") == ["one"]
+    said = refusal(lines(tmp_path / "a.jsonl", {"\x1b[2J\nok" * 1000: 1}), field="\x1b]0;")
     assert said.isprintable()
     assert len(said) < 1100
-
-
-def test_other_fields(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", {"body": "one", "text": 5})
-    assert texts_of(path, field="body") == ["one"]
 
 
 def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
@@ -367,13 +270,12 @@ def test_mixtures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heldout_part(tmp_path: Path) -> None:
     """A partition that depends on the texts alone: not on their order or file, and copies stay together."""
     texts = [f"text {i % 700}" for i in range(1000)]
-    path = lines(tmp_path / "a.jsonl", *({"text": text} for text in texts))
-    source = parse_source(str(path))
+    source = parse_source(str(write(tmp_path / "a.jsonl", texts)))
     train, heldout = ([d.text for d in source.part(side, 0.1).documents()] for side in ("train", "heldout"))
     assert sorted(train + heldout) == sorted(texts)
     assert not set(train) & set(heldout)
     assert 40 < len(set(heldout)) < 100
-    again = parse_source(str(lines(tmp_path / "b.jsonl", *({"text": text} for text in reversed(texts)))))
+    again = parse_source(str(write(tmp_path / "b.jsonl", texts[::-1])))
     assert [d.text for d in again.part("heldout", 0.1).documents()] == heldout[::-1]
     more = [d.text for d in source.part("heldout", 0.2).documents()]
     assert set(heldout) < set(more)

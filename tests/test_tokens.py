@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from documents import Counted, lines, texts_of, tokenised, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -31,52 +30,14 @@ def variant(**changes: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(MODEL / "tokenizer.json"), **changes)
 
 
-def texts_of(count: int, seed: int = 0) -> list[str]:
-    """Texts of very different lengths, some that spell special tokens, some twice."""
-    draw = random.Random(seed)
-    words = ["def", "return x", "</s>", "<s>", "é漢🙂", "\n    ", "import os\n", "0x1f"]
-    texts = [" ".join(draw.choices(words, k=int(draw.paretovariate(0.7)) % 300 + 1)) + f" {i}" for i in range(count)]
-    return [*texts, *texts[: count // 10]]
-
-
-def write(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
-
-
 def read(path: Path, **options: str) -> Source:
     return parse_source(str(path), **options)
-
-
-class Counted:
-    """The encoder, counting the documents that are tokenised."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.documents = 0
-        encode = Encoder.encode
-
-        def counting(encoder: Encoder, documents: Any) -> Iterator[tuple[Document, list[int]]]:
-            for found, tokens in encode(encoder, documents):
-                self.documents += 1
-                yield found, tokens
-
-        monkeypatch.setattr(Encoder, "encode", counting)
-
-    def taken(self) -> int:
-        count, self.documents = self.documents, 0
-        return count
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TokenisedText:
     """2200 documents, so that they are in several record batches."""
-    directory = tmp_path_factory.mktemp("text")
-    return tokenise(read(write(directory / "a.jsonl", texts_of(2000))), tokenizer)
+    return tokenised(tmp_path_factory.mktemp("text") / "a.jsonl", texts_of(2000), tokenizer)
 
 
 def test_documents_are_what_the_tokenizer_makes_of_them(text: TokenisedText, tokenizer: Any) -> None:
@@ -143,37 +104,21 @@ def test_blocks_that_are_asked_for(text: TokenisedText) -> None:
     assert len(Blocks(text, order[:0], 64)) == 0
 
 
-def test_boundaries_keep_documents_apart(text: TokenisedText) -> None:
-    """Position ids restart and document ids change exactly where a document begins, which is at BOS."""
-    blocks = Blocks(text, np.arange(300), 100, boundaries=True)
-    starts = 0
-    for block in (blocks[b] for b in range(len(blocks))):
-        assert {name: (ids.shape, ids.dtype) for name, ids in block.items()} == dict.fromkeys(
-            ("input_ids", "document_ids", "position_ids"), ((100,), np.dtype(np.int64))
-        )
-        position = document = 0
-        for i, token in enumerate(block["input_ids"]):
-            if i and token == BOS:
-                position, document = 0, document + 1
-            assert (block["position_ids"][i], block["document_ids"][i]) == (position, document)
-            position += 1
-        starts += document
-    assert starts > 100
-    assert Blocks(text, np.arange(300), 100)[0].keys() == {"input_ids"}
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 12))
 def test_blocks_of_any_lengths(lengths: list[int], size: int) -> None:
+    """Position ids restart and document ids change exactly where a document begins."""
     tokens = np.arange(sum(lengths), dtype=np.int32)
     starts = np.cumsum([0, *lengths[:-1]])
     lists = pa.ListArray.from_arrays(pa.array([*starts, len(tokens)], pa.int32()), pa.array(tokens))
     text = TokenisedText(pa.chunked_array([lists]), np.zeros((len(lengths), 32), np.uint8), (len(lengths),), "")
     blocks = Blocks(text, np.arange(len(lengths)), size, boundaries=True)
-    assert len(blocks) == len(tokens) // size
+    assert len(blocks) == len(Blocks(text, np.arange(len(lengths)), size)) == len(tokens) // size
     owner = np.repeat(np.arange(len(lengths)), lengths)
     for b in range(len(blocks)):
         ids = slice(b * size, (b + 1) * size)
+        assert blocks[b].keys() == {"input_ids", "document_ids", "position_ids"}
+        assert all((each.shape, each.dtype) == ((size,), np.int64) for each in blocks[b].values())
         assert blocks[b]["input_ids"].tolist() == tokens[ids].tolist()
         assert blocks[b]["document_ids"].tolist() == (owner[ids] - owner[ids][0]).tolist()
         assert blocks[b]["position_ids"].tolist() == [
@@ -207,7 +152,7 @@ def test_neither_ranks_nor_batches_change_a_block(text: TokenisedText, ranks: in
 
 
 def test_several_sources_as_one(tokenizer: Any, tmp_path: Path) -> None:
-    parts = [tokenise(read(write(tmp_path / f"{i}.jsonl", texts_of(20 + i, i))), tokenizer) for i in range(3)]
+    parts = [tokenised(tmp_path / f"{i}.jsonl", texts_of(20 + i, i), tokenizer) for i in range(3)]
     whole = concatenate(parts)
     assert whole.sizes == tuple(map(len, parts))
     assert stream(whole, range(len(whole))) == [t for part in parts for t in stream(part, range(len(part)))]
@@ -226,29 +171,25 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
     first, fresh = again(read(path))
     assert fresh == 33
     assert again(read(path)) == (first, 0)
-    assert again(read(path.rename(tmp_path / "b.jsonl"))) == (first, 0)
-    assert again(read(tmp_path / "b.jsonl"), AutoTokenizer.from_pretrained(MODEL)) == (first, 0)
-    padded = AutoTokenizer.from_pretrained(MODEL)
+    path = path.rename(tmp_path / "b.jsonl")
+    assert again(read(path)) == (first, 0)
+    padded, larger = (AutoTokenizer.from_pretrained(MODEL) for _ in range(2))
     padded.pad_token = "</s>"
     padded(["a", "a b"], padding=True, truncation=True, max_length=1)  # which is kept in the backend
     assert json.loads(padded.backend_tokenizer.to_str())["truncation"] is not None
-    assert again(read(tmp_path / "b.jsonl"), padded) == (first, 0)
+    assert again(read(path), padded) == (first, 0)
 
-    seen = {first}
-    larger = AutoTokenizer.from_pretrained(MODEL)
     larger.add_tokens(["import os"])
     silent = variant(eos_token="</s>", bos_token="<s>")
     silent.backend_tokenizer.post_processor = None
     changed = [
-        again(read(tmp_path / "b.jsonl"), silent),
-        again(read(tmp_path / "b.jsonl"), larger),
-        again(read(write(tmp_path / "b.jsonl", ["z", *texts_of(30)[1:]]))),
-        again(read(tmp_path / "b.jsonl").part("train", 0.5)),
+        again(read(path), silent),
+        again(read(path), larger),
+        again(read(write(path, ["z", *texts_of(30)[1:]]))),
+        again(read(path).part("train", 0.5)),
     ]
-    for fingerprint, count in changed:
-        assert fingerprint not in seen
-        assert 0 < count <= 33
-        seen.add(fingerprint)
+    assert all(0 < count <= 33 for _, count in changed)
+    assert len({first, *(fingerprint for fingerprint, _ in changed)}) == 5
 
 
 def test_the_cache_is_that_of_datasets(
@@ -257,7 +198,7 @@ def test_the_cache_is_that_of_datasets(
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    tokenise(read(write(tmp_path / "a.jsonl", ["a"])), tokenizer)
+    tokenised(tmp_path / "a.jsonl", ["a"], tokenizer)
     assert [path.name for path in (tmp_path / "cache").rglob("*.arrow")] == ["generator-train.arrow"]
     assert capfd.readouterr() == ("", "")
     assert datasets.is_progress_bar_enabled()
@@ -280,7 +221,7 @@ def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: p
 def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": 5}\n')
+    lines(path, {"text": "a"}, {"text": 5})
     for _ in range(2):
         with pytest.raises(CorpusError, match=r"a\.jsonl:2: field 'text' is no text but int; name a field of text"):
             tokenise(read(path), tokenizer)
@@ -288,7 +229,7 @@ def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path, monkeypatch: pyt
     path.write_text("")
     with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
         tokenise(read(path), tokenizer)
-    assert len(tokenise(read(write(path, ["a", "b"])), tokenizer)) == 2
+    assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
 
 
 def test_streams_are_not_kept(tokenizer: Any) -> None:

@@ -1,0 +1,76 @@
+"""Files of text in every format that is read, and what is tokenised of them: what the tests of the corpus share."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from gqa.corpus.document import Document
+from gqa.corpus.sources import parse_source
+from gqa.corpus.tokens import Encoder, TokenisedText, tokenise
+
+
+def texts_of(count: int, seed: int = 0) -> list[str]:
+    """Texts of some 5 to 500 tokens, some that spell special tokens, a tenth of them twice."""
+    draw = random.Random(seed)
+    words = ["def", "return x", "</s>", "<s>", "é漢🙂", "\n    ", "import os\n", "0x1f"]
+    texts = [f"{seed} {i} " + " ".join(draw.choices(words, k=int(draw.paretovariate(0.8)) % 100)) for i in range(count)]
+    return [*texts, *texts[: count // 10]]
+
+
+def lines(path: Path, *rows: object) -> Path:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write(path: Path, texts: list[str], kind: pa.DataType | None = None) -> Path:
+    """Texts with a number each, in the format and compression that the name of the file says; `kind` is Parquet's."""
+    frame = pd.DataFrame({"id": range(len(texts)), "text": texts})
+    table = pa.table({"id": frame.id, "text": pa.array(texts, pa.string()).cast(kind or pa.string())})
+    suffix = path.name.lower().split(".")[1]
+    if suffix == "jsonl":
+        with pa.output_stream(path, compression="detect") as stream:
+            frame.to_json(stream, orient="records", lines=True, force_ascii=False)
+    elif suffix == "json":
+        frame.to_json(path, orient="records", indent=1)
+    elif suffix in ("csv", "tsv"):
+        frame.to_csv(path, sep="," if suffix == "csv" else "\t", index=False)
+    elif suffix == "parquet":
+        pa.parquet.write_table(table, path)
+    else:
+        make = pa.ipc.new_file if path.name.startswith("feather") else pa.ipc.new_stream
+        with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def tokenised(path: Path, texts: list[str], tokenizer: Any) -> TokenisedText:
+    """The texts, written to a file and tokenised from there."""
+    return tokenise(parse_source(str(write(path, texts))), tokenizer)
+
+
+class Counted:
+    """The encoder, counting the documents that are tokenised."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.documents = 0
+        encode = Encoder.encode
+
+        def counting(encoder: Encoder, documents: Any) -> Iterator[tuple[Document, list[int]]]:
+            for pair in encode(encoder, documents):
+                self.documents += 1
+                yield pair
+
+        monkeypatch.setattr(Encoder, "encode", counting)
+
+    def taken(self) -> int:
+        count, self.documents = self.documents, 0
+        return count
