@@ -94,6 +94,7 @@ def test_positions_in_a_table_end(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_does_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place()  # which takes space
     usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     line = "SRC G2 --data TEXT --context 64 --kl"
@@ -140,7 +141,11 @@ def damaged(path: Path, damage: str) -> Path:
     [
         ("missing", "SRC BAD --data TEXT", "loads with missing keys: model.layers.1.self_attn.k_proj.weight"),
         ("unexpected", "SRC BAD --data TEXT", "loads with unexpected keys: model.layers.1.self_attn.extra.weight"),
-        ("mismatched", "SRC BAD --data TEXT", "loads with mismatched keys: model.layers.1.self_attn.k_proj.weight"),
+        (
+            "mismatched",
+            "SRC BAD --data TEXT",
+            "loads with mismatched keys: ('model.layers.1.self_attn.k_proj.weight', ",
+        ),
         ("nan", "SRC BAD --data TEXT", "window 0 (document 0) are not finite; the first module"),
         ("nan", "SRC BAD --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
         ("nan", "BAD SRC --data TEXT --kl", "is model.layers.2.mlp.up_proj"),

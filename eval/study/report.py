@@ -102,7 +102,7 @@ def _all_rows(results: Results) -> Table:
     text, source = results.source["text"], results.source
     note = (
         f"source: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
-        f"documents, rolling windows of {text['context']:,}; KL in nats and same top token against the source"
+        f"documents, rolling windows of {text['context']:,}; KL in nats and top-1 agreement with the source"
     )
     if lost := source.get("kl_lost_to_rounding"):
         note += f" (rounding its predictions alone is a KL of {lost:.1g})"
