@@ -98,10 +98,10 @@ class InMemory:
     maps: dict[str, HeadMaps]
     names: frozenset[str] = frozenset()
 
-    def of(self, module: str) -> HeadMaps | None:
+    def of(self, module: str, meta: bool = False) -> HeadMaps | None:
         return self.maps[module]
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, meta: bool = False) -> Tensor:
         raise KeyError(name)
 
 
