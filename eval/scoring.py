@@ -6,7 +6,7 @@ same numbers whatever the batch size or the number of ranks was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from gqa.checkpoint.devices import free_memory
 from gqa.checkpoint.errors import RefusedError
@@ -56,7 +57,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedWindows:
     """Windows side by side: (B, T) inputs and, of every scored prediction, its flat position in them and its target."""
 
     inputs: dict[str, Tensor]
@@ -68,9 +69,9 @@ class Batch:
 class Baseline(Protocol):
     """What a model is compared with: a model in lockstep, or log-probabilities on disk."""
 
-    def start(self, batch: Batch) -> None: ...
+    def start(self, batch: PaddedWindows) -> None: ...
 
-    def log_probabilities(self, batch: Batch, piece: slice) -> Tensor:
+    def log_probabilities(self, batch: PaddedWindows, piece: slice) -> Tensor:
         """(n, V) float32 for some of the batch's predictions."""
         ...
 
@@ -81,10 +82,10 @@ class LiveBaseline:
     def __init__(self, head: ChunkedHead) -> None:
         self._head = head
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: PaddedWindows) -> None:
         self._hidden = self._head.hidden(**batch.inputs).flatten(0, 1)
 
-    def log_probabilities(self, batch: Batch, piece: slice) -> Tensor:
+    def log_probabilities(self, batch: PaddedWindows, piece: slice) -> Tensor:
         return self._head.logits(self._hidden[batch.flat[piece]]).float().log_softmax(-1)
 
 
@@ -137,7 +138,7 @@ def _contexts(window: Window) -> NDArray[np.int32]:
     return np.arange(last - window.scored + 1, last + 1, dtype=np.int32)
 
 
-def _make_batch(windows: Sequence[Window], places: Sequence[slice], device: torch.device) -> Batch:
+def _make_batch(windows: Sequence[Window], places: Sequence[slice], device: torch.device) -> PaddedWindows:
     """Padded on the right: with causal attention no scored position sees padding, so no mask is needed."""
     width = max(len(w.ids) for w in windows) - 1
     ids = torch.zeros((len(windows), width), dtype=torch.long)
@@ -150,7 +151,7 @@ def _make_batch(windows: Sequence[Window], places: Sequence[slice], device: torc
     inputs = {"input_ids": ids}
     if any(window.source for window in windows):
         inputs = _with_encoder(windows, ids)
-    return Batch(
+    return PaddedWindows(
         {name: tensor.to(device) for name, tensor in inputs.items()},
         torch.cat(flat).to(device), torch.cat(targets).to(device), np.r_[tuple(places)],
     )  # fmt: skip
@@ -168,7 +169,7 @@ def _with_encoder(windows: Sequence[Window], ids: Tensor) -> dict[str, Tensor]:
 
 def _score_batch(
     head: ChunkedHead,
-    batch: Batch,
+    batch: PaddedWindows,
     found: dict[str, NDArray[Any]],
     baseline: Baseline | None,
     record: Callable[[NDArray[np.int64], Tensor], None] | None,
@@ -224,7 +225,8 @@ def first_not_finite(model: torch.nn.Module, inputs: dict[str, Tensor]) -> str |
 
     def watch(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         def hook(module: torch.nn.Module, given: Any, output: Any) -> None:
-            if any(not bool(t.isfinite().all()) for t in _tensors(output)):
+            tensors = (part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point())
+            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
                 names.append(name)
 
         return hook
@@ -236,14 +238,3 @@ def first_not_finite(model: torch.nn.Module, inputs: dict[str, Tensor]) -> str |
         for handle in hooks:
             handle.remove()
     return names[0] if names else None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))

@@ -23,7 +23,7 @@ from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.write import write_text
 from gqa.corpus.likelihood import kl_divergence
 from gqa.corpus.windows import Window
-from gqa.eval.scoring import Batch
+from gqa.eval.scoring import PaddedWindows
 
 _DATA, _META = "log_probabilities.f16", "baseline.json"
 
@@ -104,8 +104,8 @@ class StoredBaseline:
         except (OSError, ValueError, KeyError):  # cut short, or of another version: to be made again
             return None
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: PaddedWindows) -> None:
         self._device = batch.targets.device
 
-    def log_probabilities(self, batch: Batch, piece: slice) -> Tensor:
+    def log_probabilities(self, batch: PaddedWindows, piece: slice) -> Tensor:
         return torch.from_numpy(self._data[batch.rows[piece]]).to(self._device).float()
