@@ -1,6 +1,6 @@
 """Our custom modelling code: classes with grouped-query attention for model types that transformers has without.
 
-The file travels with a checkpoint, which names its classes in `auto_map`, so that transformers loads it with
+The file lies beside the weights, whose config names its classes in `auto_map`, so that transformers loads it with
 `trust_remote_code=True`. This tool's own commands need no such trust: they run the installed text, never the file
 beside the weights. Nothing is registered with transformers' Auto classes, here or on loading: who meets one of these
 model types asks here for its class.
@@ -26,7 +26,7 @@ MODEL_TYPES = frozenset(PREFIX + source for source in MODELS)
 
 
 def file_of(model_type: str) -> tuple[str, str]:
-    """Name and text of the file that travels, whose first line says where it is from."""
+    """Name and text of the file beside the weights, whose first line says where it is from."""
     origin = f"# Written by gqa-convert {version()}. It needs nothing but torch and transformers.\n"
     return f"modeling_{model_type}.py", origin + text_of(model_type.removeprefix(PREFIX))
 

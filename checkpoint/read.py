@@ -116,7 +116,7 @@ class Checkpoint:
 
     @property
     def way(self) -> str | None:
-        """How it is seen as one of another class: `native` or `remote code`; None where it is not."""
+        """How it is seen as one of another class: `native` or `custom modelling code`; None where it is not."""
         return None
 
     @property

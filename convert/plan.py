@@ -244,7 +244,7 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
 
 def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
     if checkpoint.config.get("model_type") in MODEL_TYPES:
-        yield "the result's classes travel with it: other programs load it with trust_remote_code=True"
+        yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
     elif "auto_map" in checkpoint.config:
         yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
     if checkpoint.left_out:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_custom import COPIES
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits, model_class
-from tiny_remote import COPIES
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -121,7 +121,7 @@ def smaller_groups(directory: Path) -> list[int]:
     return [g for g in valid_groups(plan.config) if g < QUERY_HEADS]
 
 
-# Copies are held against the classes that they extend by test_remote_code.
+# Copies are held against the classes that they extend by test_custom_code.
 families = pytest.mark.parametrize("source", [n for n in CONVERTIBLE if n not in COPIED], indirect=True, ids=str)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import transformers
 from tiny_configs import COMMON, FAMILIES, LENGTH, VARIANTS, Tiny
+from tiny_custom import CUSTOM
 from tiny_nested import NESTED, REFUSED, UNBUILDABLE
-from tiny_remote import REMOTE
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -26,7 +26,7 @@ __all__ = ["QUERY_HEADS", "TINY", "UNBUILDABLE", "Tiny", "build", "config", "inp
 QUERY_HEADS: int = COMMON["num_attention_heads"]
 FIRST_PLAIN_TOKEN = 10  # ids below are the special ones of COMMON and of the nested models
 
-TINY: dict[str, Tiny] = {tiny.name: tiny for tiny in (*FAMILIES, *VARIANTS, *NESTED, *REMOTE, *REFUSED)}
+TINY: dict[str, Tiny] = {tiny.name: tiny for tiny in (*FAMILIES, *VARIANTS, *NESTED, *CUSTOM, *REFUSED)}
 
 
 def _has_field(cls: type[PreTrainedConfig], name: str) -> bool:

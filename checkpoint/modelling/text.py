@@ -1,4 +1,4 @@
-"""The file that travels with a checkpoint: one text for each model type, made of the files of this folder.
+"""The file of custom modelling code beside the weights: one text for each model type, made of the files of this folder.
 
 A file here holds what is a model's own, below what it takes from the file that it is like: each definition of that one,
 with the names of the model in place of the other's, unless there is one of the same name here. What is imported from

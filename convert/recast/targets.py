@@ -48,7 +48,7 @@ _WHICH = {
 }
 # Masks that GPT-2 and GPT-Neo once stored, of which no class knows any more.
 _MASKS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.attention.bias", "*.attn.attention.masked_bias")
-# Exact for any G: with as many heads as before our classes give the source's logits (tests/test_remote_code.py).
+# Exact for any G: with as many heads as before our classes give the source's logits (tests/test_custom_code.py).
 _CUSTOM = tuple(
     Recasting(made.removeprefix(PREFIX), made, which=_WHICH.get(made, ""), note=family.note, dropped=_MASKS)
     for family in custom.FAMILIES

@@ -1,5 +1,5 @@
-"""Families whose classes travel with the checkpoint: of `checkpoint/modelling`, named after the class of transformers
-that they extend.
+"""Families with custom modelling code: of `checkpoint/modelling`, named after the class of transformers that they
+extend.
 """
 
 from __future__ import annotations

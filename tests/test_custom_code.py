@@ -1,4 +1,4 @@
-"""Classes that travel with a checkpoint, against the classes of transformers that they extend.
+"""Custom modelling code against the classes of transformers that it extends.
 
 A tiny random model of each source is converted by the rewriter at every G, and read by the class that was written
 beside it. Tolerances are relative to the largest logit, float32.
@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from test_families import CONTROL, all_tensors, error, left_padded, load, tiled_heads, write_checkpoint
+from tiny_custom import CUSTOM, SOURCES
 from tiny_models import QUERY_HEADS, Tiny, build, inputs, logits
-from tiny_remote import REMOTE, SOURCES
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
@@ -28,10 +28,10 @@ from gqa.convert.heads.family import KINDS
 from gqa.convert.recast.targets import ANY
 
 TOLERANCE = 1e-5
-OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in REMOTE}
+OURS = {tiny.name.removeprefix("gqa_"): tiny for tiny in CUSTOM}
 THEIRS = {tiny.name: tiny for tiny in SOURCES}
 ENCODER_DECODERS = [name for name, tiny in THEIRS.items() if "decoder_input_ids" in tiny.token_inputs]
-REMOTE_CODE = Target(remote_code=True)
+CUSTOM_CODE = Target(remote_code=True)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(source: Path) -> Pair:
-    merged = convert_checkpoint(source, 2, source.with_name("two"), target=REMOTE_CODE).out
+    merged = convert_checkpoint(source, 2, source.with_name("two"), target=CUSTOM_CODE).out
     back = convert_checkpoint(merged, QUERY_HEADS, source.with_name("back")).out
     return Pair(source, merged, as_source(back, source, source.with_name("repeated")))
 
@@ -91,7 +91,7 @@ def pair(source: Path) -> Pair:
 @families
 def test_as_many_heads_as_before(source: Path, tmp_path: Path) -> None:
     """The class itself: the same tensors, the same logits, whichever attention function computes them."""
-    out = convert_checkpoint(source, QUERY_HEADS, tmp_path / "out", target=REMOTE_CODE).out
+    out = convert_checkpoint(source, QUERY_HEADS, tmp_path / "out", target=CUSTOM_CODE).out
     before, after = all_tensors(source), all_tensors(out)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -118,7 +118,7 @@ def test_expand_back_in_the_source_class(pair: Pair, tmp_path: Path) -> None:
 
 @families
 def test_one_head(source: Path, tmp_path: Path) -> None:
-    expand_back(source, 1, tmp_path, REMOTE_CODE)
+    expand_back(source, 1, tmp_path, CUSTOM_CODE)
 
 
 @encoder_decoders

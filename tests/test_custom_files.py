@@ -1,4 +1,4 @@
-"""What travels: the modelling files themselves, what transformers makes of them, and what our commands do with them."""
+"""Custom modelling code: its files, what transformers makes of them, and what our commands do with them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import edit_json, run, snapshot
+from test_custom_code import CUSTOM_CODE, ENCODER_DECODERS, OURS, THEIRS, TOLERANCE, ours
 from test_families import error, load, write_checkpoint
-from test_remote_code import ENCODER_DECODERS, OURS, REMOTE_CODE, THEIRS, TOLERANCE, ours
+from tiny_custom import COPIES
 from tiny_models import QUERY_HEADS, build, inputs, logits
-from tiny_remote import COPIES
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -44,7 +44,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, tiny in THEIRS.items():
         place = tmp_path_factory.mktemp(name)
         directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
-        made[name] = convert_checkpoint(directory, 2, place / "out", target=REMOTE_CODE).out
+        made[name] = convert_checkpoint(directory, 2, place / "out", target=CUSTOM_CODE).out
     return made
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of the families whose classes travel with the checkpoint, and of the classes that those extend."""
+"""Tiny models of the families with custom modelling code, and of the classes that those extend."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ SOURCES: tuple[Tiny, ...] = (
         float_inputs={"input_features": (8, 16)}, token_inputs={"decoder_input_ids": ()},
     ),
 )  # fmt: skip
-# The same in the classes that travel, with 4, 2 or 1 key/value heads.
-REMOTE: tuple[Tiny, ...] = tuple(
+# The same in custom modelling code, with 4, 2 or 1 key/value heads.
+CUSTOM: tuple[Tiny, ...] = tuple(
     Tiny(
         f"gqa_{tiny.name}", f"gqa_{tiny.name}", f"GQA{tiny.model_class}", tiny.options, attention=tiny.attention,
         token_inputs=tiny.token_inputs, float_inputs=tiny.float_inputs,
