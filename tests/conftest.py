@@ -12,6 +12,7 @@ import pytest
 if TYPE_CHECKING:
     from documents import Counted
     from hub_server import Hub, Machine
+    from training import Runs
 
 
 @pytest.fixture
@@ -53,3 +54,31 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield AutoTokenizer.from_pretrained(Path(__file__).parent.parent / "examples/stdlib-mha")
+
+
+@pytest.fixture
+def runs() -> Runs:
+    """Runs of gqa-uptrain as processes, and what they train on."""
+    from training import shared_runs
+
+    return shared_runs()
+
+
+@pytest.fixture(scope="session")
+def place() -> Path:
+    """Tiny models (`model`, `teacher` ...) and `data.jsonl` to train on."""
+    from training import material
+
+    return material()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of its own, and no memory of the accelerator of the test before."""
+    import datasets
+    from training import fresh_accelerator
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    with fresh_accelerator():
+        yield

@@ -4,68 +4,76 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-# Reads {"start": words, ...} and {"wait": pid} from its input, one JSON object a line, and answers likewise.
-# "fatal": n kills the child just before the nth time that it changes a name (open for writing, rename, mkdir, unlink).
-# "exchange": false takes the atomic exchange of two names away, as on systems that have none.
-_SERVER = """
-import json, os, signal, sys, traceback
-from gqa.checkpoint import write as writer
-from gqa.convert.cli import main
+from typing import Any, NoReturn
 
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "ctypes.dlsym", "fcntl.flock"}
 
-def arm(fatal):
-    left = [fatal]
-    def hook(event, arguments):
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if writes or event in CHANGES:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(hook)
 
-def command(words):
-    sys.argv = ["gqa-convert", *words]
+def serve(start: Callable[[dict[str, Any]], object]) -> None:
+    """Answer lines of JSON: {"wait": pid} with how a child ended, any other job with a child that does `start(job)`."""
+    out = os.fdopen(os.dup(1), "w")
+    print("{}", file=out, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer = os.waitpid(job["wait"], 0)[1] if "wait" in job else os.fork() or _child(start, job)
+        print(json.dumps(answer), file=out, flush=True)
+
+
+def _child(start: Callable[[dict[str, Any]], object], job: dict[str, Any]) -> NoReturn:
+    """What it says is in two files beside each other, `job["log"]` and "out" or "err"."""
+    for descriptor, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(job["log"] + stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    code: Any = 99
     try:
-        main()
-        return 0
+        start(job)
+        code = 0
     except SystemExit as leaving:
-        return leaving.code or 0
-
-def child(job):
-    for descriptor, log in ((1, "out"), (2, "err")):
-        os.dup2(os.open(job["log"] + log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    code = 99
-    try:
-        if not job.get("exchange", True):
-            writer.exchange = lambda one, other: False
-        if job.get("fatal"):
-            arm(job["fatal"])
-        code = command(job["start"])
+        code = leaving.code or 0
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
-out = os.fdopen(os.dup(1), "w")
-sys.stdout = open(os.devnull, "w")
-command(["--groups", "2", "-q", "-o", sys.argv[2], sys.argv[1]])
-print("{}", file=out, flush=True)
-for line in sys.stdin:
-    job = json.loads(line)
-    if "wait" in job:
-        answer = os.waitpid(job["wait"], 0)[1]
-    else:
-        answer = os.fork() or child(job)
-    print(json.dumps(answer), file=out, flush=True)
-"""
+
+def convert(job: dict[str, Any]) -> None:
+    """`gqa-convert`.
+
+    "fatal": n kills it just before the nth time that it changes a name (open for writing, rename, mkdir, unlink).
+    "exchange": false takes the atomic exchange of two names away, as on systems that have none.
+    """
+    from gqa.checkpoint import write
+    from gqa.convert.cli import main
+
+    left = [job.get("fatal", 0)]
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event in CHANGES:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    if not job.get("exchange", True):
+        write.exchange = lambda one, other: False  # type: ignore[assignment]
+    sys.addaudithook(count)
+    sys.argv = ["gqa-convert", *job["words"]]
+    main()
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 @dataclass
@@ -85,20 +93,17 @@ class Running:
 
 
 class Forks:
-    """A process that has imported everything and forks a child for each job: a line of JSON asks, one answers.
+    """A process of code that ends in `serve`: a line of JSON asks, one answers. Logs are below `directory`."""
 
-    Logs are below `directory`.
-    """
-
-    def __init__(self, directory: Path, code: str, *arguments: str, **environment: str) -> None:
+    def __init__(self, directory: Path, code: str, **environment: str) -> None:
         self.directory = directory
         self.count = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
+            [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)} | environment,
         )
         assert self._answer() == {}
 
@@ -122,13 +127,14 @@ class Server(Forks):
     """`with Server(model, directory) as server`: warm after one conversion of a small model into `directory`."""
 
     def __init__(self, model: Path, directory: Path) -> None:
-        super().__init__(directory, _SERVER, str(model), str(directory / "warm"))
+        warm = {"words": ["--groups", "2", "-q", "-o", str(directory / "warm"), str(model)]}
+        super().__init__(directory, f"from processes import *; convert({warm}); serve(convert)")
 
     def start(self, *words: object, **options: Any) -> Running:
         """`gqa-convert WORDS`, not waited for."""
         self.count += 1
         log = self.directory / f"log{self.count}"
-        return Running(self, self.ask({"start": [*map(str, words)], "log": str(log), **options}), log)
+        return Running(self, self.ask({"words": [*map(str, words)], "log": str(log), **options}), log)
 
     def __enter__(self) -> Server:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -241,14 +240,3 @@ def test_hub_ids(tmp_path: Path) -> None:
     assert models[1]["revision"] == commit
     local = results("SRC G2 --data TEXT --context 64")["models"]
     assert [model["quality"] for model in models] == [model["quality"] for model in local]
-
-
-def test_readme_speaks_of_options_that_exist() -> None:
-    from gqa.eval.cli import command
-
-    options = {"--help"} | {name for parameter in command.params for name in parameter.opts}
-    lines = re.findall(r"gqa-eval (.*)", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert lines
-    for line in lines:
-        for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", line):
-            assert word in options, f"README: gqa-eval {line}"

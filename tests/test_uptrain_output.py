@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
-from training import alone, tiny_checkpoint, trained, write_corpus
+from training import options_for, tiny_checkpoint, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError
@@ -26,29 +26,23 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.uptrain.export import _write_weights, check_exportable
 from gqa.uptrain.lora import merged
-from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.scope import attention_parameters
 from gqa.uptrain.setup import prepare
 
-__all__ = ["alone"]  # a fixture
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("output")
-    write_corpus(made / "data.jsonl")
-    return made
-
-
-def options(place: Path, model: Path, out: Path, **given: Any) -> TrainOptions:
-    data = (str(place / "data.jsonl"),)
-    return TrainOptions(str(model), out, **{"data": data, "steps": 2, "batch_size": 2, "learning_rate": 1e-2} | given)
 
 
 def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def train(source: Path, out: Path, **given: Any) -> tuple[dict[str, Tensor], set[str]]:
+    """What the source stores, and the names of what has changed; dtypes and shapes have not."""
+    trained(options_for(source, out, **given))
+    before, after = load(source), load(out)
+    assert shapes(after) == shapes(before)
+    return before, {name for name in before if not torch.equal(before[name], after[name])}
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -61,12 +55,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_output_is_as_the_source(place: Path, tmp_path: Path, name: str) -> None:
+def test_the_output_is_as_the_source(tmp_path: Path, name: str) -> None:
     source = tiny_checkpoint(tmp_path / "source", name, **KINDS[name])
-    trained(options(place, source, tmp_path / "out"))
-    before, after = load(source), load(tmp_path / "out")
-    assert shapes(after) == shapes(before)
-    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    before, changed = train(source, tmp_path / "out")
     towers = {key for key in before if "vision" in key or "visual" in key or "projector" in key}
     assert changed == set(before) - towers
     written = sorted(p.name for p in source.glob("*.safetensors"))
@@ -100,7 +91,7 @@ def test_weights_that_were_not_trained_are_written_bit_for_bit(tmp_path: Path, n
     assert all(tensor_bytes(before[key]) == tensor_bytes(after[key]) for key in before)
 
 
-def test_odd_sources(place: Path, tmp_path: Path) -> None:
+def test_odd_sources(tmp_path: Path) -> None:
     """Several dtypes, a tied head that is stored twice, and tensors that the class does not read; as a `.bin` too."""
     source = tiny_checkpoint(tmp_path / "source", "llama+tied")
     tensors = load(source)
@@ -114,18 +105,19 @@ def test_odd_sources(place: Path, tmp_path: Path) -> None:
             if path.name != "tokenizer.model":
                 path.unlink()
         save_file(tensors, source / kind) if kind.endswith("rs") else torch.save(tensors, source / kind)
-        trained(options(place, source, tmp_path / kind))
+        trained(options_for(source, tmp_path / kind))
         after = load_file(tmp_path / kind / "model.safetensors")
         assert shapes(after) == shapes(tensors)
         assert torch.equal(after["lm_head.weight"], after["model.embed_tokens.weight"])
         assert not torch.equal(after["lm_head.weight"], tensors["lm_head.weight"])
         name = "model.layers.0.self_attn.rotary_emb.inv_freq"
         assert torch.equal(after[name], tensors[name])
+        assert (tmp_path / kind / "README.md").read_text().rstrip().endswith("```")  # there is no card to go on with
     one, other = (load(tmp_path / kind) for kind in ("model.safetensors", "pytorch_model.bin"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_class_that_stores_otherwise_is_refused_before_training(place: Path, tmp_path: Path) -> None:
+def test_a_class_that_stores_otherwise_is_refused_before_training(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source")
     checkpoint, model = read_checkpoint(source), load_model(str(source))
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 32))
@@ -136,7 +128,7 @@ def test_a_class_that_stores_otherwise_is_refused_before_training(place: Path, t
         check_exportable(model, checkpoint)
 
 
-def test_numbers_too_large_for_the_stored_dtype(place: Path, tmp_path: Path) -> None:
+def test_numbers_too_large_for_the_stored_dtype(tmp_path: Path) -> None:
     source = read_checkpoint(tiny_checkpoint(tmp_path / "source", dtype="float16"))
     model = load_model(str(source.directory), dtype="float32")
     weights = model.state_dict()
@@ -147,11 +139,11 @@ def test_numbers_too_large_for_the_stored_dtype(place: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])
-def test_modes_follow_the_umask(place: Path, tmp_path: Path, mask: int) -> None:
+def test_modes_follow_the_umask(tmp_path: Path, mask: int) -> None:
     source = tiny_checkpoint(tmp_path / "source")
     before = os.umask(mask)
     try:
-        trained(options(place, source, tmp_path / "out", train="lora", keep_adapter=True, heldout_fraction=0.3))
+        trained(options_for(source, tmp_path / "out", train="lora", keep_adapter=True, heldout_fraction=0.3))
     finally:
         os.umask(before)
     for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]:
@@ -167,13 +159,10 @@ def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("scope", ["attention", "kv", "lora"])
 @pytest.mark.parametrize("name", ["llama", "phi3", "falcon", "qwen2", "qwen2_vl"])
-def test_exactly_what_was_asked_for_trains(place: Path, tmp_path: Path, name: str, scope: str) -> None:
+def test_exactly_what_was_asked_for_trains(tmp_path: Path, name: str, scope: str) -> None:
     """Separate, fused, fused by group, with biases, under other names than are stored."""
     source = tiny_checkpoint(tmp_path / "source", name, dtype="bfloat16")
-    trained(options(place, source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0))
-    before, after = load(source), load(tmp_path / "out")
-    assert shapes(before) == shapes(after)
-    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    _, changed = train(source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0)
     assert changed
     model = load_model(str(source))
     inside, kv = attention_of(model)
@@ -185,24 +174,23 @@ def test_exactly_what_was_asked_for_trains(place: Path, tmp_path: Path, name: st
     assert changed == stored
 
 
-def test_merged_adapters_are_the_adapted_model(place: Path, tmp_path: Path) -> None:
+def test_merged_adapters_are_the_adapted_model(tmp_path: Path) -> None:
     from peft import PeftModel
 
     source = tiny_checkpoint(tmp_path / "source", "qwen2")
-    given = options(place, source, tmp_path / "out", train="lora", lora_rank=4, keep_adapter=True, learning_rate=0.05)
+    given = options_for(source, tmp_path / "out", train="lora", lora_rank=4, keep_adapter=True, learning_rate=0.05)
     setup = prepare(given)
     uptrain(setup)
-    ids = torch.arange(20, 60)[None]
+    by_peft = PeftModel.from_pretrained(load_model(str(source)), str(tmp_path / "out" / "adapter"))
+    plain, written = load_model(str(source)), load_model(str(tmp_path / "out"))
     with torch.no_grad():
-        adapted = setup.model.eval()(ids, use_cache=False).logits
-        plain = load_model(str(source))(ids, use_cache=False).logits
-        written = load_model(str(tmp_path / "out"))(ids, use_cache=False).logits
-        loaded = PeftModel.from_pretrained(load_model(str(source)), str(tmp_path / "out" / "adapter"))
-        by_peft = loaded.eval()(input_ids=ids, use_cache=False).logits
-    scale = float(adapted.abs().max())
-    assert float((written - adapted).abs().max()) < 1e-5 * scale
-    assert float((by_peft - adapted).abs().max()) < 1e-5 * scale
-    assert float((plain - adapted).abs().max()) > 1e-2 * scale
+        adapted, *others = (
+            model.eval()(input_ids=torch.arange(20, 60)[None], use_cache=False).logits
+            for model in (setup.model, written, by_peft, plain)
+        )
+    errors = [float((logits - adapted).abs().max() / adapted.abs().max()) for logits in others]
+    assert max(errors[:2]) < 1e-5
+    assert errors[2] > 1e-2
 
 
 def test_an_adapter_that_is_not_finite_is_not_merged() -> None:
@@ -232,7 +220,7 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     teacher = str(source)
     words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={teacher}", "--alpha", "0.5"]
-    given = options(place, tmp_path / "converted", first, alpha=0.1, steps=None, heldout_fraction=0.3, teacher=teacher)
+    given = options_for(tmp_path / "converted", first, alpha=0.1, steps=None, heldout_fraction=0.3, teacher=teacher)
     _, record = trained(given, words=words)
     assert record == json.loads((first / "gqa_uptraining.json").read_text())
     assert record["command"] == "gqa-uptrain converted --data data.jsonl --teacher=source --alpha 0.5"
@@ -252,19 +240,14 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     assert "model-index" not in text
     (first / "training_log.jsonl").write_text("of somebody else")
     for before, after in ((first, second), (second, third)):
-        trained(options(place, before, after))
+        trained(options_for(before, after))
         record = json.loads((after / "gqa_uptraining.json").read_text())
         assert record["trained_before"]["tool"] == "gqa-uptrain"
         assert record["conversion"]["tool"] == "gqa-convert"
         assert (after / "training_log.jsonl").read_text() == "of somebody else"
-    sizes = [len((place / "README.md").read_text()) for place in (second, third)]
+    sizes = [len((out / "README.md").read_text()) for out in (second, third)]
     assert abs(sizes[0] - sizes[1]) < 10
     assert (third / "README.md").read_text().count("# first") == 0
-
-
-def test_a_source_without_a_card(place: Path, tmp_path: Path) -> None:
-    trained(options(place, tiny_checkpoint(tmp_path / "source"), tmp_path / "out"))
-    assert (tmp_path / "out" / "README.md").read_text().rstrip().endswith("```")
 
 
 @pytest.mark.parametrize(

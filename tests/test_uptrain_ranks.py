@@ -13,28 +13,11 @@ from typing import Any
 import pytest
 from checkpoints import load
 from hub_server import Machine, hub_server
-from training import Runs, metrics, shared_runs, tiny_checkpoint, write_corpus
+from training import Runs, difference, losses, metrics, tiny_checkpoint, write_corpus
 
 from gqa.uptrain.state import States
 
 STEPS = 3
-
-
-@pytest.fixture
-def runs() -> Runs:
-    return shared_runs()
-
-
-def difference(one: Path, other: Path) -> float:
-    """The largest of any weight."""
-    left, right = load(one), load(other)
-    assert left.keys() == right.keys()
-    assert all(left[name].shape == right[name].shape for name in left)
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
-
-
-def losses(out: Path) -> list[float]:
-    return [record["loss"] for record in metrics(out / "gqa_uptraining.jsonl")]
 
 
 WAYS = {"4x2": (1, 2), "2x4": (1, 4), "2 ranks x 4": (2, 4), "2 ranks x 2x2": (2, 2), "4 ranks x 2": (4, 2)}
@@ -75,19 +58,20 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
         assert difference(out, whole) <= 1e-6
 
 
-def test_sharded_adapters(runs: Runs, tmp_path: Path) -> None:
-    words = {"steps": 2, "train": "lora", "lora_rank": 4}
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "adapters": ({"train": "lora", "lora_rank": 4, "steps": 2}, {"ranks": 2, "before": "shard()"}, 1e-6),
+    "towers": ({"model": "nested"}, {"ranks": 1}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_adapters_and_towers(runs: Runs, tmp_path: Path, name: str) -> None:
+    """Adapters may be sharded. Text does not reach towers: DDP waits for every gradient that it expects."""
+    options, how, most = ALIKE[name]
+    words = {"steps": STEPS} | options
     runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
-    runs.finish(*runs.words(tmp_path / "fsdp", **words), ranks=2, before="shard()")
-    assert difference(tmp_path / "ddp", tmp_path / "fsdp") <= 1e-6
-
-
-def test_towers_that_text_does_not_reach(runs: Runs, tmp_path: Path) -> None:
-    """DDP waits for every gradient unless it knows that some never come."""
-    words = {"model": "nested", "steps": STEPS}
-    runs.finish(*runs.words(tmp_path / "one", **words))
-    runs.finish(*runs.words(tmp_path / "two", **words), ranks=2)
-    assert difference(tmp_path / "one", tmp_path / "two") <= 1e-5
+    runs.finish(*runs.words(tmp_path / "other", **words), **how)
+    assert difference(tmp_path / "ddp", tmp_path / "other") <= most
 
 
 LAUNCHERS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import Runs, metrics, shared_runs, state_files, write_corpus
+from training import Runs, losses, metrics, shared_runs, state_files, write_corpus
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.state import States
@@ -22,11 +22,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
     "ranks": {"model": "dropout", "ranks": 2},
 }
-
-
-@pytest.fixture
-def runs() -> Runs:
-    return shared_runs()
 
 
 def saving(runs: Runs, out: Path, **options: Any) -> list[str]:
@@ -66,8 +61,7 @@ def test_more_ranks_may_continue(runs: Runs, tmp_path: Path) -> None:
     runs.run(*saving(runs, out), before="kill_at(3)")
     runs.finish(*saving(runs, out), "--resume", ranks=2)
     runs.finish(*saving(runs, tmp_path / "straight"))
-    one, other = (metrics(place / "gqa_uptraining.jsonl") for place in (out, tmp_path / "straight"))
-    assert [record["loss"] for record in one] == pytest.approx([record["loss"] for record in other], rel=1e-5)
+    assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
 @pytest.mark.parametrize(("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
@@ -133,49 +127,50 @@ def out(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def refused(runs: Runs, *words: object, **options: Any) -> str:
+def refused(runs: Runs, *words: object) -> str:
     """What a run that is refused says, in one line."""
-    done = runs.run(*words, **options)
-    assert done.code == 2, done.err
-    assert done.err.count("\n") == 1
+    done = runs.run(*words)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
     return done.err
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"])
 def test_a_damaged_state_is_refused(runs: Runs, out: Path, file: str) -> None:
-    path = state(out, 4) / file
+    path, words = state(out, 4) / file, [*saving(runs, out, steps=6), "--resume"]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    told = refused(runs, *saving(runs, out, steps=6), "--resume")
-    assert f"{state(out, 4)} is damaged: {file} not as saved; delete it to continue from the one before" in told
+    says = f"{state(out, 4)} is damaged: {file} not as saved; delete it to continue from the one before"
+    assert says in refused(runs, *words)
     path.unlink()
-    assert "is damaged" in refused(runs, *saving(runs, out, steps=6), "--resume")
+    assert "is damaged" in refused(runs, *words)
     shutil.rmtree(state(out, 4))
-    runs.finish(*saving(runs, out, steps=6), "--resume")
+    runs.finish(*words)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}"])
-def test_a_broken_record_is_refused(runs: Runs, out: Path, text: str) -> None:
+def test_a_broken_record_is_refused(out: Path, text: str) -> None:
     (state(out, 4) / "trainer_state.json").write_text(text)
     with pytest.raises(RefusedError, match="cannot be read"):
         States(Path(f"{out}-state"), 2).latest()
 
 
-def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path, tmp_path: Path) -> None:
-    told = refused(runs, *saving(runs, out, steps=6, learning_rate=2e-3, clip=0.5), "--resume")
-    assert "was saved by another run: clip: 1.0 -> 0.5; learning_rate: 0.001 -> 0.002; start without" in told
-    told = refused(runs, *saving(runs, out, alpha=0.5, steps=None), "--resume")
-    assert "alpha: None -> 0.5; steps: 6 -> None" in told
-    kept = runs.directory / "data.jsonl"
-    changed = write_corpus(tmp_path / "data.jsonl", 20)
-    content = kept.read_bytes()
+def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path) -> None:
+    was = "was saved by another run:"
+    rates = f"{was} clip: 1.0 -> 0.5; learning_rate: 0.001 -> 0.002; start without"
+    for options, says in (
+        ({}, "holds states of an unfinished run; continue it with --resume or delete"),
+        ({"resume": True, "learning_rate": 2e-3, "clip": 0.5}, rates),
+        ({"resume": True, "alpha": 0.5, "steps": None}, "alpha: None -> 0.5; steps: 6 -> None"),
+    ):
+        assert says in refused(runs, *saving(runs, out, **{"steps": 6} | options))
+    data = runs.directory / "data.jsonl"
+    content = data.read_bytes()
     try:
-        kept.write_bytes(changed.read_bytes())
-        told = refused(runs, *saving(runs, out, steps=6), "--resume")
+        write_corpus(data, 20)
+        assert f"{was} the content of the data; start" in refused(runs, *saving(runs, out, steps=6), "--resume")
     finally:
-        kept.write_bytes(content)
-    assert "was saved by another run: the content of the data; start" in told
+        data.write_bytes(content)
     assert States(Path(f"{out}-state"), 2).all() == [state(out, 2), state(out, 4)]
 
 
@@ -184,14 +179,6 @@ def test_what_may_change(runs: Runs, out: Path) -> None:
     changes = {"micro_batch": 2, "save_every": 1, "keep_last": 3, "checkpointing": True, "attention": "eager"}
     runs.finish(*saving(runs, out, steps=6, **changes), "--resume")
     assert States(Path(f"{out}-state"), 3).all() == [state(out, step) for step in (4, 5, 6)]
-
-
-def test_resume_without_a_state_and_a_state_without_resume(runs: Runs, out: Path, tmp_path: Path) -> None:
-    told = refused(runs, *runs.words(tmp_path / "new", steps=2), "--resume")
-    assert "new-state has no saved state; start without --resume" in told
-    assert not (tmp_path / "new-state").exists()
-    told = refused(runs, *saving(runs, out, steps=6))
-    assert "holds states of an unfinished run; continue it with --resume or delete" in told
 
 
 def test_foreign_names_in_the_directory_of_states(out: Path) -> None:

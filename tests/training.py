@@ -1,7 +1,8 @@
 """Uptraining for tests: a tiny checkpoint, a small corpus, and runs as processes that can be killed or work together.
 
 One process imports everything once and forks a child for each run: `shared_runs().run(*words)`. The functions from
-`kill_at` on are called in the child, before the command, to make something go wrong there.
+`kill_at` on are called in the child, before the command, to make something go wrong there. The fixtures that need what
+is here are in conftest.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import shutil
 import signal
-import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,46 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import load
 from embedded import SOURCE, UNIFORM_VOCABULARY, texts
-from processes import Forks
+from processes import Forks, free_port
 
 BLOCK = 64  # tokens, the positions of tiny models
-
-_SERVER = """
-import json, os, sys, traceback
-sys.path.insert(0, sys.argv[1])
-import datasets, peft, torch
-import gqa.uptrain.run, gqa.uptrain.summary
-import training
-from gqa.uptrain.cli import main
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-def child(job):
-    for descriptor, log in ((1, "out"), (2, "err")):
-        os.dup2(os.open(job["log"] + log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    code = 99
-    try:
-        os.environ.update(job["environment"])
-        sys.argv = ["gqa-uptrain", *job["words"]]
-        exec(job["before"], vars(training))
-        main()
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code or 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-out = os.fdopen(os.dup(1), "w")
-print("{}", file=out, flush=True)
-for line in sys.stdin:
-    job = json.loads(line)
-    answer = os.waitpid(job["wait"], 0)[1] if "wait" in job else os.fork() or child(job)
-    print(json.dumps(answer), file=out, flush=True)
-"""
 
 
 def tiny_checkpoint(
@@ -102,6 +68,14 @@ def words_for(model: Path, data: Path, out: Path, **options: Any) -> list[str]:
     return words
 
 
+def options_for(model: Path | str = "model", out: Path | str = "out", **given: Any) -> Any:
+    """Of two steps over the corpus of `material`, unless others are given."""
+    from gqa.uptrain.options import TrainOptions
+
+    short = {"data": (str(material() / "data.jsonl"),), "steps": 2, "batch_size": 2, "learning_rate": 1e-2}
+    return TrainOptions(str(model), Path(out), **short | given)
+
+
 def trained(options: Any, **how: Any) -> Any:
     """What a run of these options returns: how it went, and its record."""
     from gqa.uptrain.run import uptrain
@@ -118,11 +92,24 @@ def training_model(model: Any, teacher: Any = None, **options: Any) -> Any:
     return TrainingModel(model, teacher, TrainOptions("model", Path("out"), **options))
 
 
+def difference(one: Path, other: Path) -> float:
+    """The largest of any weight of two checkpoints."""
+    left, right = load(one), load(other)
+    assert left.keys() == right.keys()
+    assert all(left[name].shape == right[name].shape for name in left)
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
 def metrics(path: Path) -> list[dict[str, Any]]:
     """What metrics.jsonl tells, without what depends on the machine."""
     timed = ("tokens_per_second", "memory_bytes", "mfu")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+def losses(out: Path) -> list[float]:
+    """Of every step of a run."""
+    return [record["loss"] for record in metrics(out / "gqa_uptraining.jsonl")]
 
 
 def state_files(state: Path) -> dict[str, Any]:
@@ -140,21 +127,31 @@ class Finished:
     err: str
 
 
+def command(job: dict[str, Any]) -> None:
+    """`gqa-uptrain`, after what `job["before"]` says in the names of this module."""
+    from gqa.uptrain.cli import main
+
+    os.environ.update(job["environment"])
+    sys.argv = ["gqa-uptrain", *job["words"]]
+    exec(job["before"], globals())
+    main()
+
+
 class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
+        warm = "import datasets, peft, gqa.uptrain.run, gqa.uptrain.summary, processes, training"
+        classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
         super().__init__(
-            directory, _SERVER, str(Path(__file__).parent),
+            directory, f"{warm}; {classes}; processes.serve(training.command)",
             HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
 
     def run(self, *words: object, ranks: int = 1, before: str = "", **environment: str) -> Finished:
         """`gqa-uptrain WORDS` on so many processes, waited for."""
         self.count += 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = free_port()
         children, logs = [], [str(self.directory / f"log{self.count}-{rank}") for rank in range(ranks)]
         for rank, log in enumerate(logs):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
@@ -180,17 +177,24 @@ class Runs(Forks):
 
 
 @cache
+def material() -> Path:
+    """A directory of tiny models and `data.jsonl`, for all tests of this process."""
+    made = Path(tempfile.mkdtemp(prefix="gqa-runs-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    tiny_checkpoint(made / "model")
+    tiny_checkpoint(made / "dropout", attention_dropout=0.2)
+    tiny_checkpoint(made / "teacher", kv_heads=4)
+    tiny_checkpoint(made / "tied", "llama+tied", dtype="bfloat16")
+    tiny_checkpoint(made / "nested", "gemma3")
+    write_corpus(made / "data.jsonl")
+    return made
+
+
+@cache
 def shared_runs() -> Runs:
     """One for all tests of this process."""
-    made = Runs(Path(tempfile.mkdtemp(prefix="gqa-runs-")))
-    atexit.register(shutil.rmtree, made.directory, ignore_errors=True)
+    made = Runs(material())
     atexit.register(made.close)
-    tiny_checkpoint(made.directory / "model")
-    tiny_checkpoint(made.directory / "dropout", attention_dropout=0.2)
-    tiny_checkpoint(made.directory / "teacher", kv_heads=4)
-    tiny_checkpoint(made.directory / "tied", "llama+tied", dtype="bfloat16")
-    tiny_checkpoint(made.directory / "nested", "gemma3")
-    write_corpus(made.directory / "data.jsonl")
     return made
 
 
@@ -204,17 +208,6 @@ def fresh_accelerator() -> Iterator[None]:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of its own, and no memory of the accelerator of the test before."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "cache")
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    with fresh_accelerator():
-        yield
 
 
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
