@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.maps_file import MapsFile, open_maps
-from gqa.convert.merge import Conversion, run_plan
-from gqa.convert.plan import Plan, check_grouping, make_plan
-from gqa.convert.recast.targets import ANY, Target
+from gqa.convert.merge import Conversion, Writing, run_plan
+from gqa.convert.plan import Choices, Plan, check_grouping, make_plan
+from gqa.convert.recast.targets import Target
 
 if TYPE_CHECKING:
     from gqa.convert.align.find_maps import MapsOptions, Progress
@@ -26,15 +24,11 @@ def plan_conversion(
     model: str | os.PathLike[str],
     groups: int,
     *,
-    method: str = "mean",
-    seed: int = 0,
-    dtype: str | None = None,
-    max_shard_bytes: int | None = None,
-    revision: str | None = None,
     maps: str | os.PathLike[str] | MapsFile | None = None,
-    target: Target = ANY,
     grouping: str = "contiguous",
+    revision: str | None = None,
     headers_only: bool = True,
+    **choices: Unpack[Choices],
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -43,15 +37,14 @@ def plan_conversion(
         groups: G, the key/value heads of the result: a divisor of the base model's Hk (merging; arXiv 2305.13245,
             section 2.1) or a multiple of Hk that divides the query heads H (repeating, exact). Query head i reads
             KV head i // (H // G).
-        method: One of `gqa.convert.methods.METHODS` (docs/methods.md).
-        seed: Of `random` and of what is sampled.
-        dtype: Storage dtype of the result (`float32`, `bfloat16`, `float16`, `float64`); None keeps each tensor's.
-        max_shard_bytes: Bytes of one output file at most; None keeps the base model's partition.
-        revision: Branch, tag or commit of a hub id.
         maps: A file that gqa-calibrate wrote for this model and G, applied instead of `method`.
-        target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
         grouping: How maps are going to be sought: `contiguous`, or `search` where heads may change places.
+        revision: Branch, tag or commit of a hub id.
         headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
+        choices: `method`, one of `gqa.convert.methods.METHODS` (default `mean`; docs/methods.md); `seed` of `random`
+            and of what is sampled (0); `dtype` of the stored result (`float32`, `bfloat16`, `float16`, `float64`; each
+            tensor's own); `max_shard_bytes` of one output file (the base model's partition); `target`, what is asked
+            of the class that a model is written for, where its own cannot have fewer heads.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -62,11 +55,12 @@ def plan_conversion(
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
     found = maps if maps is None or isinstance(maps, MapsFile) else open_maps(Path(maps))
+    if found:
+        choices["method"], grouping = found.method, "contiguous"
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        named = found.method if found else method
-        made = make_plan(checkpoint, groups, named, seed, dtype, max_shard_bytes, found, target)
-        check_grouping(made, "contiguous" if found else grouping)
+        made = make_plan(checkpoint, groups, maps=found, **choices)
+        check_grouping(made, grouping)
         return made
 
     return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=plan))
@@ -78,11 +72,7 @@ def convert_plan(
     *,
     calibration: MapsOptions | None = None,
     layers: Progress | None = None,
-    overwrite: bool = False,
-    checksums: bool = False,
-    load: bool = False,
-    jobs: int = DEFAULT_JOBS,
-    progress: Callable[[int], None] | None = None,
+    **writing: Unpack[Writing],
 ) -> Conversion:
     """Run a plan: find the maps that it lacks, stream the shards into `out`, verify them from disk, make it visible.
 
@@ -94,11 +84,10 @@ def convert_plan(
         out: Directory to make.
         calibration: How the methods that look at the model do it; None for the defaults of the command.
         layers: Told of layers and tokens while maps are found.
-        overwrite: Replace a checkpoint that is at `out`, after the new one is complete.
-        checksums: Compare every untouched byte and record the SHA-256 of all shards.
-        load: Also load the result with transformers and run one forward pass.
-        jobs: Shards written at a time.
-        progress: Called with the number of bytes written, from any job's thread.
+        writing: `overwrite` a checkpoint that is at `out`, after the new one is complete; `checksums` to compare every
+            untouched byte and record the SHA-256 of all shards; `load` to load the result with transformers, too, and
+            run one forward pass; `jobs`, shards written at a time; `progress`, called with the number of bytes written,
+            from any job's thread.
 
     Raises:
         RefusedError: Before anything is written.
@@ -109,10 +98,9 @@ def convert_plan(
             from gqa.convert.align.find_maps import MapsOptions, Silent, with_maps
 
             options, told = calibration or MapsOptions(), layers or Silent()
+            overwrite = writing.get("overwrite", False)
             plan = stack.enter_context(with_maps(plan, Path(out), options, told, overwrite=overwrite))
-        return run_plan(
-            plan, Path(out), overwrite=overwrite, checksums=checksums, load=load, jobs=jobs, progress=progress
-        )
+        return run_plan(plan, Path(out), **writing)
 
 
 def convert_checkpoint(
@@ -121,24 +109,17 @@ def convert_checkpoint(
     out: str | os.PathLike[str] | None = None,
     *,
     calibration: MapsOptions | None = None,
-    overwrite: bool = False,
-    checksums: bool = False,
-    load: bool = False,
-    jobs: int = DEFAULT_JOBS,
-    progress: Callable[[int], None] | None = None,
     **options: Any,
 ) -> Conversion:
-    """`plan_conversion` (whose options these are, too) and then `convert_plan`.
+    """`plan_conversion` and then `convert_plan`; `options` are what these take by name.
 
     `out` is the directory to make; default as `default_output` says. Raises what the two do.
     """
+    writing: Any = {name: options.pop(name) for name in Writing.__annotations__ if name in options}
     grouping = calibration.grouping if calibration else "contiguous"
-    plan = plan_conversion(model, groups, headers_only=False, grouping=grouping, **options)
+    plan = plan_conversion(model, groups, grouping=grouping, headers_only=False, **options)
     place = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
-    return convert_plan(
-        plan, place, calibration=calibration, overwrite=overwrite, checksums=checksums, load=load, jobs=jobs,
-        progress=progress,
-    )  # fmt: skip
+    return convert_plan(plan, place, calibration=calibration, **writing)
 
 
 def default_output(model: str, groups: int) -> Path:

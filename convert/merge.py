@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypedDict
 
 from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.headers import TensorSpec
@@ -16,6 +16,7 @@ from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, write_index
 from gqa.checkpoint.write import (
+    DEFAULT_JOBS,
     OutputDirectory,
     Progress,
     copy_file,
@@ -70,6 +71,16 @@ class _Job:
         return buffer
 
 
+class Writing(TypedDict, total=False):
+    """What `run_plan` takes by name."""
+
+    overwrite: bool
+    checksums: bool
+    load: bool
+    jobs: int
+    progress: Callable[[int], None] | None
+
+
 def run_plan(
     plan: Plan,
     out: Path,
@@ -77,7 +88,7 @@ def run_plan(
     overwrite: bool = False,
     checksums: bool = False,
     load: bool = False,
-    jobs: int = 1,
+    jobs: int = DEFAULT_JOBS,
     progress: Callable[[int], None] | None = None,
 ) -> Conversion:
     """Write, verify and publish `out`. Raises RefusedError before the first byte, OutputError after."""

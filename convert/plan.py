@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import RefusedError, alternatives
@@ -103,6 +103,16 @@ class Plan:
         """What is done to heads: the method's name, `repeat` upwards, `none` where their number stays."""
         before = self.config.main.kv
         return self.merging.method if self.groups < before else "repeat" if self.groups > before else "none"
+
+
+class Choices(TypedDict, total=False):
+    """What `make_plan` takes by name."""
+
+    method: str
+    seed: int
+    dtype: str | None
+    max_shard_bytes: int | None
+    target: Target
 
 
 def make_plan(
