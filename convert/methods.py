@@ -8,8 +8,9 @@ function pools what maps do not cover (norms, gates, the keys and values of laye
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gqa.convert.heads.layout import QUERY_ROLES
@@ -33,6 +34,7 @@ class Method:
     pool: From (Hk, G) to maps; of a method that looks at the model, for what its maps do not cover.
     redraws: Whether projections are drawn at random instead.
     refines: Whether layers are trained after the closed form, so that whole tensors replace those of the model.
+    finder: `module:function` that finds the maps of what looks at `weights`, loaded when it is called for: see `find`.
     """
 
     name: str
@@ -42,11 +44,19 @@ class Method:
     pool: Pooling
     redraws: bool = False
     refines: bool = False
+    finder: str = ""
 
     @property
     def aligns(self) -> bool:
         """Whether it looks at the model: its maps are found first and then applied."""
         return self.needs != "nothing"
+
+    @property
+    def find(self) -> Callable[..., Iterator[tuple[str, HeadMaps]]]:
+        """A plan, and whether to search for the best groups -> the maps of attention modules, each by its path."""
+        module, _, function = self.finder.partition(":")
+        found: Callable[..., Iterator[tuple[str, HeadMaps]]] = getattr(import_module(module), function)
+        return found
 
 
 METHODS: dict[str, Method] = {}
@@ -54,7 +64,7 @@ GROUPINGS = ("contiguous", "search")
 
 
 def register(
-    name: str, needs: Literal["nothing", "weights", "text"], cost: str, result: str, **told: bool
+    name: str, needs: Literal["nothing", "weights", "text"], cost: str, result: str, **told: Any
 ) -> Callable[[Pooling], Pooling]:
     """A decorator that makes a function from (Hk, G) to HeadMaps a method of that name."""
 
@@ -85,8 +95,20 @@ def first(kv: int, groups: int) -> HeadMaps:
 
 
 register("random", "nothing", "seconds", "drawn at random: a control, of no use untrained", redraws=True)(mean)
-register("procrustes", "weights", "seconds", "rotated to agree, then the mean")(mean)
-register("aligned", "weights", "minutes", "the closed form on what the weights make layers expect")(mean)
+register(
+    "procrustes",
+    "weights",
+    "seconds",
+    "rotated to agree, then the mean",
+    finder="gqa.convert.align.aligned:procrustes",
+)(mean)
+register(
+    "aligned",
+    "weights",
+    "minutes",
+    "the closed form on what the weights make layers expect",
+    finder="gqa.convert.align.aligned:aligned",
+)(mean)
 register("calibrated", "text", "three forward passes", "the closed form on what layers are given by text")(mean)
 register("refined", "text", "calibrated, and minutes a layer", "calibrated, then trained layer by layer", refines=True)(
     mean

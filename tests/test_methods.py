@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,21 @@ def test_a_method_is_registered_by_one_function(source: Path, monkeypatch: pytes
     out = convert_checkpoint(source, 2, tmp_path / "out", method="last").out
     assert torch.equal(all_tensors(out)[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
     assert "the last of each group (method last)" in (out / "README.md").read_text()
+
+
+def test_a_method_that_looks_at_weights_names_what_finds_its_maps(
+    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`turned` finds maps by the function that its entry names, `second`, and no other file is told of it."""
+    monkeypatch.setattr(methods, "METHODS", dict(METHODS))
+    monkeypatch.setattr(plan, "METHODS", methods.METHODS)
+    monkeypatch.setattr("gqa.convert.maps_file.ALIGNING", ("turned",))
+    methods.register("turned", "weights", "seconds", "the second", finder=f"{__name__}:second")(methods.mean)
+    out = convert_checkpoint(source, 2, tmp_path / "out", method="turned").out
+    assert torch.equal(all_tensors(out)[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+
+
+def second(plan: Any, search: bool) -> Iterator[tuple[str, HeadMaps]]:
+    weights = torch.tensor([[0.0, 1.0]] * 2)
+    for layer in range(plan.config.layers):
+        yield f"model.layers.{layer}.self_attn", HeadMaps(weights, weights.clone())

@@ -16,7 +16,6 @@ from transformers.activations import ACT2FN
 
 from gqa.convert import plan_conversion
 from gqa.convert.align import aligned
-from gqa.convert.align.aligned import weight_maps
 from gqa.convert.align.stream import Mlp, Stream
 from gqa.corpus.alpha import permutation
 from gqa.corpus.sources import parse_source
@@ -36,7 +35,7 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
             return found[-1]
 
     monkeypatch.setattr(aligned, "Stream", Noted)
-    assert list(weight_maps(plan_conversion(source, groups, method="aligned")))
+    assert list(aligned.aligned(plan_conversion(source, groups, method="aligned")))
     return found
 
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.names import parameter_names
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.align.aligned import weight_maps
 from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.stream import norm_gain
 from gqa.convert.heads.families.table import FAMILIES
@@ -145,7 +144,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     check_gains(tiny, model, plan_conversion(directory, kv))
     plans = {method: plan_conversion(directory, kv, method=method) for method in ("mean", "aligned", "calibrated")}
     assert relative(merged_logits(tiny, plans["mean"]), expected) > CONTROL
-    aligned = dict(weight_maps(plans["aligned"]))
+    aligned = dict(plans["aligned"].merging.how.find(plans["aligned"], search=False))
     assert relative(merged_logits(tiny, plans["aligned"], aligned), expected) < RECOVERED
     ids = Ids(high=tiny.tokens).ids()
     if tiny.model_type not in UNSERVED:
@@ -176,8 +175,8 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
     moved = load(tiny, directory, attention(tiny))
     assert relative(logits(tiny, moved, inputs(tiny)), expected) < SAME, "something that belongs to a head stayed"
     plan = plan_conversion(directory, 2, method="aligned")
-    assert relative(merged_logits(tiny, plan, dict(weight_maps(plan))), expected) > CONTROL
-    found = dict(weight_maps(plan, search=True))
+    assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan, search=False))), expected) > CONTROL
+    found = dict(plan.merging.how.find(plan, search=True))
     assert relative(merged_logits(tiny, plan, found), expected) < RECOVERED
     assert any(maps.order for maps in found.values())
     if tiny.name not in SEVERAL:

@@ -9,69 +9,15 @@ from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64
 from gqa.checkpoint.errors import listing
-from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, shared_key, shared_value, unturned
-from gqa.convert.align.grouping import LayerMoments, find_order
+from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
+from gqa.convert.align.grouping import find_order
+from gqa.convert.align.moments import Moments, head_maps, stack_groups
 from gqa.convert.align.observe import Layer
 from gqa.convert.align.pair import Pair, check_finite
-from gqa.convert.heads.layout import Conv1D, LayerHeads
+from gqa.convert.heads.layout import Conv1D
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps, query_order
-
-
-@dataclass
-class Moments:
-    """Sums of products of what heads compute, float64. Shapes: see `shared_key` and `shared_value`."""
-
-    keys: Tensor
-    key_means: Tensor
-    queries: Tensor
-    values: Tensor
-    count: int
-
-    @classmethod
-    def zeros(cls, heads: LayerHeads, groups: int) -> Moments:
-        m, d, e = heads.kv // groups, heads.key_dim, heads.value_dim
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64)
-
-        return cls(
-            zeros(groups, m * d, m * d), zeros(groups, m * d), zeros(heads.kv, d, d), zeros(groups, m * e, m * e), 0
-        )
-
-    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor) -> None:
-        """(B, H, T, d) queries, (B, Hk, T, d) keys, (B, Hk, T, e) values, (B, H, T) what errors of scores do."""
-        groups = len(self.keys)  # one for the whole layer
-        keys, values = stack_groups(k, groups), stack_groups(v, groups)
-        rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
-        self.keys += (rows.mT @ rows).cpu()
-        self.key_means += rows.sum(1).cpu()
-        rows = as_float64(values.flatten(1, 2))
-        self.values += (rows.mT @ rows).cpu()
-        rows = as_float64((q * significance.sqrt().unsqueeze(-1)).transpose(0, 1).flatten(1, 2))  # (H, n, d)
-        self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1).cpu()
-        self.count += q.shape[0] * q.shape[2]
-
-    def of_layer(self, w_o: Tensor) -> LayerMoments:
-        """What grouping looks at, of moments of one group; w_o (H, e, D)."""
-        n, kv = self.count, len(self.queries)
-        gains = (w_o.double() @ w_o.double().mT).unflatten(0, (kv, -1)).sum(1)
-        return LayerMoments(self.keys[0] / n, self.key_means[0] / n, self.queries / n, self.values[0] / n, gains)
-
-    def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
-        """Of one group -> those of `groups` groups of heads in that order."""
-        heads = torch.tensor(order).view(groups, -1)
-
-        def rows(dim: int) -> Tensor:  # (G, m d)
-            return (heads[:, :, None] * dim + torch.arange(dim)).flatten(1)
-
-        def blocks(matrix: Tensor) -> Tensor:
-            index = rows(len(matrix) // len(order))
-            return matrix[index[:, :, None], index[:, None, :]]
-
-        means = self.key_means[0][rows(self.key_means.shape[1] // len(order))]
-        return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]), self.count)
 
 
 def significance_of(
@@ -114,12 +60,6 @@ def position_weights(stream: Tensor) -> Tensor:
     """
     found = 1 / stream.float().square().mean(-1).clamp_min(1e-30)
     return found / found.mean()
-
-
-def stack_groups(heads: Tensor, groups: int) -> Tensor:
-    """(B, Hk, T, d) -> (G, B, T, m * d)."""
-    stacked: Tensor = heads.unflatten(1, (groups, -1)).permute(1, 0, 3, 2, 4)
-    return stacked.flatten(3)
 
 
 @dataclass(frozen=True)
@@ -201,16 +141,17 @@ def closed_form(task: Task, strength: float, search: bool = False) -> ClosedForm
     w_o, rotary = task.w_o(), task.rotary
     moments = Moments.zeros(heads, 1 if search else groups)
     values = _watch_source(task, moments, rotary, w_o)
-    order = None
+    moments, order = moments.averaged(task.wanted.counts.numel()), None
     if search:
-        order = find_order(moments.of_layer(w_o), groups, rotary, task.free_keys)
+        order = find_order(moments, w_o.double(), groups, rotary, task.free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         values = {start: batch[:, order] for start, batch in values.items()}
         w_o, task = w_o[query_order(order, heads.query)], task.reordered(order)
-    maps = replace(_key_maps(moments, heads, rotary, task.free_keys), order=order)
-    maps = _value_maps(task, maps, moments, values, w_o.double())
-    return _refit(task, maps, strength, w_o.double().flatten(0, 1))
+    keys = moments.shared_keys(rotary) if task.free_keys else []
+    seen = _seen_values(task, head_maps(heads, groups, keys, [], order), values)
+    found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o.double())
+    return _refit(task, head_maps(heads, groups, keys, found, order), strength, w_o.double().flatten(0, 1))
 
 
 def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> dict[int, Tensor]:
@@ -231,28 +172,10 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
     return values
 
 
-def _key_maps(moments: Moments, heads: LayerHeads, rotary: Rotary, free_keys: bool) -> HeadMaps:
-    """Shared keys with what they ask of the queries; values and outputs are still to come (first of each group)."""
-    groups, n = len(moments.keys), moments.count
-    m, repeat = heads.kv // groups, heads.query // heads.kv
-    weights = torch.zeros(groups, m, dtype=torch.float64)
-    weights[:, 0] = 1.0
-    if not free_keys:
-        return HeadMaps(torch.full_like(weights, 1 / m), weights)
-    found = [
-        shared_key(keys / n, queries / n, means / n, rotary)
-        for keys, queries, means in zip(
-            moments.keys, moments.queries.unflatten(0, (groups, m)), moments.key_means, strict=True
-        )
-    ]
-    query = torch.cat([shared.query.repeat_interleave(repeat, 0) for shared in found])
-    return HeadMaps(torch.stack([shared.key for shared in found]), weights, query)
-
-
-def _value_maps(task: Task, maps: HeadMaps, moments: Moments, values: dict[int, Tensor], w_o: Tensor) -> HeadMaps:
-    """Shared values from what every query head sees of the stacked values under the merged attention; w_o (H, e, D)."""
+def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tensor:
+    """(H, m e, m e) second moments of what every query head sees of the stacked values under the merged attention."""
     heads, groups = task.pair.heads(task.module)
-    m, repeat, width = heads.kv // groups, heads.query // heads.kv, moments.values.shape[1]
+    width = heads.kv // groups * heads.value_dim
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64)
     merged = task.pair.merged(task.module, maps)
     for seen in task.pair.feed.observe(merged, task.stream, "heads"):
@@ -264,14 +187,7 @@ def _value_maps(task: Task, maps: HeadMaps, moments: Moments, values: dict[int, 
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
             one = as_float64(rows[:, :, head]).flatten(0, 1)
             seen_by[head] += (one.T @ one).cpu()
-    owner, n = torch.arange(m).repeat_interleave(repeat), moments.count
-    value, output = [], []
-    for j in range(groups):
-        of = slice(j * m * repeat, (j + 1) * m * repeat)
-        found = shared_value(seen_by[of] / n, moments.values[j] / n, w_o[of] @ w_o[of].mT, owner)
-        value.append(found.value)
-        output += list(found.output)
-    return replace(maps, value=torch.stack(value), output=torch.block_diag(*output))
+    return seen_by.div_(task.wanted.counts.numel())
 
 
 def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> ClosedForm:

@@ -14,7 +14,6 @@ from torch import Tensor
 from gqa.checkpoint.devices import default_device, native_bfloat16, out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import OutputDirectory
-from gqa.convert.align.aligned import weight_maps
 from gqa.convert.align.calibration import Calibration, Calibrator
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.refine import Refinement
@@ -110,8 +109,9 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
     check_grouping(plan, options.grouping)
     work = Work(output, options.describe(plan), overwrite)
     if plan.merging.how.needs == "weights":
+        search = options.grouping == "search"
         with work:
-            for number, (module, maps) in enumerate(weight_maps(plan, options.grouping == "search")):
+            for number, (module, maps) in enumerate(plan.merging.how.find(plan, search)):
                 work.keep(number, module, maps, {})
                 progress.layer(number + 1, plan.config.layers, float("nan"))
             yield work

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gqa.convert.align.alignment import complex_moments, key_weights, pairs, plain_dims, without_means
+from gqa.convert.align.moments import Moments
 from gqa.convert.heads.symmetries import Rotary
 
 MOST_PARTITIONS = 20_000  # that are all looked at
@@ -23,31 +23,17 @@ Group = tuple[int, ...]
 Cost = Callable[[Group], float]
 
 
-@dataclass(frozen=True)
-class LayerMoments:
-    """What the heads of one layer compute, float64.
-
-    keys: (Hk d, Hk d) second moments of all keys stacked; key_means: (Hk d,).
-    queries: (Hk, d, d) for each head, of its query heads.
-    values: (Hk e, Hk e) of all values stacked; gains: (Hk, e, e) W_O^T W_O summed over a head's query heads.
-    """
-
-    keys: Tensor
-    key_means: Tensor
-    queries: Tensor
-    values: Tensor
-    gains: Tensor
-
-
-def find_order(moments: LayerMoments, groups: int, rotary: Rotary, free_keys: bool) -> Group | None:
+def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_keys: bool) -> Group | None:
     """The order of heads that puts those which share best side by side; None where neighbours do.
 
-    What a group loses of scores and of outputs is counted in units of what neighbours lose on average.
+    What a group loses of scores and of outputs is counted in units of what neighbours lose on average. `moments` are
+    those of the whole layer as one group; w_o (H, e, D).
     """
     heads = len(moments.queries)
+    gains = (w_o @ w_o.mT).unflatten(0, (heads, -1)).sum(1)  # (Hk, e, e)
     contiguous = tuple(tuple(range(j * heads // groups, (j + 1) * heads // groups)) for j in range(groups))
     lost_keys = cache(lambda group: _lost_keys(moments, group, rotary, free_keys))
-    lost_values = cache(lambda group: _lost_values(moments, group))
+    lost_values = cache(lambda group: _lost_values(moments.values[0], gains, group))
     units = [sum(map(lost, contiguous)) / groups for lost in (lost_keys, lost_values)]
 
     @cache
@@ -118,10 +104,10 @@ def _swaps(one: Group, other: Group) -> Iterator[tuple[Group, Group]]:
             yield tuple(sorted({*one, b} - {a})), tuple(sorted({*other, a} - {b}))
 
 
-def _lost_keys(moments: LayerMoments, group: Group, rotary: Rotary, free_keys: bool) -> float:
+def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) -> float:
     """Energy of scores that one shared key cannot carry (`shared_key` says which it does)."""
     rows, dim = _rows(group, moments.queries.shape[1]), moments.queries.shape[1]
-    keys, queries = moments.keys[rows][:, rows], moments.queries[list(group)]
+    keys, queries = moments.keys[0][rows][:, rows], moments.queries[list(group)]
     if not free_keys:  # they are averaged
         blocks = keys.view(len(group), dim, len(group), dim)
         return float(keys.trace() - torch.einsum("aibi->", blocks) / len(group))
@@ -132,17 +118,17 @@ def _lost_keys(moments: LayerMoments, group: Group, rotary: Rotary, free_keys: b
         spread = weight[:, :, None] * complex_moments(keys.view(len(group), dim, -1, dim), real, imaginary)
         fast = slice(len(real) - len(rotary.slow))
         lost += float(torch.linalg.eigvalsh(spread * weight[:, None, :])[fast, :-1].clamp_min(0).sum())
-    varying = without_means(keys, moments.key_means[rows])
+    varying = without_means(keys, moments.key_means[0][rows])
     for dims in plain_dims(rotary, dim):
         plain = (torch.arange(len(group))[:, None] * dim + dims).flatten()
         lost += _beyond(varying[plain][:, plain], queries[:, dims][:, :, dims])
     return lost
 
 
-def _lost_values(moments: LayerMoments, group: Group) -> float:
+def _lost_values(values: Tensor, gains: Tensor, group: Group) -> float:
     """Energy of outputs outside of the directions that one shared value keeps."""
-    rows = _rows(group, moments.gains.shape[1])
-    return _beyond(moments.values[rows][:, rows], moments.gains[list(group)])
+    rows = _rows(group, gains.shape[1])
+    return _beyond(values[rows][:, rows], gains[list(group)])
 
 
 def _beyond(covariance: Tensor, energy: Tensor) -> float:

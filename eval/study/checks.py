@@ -9,7 +9,8 @@ import pandas
 
 from gqa.eval.study.tradeoff import heads
 
-PAPER = ["mean", "first", "random"]
+POOLED = ["mean", "first"]
+PAPER = [*POOLED, "random"]
 _HOW = ["train", "teacher"]
 
 
@@ -28,7 +29,7 @@ def checks(points: pandas.DataFrame) -> list[Check]:
         return []
     paper = points[points.method.isin(PAPER)]
     paper = paper.assign(method=pandas.Categorical(paper.method, PAPER))  # in this order
-    pooled = paper[paper.method != "random"]
+    pooled = paper[paper.method.isin(POOLED)]
     return [*_pooling(paper), *_uptraining(paper), *_useful_at_once(pooled), *_more_groups(pooled), *_decoding(points)]
 
 

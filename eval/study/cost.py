@@ -8,6 +8,7 @@ from itertools import groupby
 
 from gqa.checkpoint.loading import load_model
 from gqa.convert.heads.modules import attention_modules
+from gqa.convert.methods import METHODS
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.report import Table
 from gqa.eval.scoring import score
@@ -37,10 +38,10 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
 
 def _converting(study: Study, method: str) -> float:
     """Tokens of forward passes of the whole model that a method takes; those of what looks at weights alone are 0."""
-    maps, tokens = study.options.maps, 0.0
-    if method in ("calibrated", "refined"):
+    maps, tokens, how = study.options.maps, 0.0, METHODS.get(method)
+    if how and how.needs == "text":
         tokens += CALIBRATING * maps.text.tokens
-    if method == "refined":  # attention modules alone, forwards and backwards
+    if how and how.refines:  # attention modules alone, forwards and backwards
         modules = attention_modules(study.subject.checkpoint, study.plan.config)
         share = (
             sum(spec.numel for module in modules for spec in module.tensors.values())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pandas
 
-from gqa.convert.methods import ALIGNING
+from gqa.convert.methods import METHODS
 from gqa.convert.summary import size
 from gqa.eval.study.directory import Row
 from gqa.eval.study.study import TRAINING, UNMERGED, Cell
@@ -133,11 +133,12 @@ def commands(point: Point) -> list[str]:
     if method not in UNMERGED:
         words += ["--method", method, "--seed", point["seed"]]
     names: list[str] = []
-    if method in ALIGNING and point["grouping"] != "contiguous":
+    how = METHODS.get(method)  # none where no heads were merged
+    if how and how.aligns and point["grouping"] != "contiguous":
         names += ["grouping"]
-    if method in ("calibrated", "refined"):
+    if how and how.needs == "text":
         names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
-    if method == "refined":
+    if how and how.refines:
         names += ["refine_steps", "refine_batch", "refine_learning_rate", "refine_precision"]
     found = [[*words, *_options(point, names), "-o", out]]
     if point["alpha"]:
