@@ -20,16 +20,33 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import logging
+
+from gqa.convert import convert_checkpoint
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.run import uptrain
+from gqa.uptrain.setup import prepare
 
 EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
 MIB = 1 << 20
@@ -42,11 +59,6 @@ RATE = 1e-4
 
 def write_random(directory: Path, shape: str) -> None:
     """A random Llama with the embedded tokenizer (whose ids it can all predict)."""
-    import shutil
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     hidden, intermediate, layers, heads, kv, vocabulary = SHAPES[shape]
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -55,8 +67,8 @@ def write_random(directory: Path, shape: str) -> None:
         tie_word_embeddings=shape == "135m", bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        shutil.copyfile(EMBEDDED / name, directory / name)
+    for file in EMBEDDED.glob("*token*"):
+        shutil.copyfile(file, directory / file.name)
 
 
 # ------------------------------------------------------------------------------------------------- measuring
@@ -69,8 +81,6 @@ def _resident(key: str) -> int:
 
 def held_now() -> int:
     """From here on the peak counts."""
-    import torch
-
     if torch.accelerator.is_available():
         return 0
     Path("/proc/self/clear_refs").write_text("5")
@@ -78,8 +88,6 @@ def held_now() -> int:
 
 
 def peak_since(before: int) -> int:
-    import torch
-
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident("VmHWM") - before
 
 
@@ -100,8 +108,6 @@ class Clock:
         self.start = time.perf_counter(), time.process_time()
 
     def tick(self) -> None:
-        import torch
-
         self.step += 1
         timed, turn = self.step - self.options["warmup"], self.options["turn"]
         if timed < 0 or timed % turn:
@@ -125,11 +131,6 @@ Train = Callable[[Clock], tuple[float, float | None]]
 
 def open_setup(options: dict[str, Any], scratch: Path) -> Any:
     """What gqa-uptrain prepares; the others take model and blocks from it."""
-    from dataclasses import replace
-
-    from gqa.uptrain.options import TrainOptions
-    from gqa.uptrain.setup import prepare
-
     chosen = TrainOptions(
         model=options["model"], output=scratch / "out", data=("stdlib:train",), block_size=options["block_size"],
         batch_size=options["batch_size"], precision=options["precision"],
@@ -139,9 +140,6 @@ def open_setup(options: dict[str, Any], scratch: Path) -> Any:
 
 
 def bare_loop(setup: Any) -> Train:
-    import torch
-    from torch.nn.functional import cross_entropy
-
     model, device = setup.model.train(), setup.accelerator.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = [micro["input_ids"] for (micro,) in setup.dataloader.batches(0, 0, 1, setup.micro)]
@@ -165,8 +163,6 @@ def bare_loop(setup: Any) -> Train:
 
 
 def ours(setup: Any) -> Train:
-    from gqa.uptrain.run import uptrain
-
     def run(clock: Clock) -> tuple[float, float | None]:
         records: list[dict[str, Any]] = []
 
@@ -182,9 +178,6 @@ def ours(setup: Any) -> Train:
 
 
 def trainer(setup: Any) -> Train:
-    import torch
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-
     options, blocks = setup.options, setup.dataloader.blocks
     arguments = TrainingArguments(
         output_dir=str(options.output.with_name("trainer")), per_device_train_batch_size=setup.micro,
@@ -229,9 +222,6 @@ CONTESTANTS = {"bare loop": bare_loop, "gqa-uptrain": ours, "Trainer": trainer}
 
 
 def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
-    import torch
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as scratch:
@@ -375,10 +365,6 @@ first losses agree to   {max(losses) - min(losses):.1e}""")
 @click.option("--rounds", type=int, default=3)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 def main(rounds: int, shape: str | None, json_file: Path | None, **options: Any) -> None:
-    import torch
-
-    from gqa.convert import convert_checkpoint
-
     gpu = torch.accelerator.is_available()
     options["block_size"] = options["block_size"] or (2048 if gpu else 512)
     options["turn"] = options["steps"] if gpu else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,9 +31,13 @@ def batch(rows: int = 3, length: int = 33, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(10, 60, (rows, length), generator=generator)}
 
 
-def made(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
-    model = build(TINY[name], 2, seed, **options)
-    return model.train()
+def made(name: str = "llama", **options: Any) -> PreTrainedModel:
+    return build(TINY[name], 2, **options).train()
+
+
+def pair(name: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model and its teacher."""
+    return made(name), build(TINY[name], 2, seed=1).eval()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -49,13 +54,14 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
         assert error <= atol * max(1.0, float(tensor.abs().max())), (name, error)
 
 
-def of_training_model(
-    model: PreTrainedModel, given: dict[str, Tensor], **options: Any
-) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss and its gradients as training computes them."""
+def assert_equals(expected: Tensor, model: PreTrainedModel, given: dict[str, Tensor], **options: Any) -> None:
+    """The mean loss as training computes it, and its gradients."""
+    expected.backward()
+    wanted = gradients(model)
     loss, told = training_model(model, **options)(**given)
     (loss / told[0]).backward()
-    return float(loss.detach() / told[0]), gradients(model)
+    assert float(loss.detach() / told[0]) == pytest.approx(float(expected), abs=1e-5)
+    assert_close(gradients(model), wanted)
 
 
 @pytest.fixture(params=[7, 20, 999], ids=["7 rows", "20 rows", "one slice"])
@@ -73,19 +79,14 @@ def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
 def test_equals_the_loss_of_transformers(name: str) -> None:
     """Value and every gradient, for any number of slices."""
     model, given = made(name), batch()
-    expected = model(**given, labels=given["input_ids"], use_cache=False).loss
-    expected.backward()
-    wanted = gradients(model)
-    loss, found = of_training_model(model, given)
-    assert loss == pytest.approx(float(expected), abs=1e-5)
-    assert_close(found, wanted)
+    assert_equals(model(**given, labels=given["input_ids"], use_cache=False).loss, model, given)
 
 
 @pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.0), (0.0, 3.0), (1.0, 0.5)])
 @pytest.mark.parametrize("name", ["llama+tied", "gemma2"])
 def test_distillation_equals_that_on_whole_logits(name: str, weight: float, temperature: float) -> None:
-    model, teacher, given = made(name), made(name, seed=1).eval(), batch()
+    (model, teacher), given = pair(name), batch()
     ids = given["input_ids"]
     student = model(ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     with torch.no_grad():
@@ -94,18 +95,14 @@ def test_distillation_equals_that_on_whole_logits(name: str, weight: float, temp
     divergence = temperature**2 * (p * (p.log() - q)).sum(-1).mean()
     likelihood = cross_entropy(student, ids[:, 1:].flatten())
     expected = weight * divergence + (1 - weight) * likelihood
-    expected.backward()
-    wanted = gradients(model)
-    loss, found = of_training_model(model, given, teacher=teacher, distill=weight, temperature=temperature)
-    assert loss == pytest.approx(float(expected), abs=1e-5)
-    assert_close(found, wanted)
+    assert_equals(expected, model, given, teacher=teacher, distill=weight, temperature=temperature)
     assert not gradients(teacher)
     _, told = training_model(model, teacher)(**given)
     assert float(told[1] / told[0]) == pytest.approx(float(likelihood), abs=1e-5)
 
 
 def test_the_teacher_is_no_part_of_the_model() -> None:
-    model, teacher = made("llama"), made("llama", seed=1).eval()
+    model, teacher = pair()
     training = training_model(model, teacher)
     assert {name.removeprefix("model.") for name in training.state_dict()} == set(model.state_dict())
     training.train()
@@ -139,8 +136,8 @@ class Widest(TorchDispatchMode):
 
 @pytest.mark.parametrize("taught", [False, True])
 def test_nothing_of_width_v_is_held_for_a_batch(monkeypatch: pytest.MonkeyPatch, taught: bool) -> None:
-    model, teacher = made("gemma2"), made("gemma2", seed=1).eval() if taught else None
-    training, given = training_model(model, teacher), batch(8)
+    model, teacher = pair("gemma2")
+    training, given = training_model(model, teacher if taught else None), batch(8)
     training(**batch(1))  # the heads are checked on the first input
     matrix = 32  # the gradient of the head is of width V too
     for rows, most in ((16, max(16, matrix)), (100, 100), (999, 8 * 32)):
@@ -185,7 +182,7 @@ def test_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gradient_is_taken_once() -> None:
-    loss, _ = training_model(made("llama"))(**batch())
+    loss, _ = training_model(made())(**batch())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already taken"):
         loss.backward()
@@ -195,16 +192,16 @@ def test_autocast_loses_no_gradient() -> None:
     """The first input is also the one that the head is checked on, without gradients, in the same region."""
     model = made("llama+tied")
     training, found = training_model(model), []
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
+    for enabled in (True, True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss, told = training(**batch())
         (loss / told[0]).backward()
         found.append(gradients(model))
-    assert found[0].keys() == found[1].keys() == {name for name, _ in model.named_parameters()}
-    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
-    _, exact = of_training_model(model, batch())
+    first, second, exact = found
+    assert first.keys() == second.keys() == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     for name, tensor in exact.items():
-        assert float((found[0][name] - tensor).norm() / tensor.norm()) < 0.1, name
+        assert float((first[name] - tensor).norm() / tensor.norm()) < 0.1, name
 
 
 def packed(lengths: list[int]) -> dict[str, Tensor]:
@@ -251,7 +248,7 @@ def test_what_counts() -> None:
 
 def test_a_block_without_predictions_is_nothing() -> None:
     """Every document one token long: no loss, no gradient, no division by zero."""
-    model = made("llama")
+    model = made()
     loss, told = training_model(model)(**packed([1, 1, 1]))
     loss.backward()
     assert (float(loss), float(told[0])) == (0, 0)
@@ -279,22 +276,18 @@ def matched(match: str, model: PreTrainedModel, teacher: PreTrainedModel) -> tup
 
 @pytest.mark.parametrize("match", ["attention", "hidden"])
 def test_matching_by_hand(match: str) -> None:
-    model, teacher = made("llama"), made("llama", seed=1).eval()
+    model, teacher = pair()
     outputs: list[list[Tensor]] = [[], []]
 
     def keep(into: list[Tensor]) -> Any:
         return lambda module, given, output: into.append(output[0] if isinstance(output, tuple) else output)
 
-    handles = [
-        (layer.self_attn if match == "attention" else layer).register_forward_hook(keep(into))
-        for owner, into in zip((model, teacher), outputs, strict=True)
-        for layer in owner.model.layers
-    ]
-    ids = batch()["input_ids"][:, :-1]
-    for owner in (model, teacher):
-        owner(ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
+    for owner, into in zip((model, teacher), outputs, strict=True):
+        parts = [layer.self_attn if match == "attention" else layer for layer in owner.model.layers]
+        handles = [part.register_forward_hook(keep(into)) for part in parts]
+        owner(batch()["input_ids"][:, :-1], use_cache=False)
+        for handle in handles:
+            handle.remove()
     errors = [(a - b).square().sum(-1) / b.square().sum(-1) for a, b in zip(*outputs, strict=True)]
     expected = torch.stack(errors).mean(0).sum()
     loss, told = matched(match, model, teacher)
@@ -309,7 +302,7 @@ def test_matching_by_hand(match: str) -> None:
 
 
 def test_matching_does_not_depend_on_what_else_is_in_the_batch() -> None:
-    model, teacher = made("llama"), made("llama", seed=1).eval()
+    model, teacher = pair()
     training, given = training_model(model, teacher, match="attention"), batch(4)
     whole = training(**given)[1]
     parts = sum(training(input_ids=given["input_ids"][i : i + 1])[1] for i in range(4))
@@ -317,9 +310,9 @@ def test_matching_does_not_depend_on_what_else_is_in_the_batch() -> None:
 
 
 def test_matching_with_checkpointing_has_the_same_gradient() -> None:
-    teacher, found = made("llama", seed=1).eval(), []
+    found = []
     for enabled in (False, True):
-        model = made("llama")
+        model, teacher = pair()
         if enabled:
             model.activation_checkpointing_enable({"use_reentrant": False})
         loss, _ = matched("hidden", model, teacher)
@@ -329,21 +322,17 @@ def test_matching_with_checkpointing_has_the_same_gradient() -> None:
 
 
 def test_models_that_do_not_correspond_are_refused() -> None:
-    from dataclasses import replace
-
-    tiny = TINY["llama"]
-    deeper, wider = ({"num_hidden_layers": 3}, {"hidden_size": 48})
-    for change, odd in ((deeper, r"layers\.2"), (wider, r"layers\.0")):
-        teacher = build(replace(tiny, options=change), 2).eval()
+    for change, odd in (({"num_hidden_layers": 3}, r"layers\.2"), ({"hidden_size": 48}, r"layers\.0")):
+        teacher = build(replace(TINY["llama"], options=change), 2).eval()
         with pytest.raises(RefusedError, match=rf"--match: model and teacher do not correspond in .*{odd}"):
-            matched("hidden", made("llama"), teacher)
+            matched("hidden", made(), teacher)
     with pytest.raises(RefusedError, match="no modules that are known"):
         matching_error({}, {})
 
 
 def test_what_fsdp_gathers_one_at_a_time() -> None:
     """Classes that are there; accelerate refuses names that are not."""
-    assert training_model(made("llama"))._no_split_modules == ["LlamaDecoderLayer"]
+    assert training_model(made())._no_split_modules == ["LlamaDecoderLayer"]
     assert "Gemma3DecoderLayer" in training_model(made("gemma3"))._no_split_modules
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,9 @@ def test_shares_are_exact() -> None:
     assert rates("wsd", 30, decay=0.1)[26:] == pytest.approx([1, 1, 2 / 3, 1 / 3])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rates_are_within_bounds_and_never_zero(schedule: Schedule) -> None:
-    for steps in (1, 2, 7):
-        for warmup in (0, 1, 9):
-            assert all(0 < rate <= 1 for rate in rates(schedule, steps, warmup=warmup))
+def test_rates_are_within_bounds_and_never_zero() -> None:
+    for schedule, steps, warmup in product(SCHEDULES, (1, 2, 7), (0, 1, 9)):
+        assert all(0 < rate <= 1 for rate in rates(schedule, steps, warmup=warmup))
 
 
 def test_warmup_by_default() -> None:
@@ -124,8 +123,4 @@ def test_what_binds_a_run() -> None:
     same = options(micro_batch=1, keep_last=9, save_every=1, checkpointing=True, report_to=("wandb",), overwrite=True)
     assert differences(same.binding(), before) == []
     other = options(seed=1, data=("a", "b"), heldout="c").binding()
-    assert differences(other, before) == [
-        "data: ['stdlib:train'] -> ['a', 'b']",
-        "heldout: None -> c",
-        "seed: 0 -> 1",
-    ]
+    assert differences(other, before) == ["data: ['stdlib:train'] -> ['a', 'b']", "heldout: None -> c", "seed: 0 -> 1"]

@@ -13,9 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from checkpoints import Result, run, snapshot
 from training import (
     difference,
@@ -295,32 +297,18 @@ def test_output_with_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every record goes to whatever accelerate knows, and the tracker is closed, also where the run stops."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-
-    told: list[Any] = []
-
-    class Notes(GeneralTracker):  # type: ignore[misc]
-        name, requires_logging_directory, tracker = "notes", True, None
-
-        def __init__(self, run_name: str, logging_dir: str, **options: Any) -> None:
-            super().__init__()
-            told.append(("start", run_name, Path(logging_dir).name))
-
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            told.append(values["steps"])
-
-        def log(self, values: dict[str, Any], step: int, **options: Any) -> None:
-            told.append((step, sorted(values)))
-
-        def finish(self) -> None:
-            told.append("end")
-
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", Notes)
+    notes = MagicMock(requires_logging_directory=True)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "notes", notes)
     done = command(tmp_path / "out", steps=2, report_to="notes")
     assert done.code == 0, done.err
+    made = notes.call_args.args
+    *_, configuration, first, second, end = notes.return_value.method_calls
+    assert (made[0], Path(made[1]).name) == ("gqa-uptrain", "out-logs")
+    assert configuration.args[0]["steps"] == "2"
     names = ["gradient_norm", "learning_rate", "loss", "memory_bytes", "skipped", "step_tokens", "tokens"]
-    names.append("tokens_per_second")
-    assert told == [("start", "gqa-uptrain", "out-logs"), "2", (1, names), (2, names), "end"]
+    told = [(name, sorted(given[0]), how["step"]) for name, given, how in (first, second)]
+    assert told == [("log", [*names, "tokens_per_second"], step) for step in (1, 2)]
+    assert end == call.finish()
     assert not (tmp_path / "out-state").exists()
 
 

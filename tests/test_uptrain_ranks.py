@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from checkpoints import load
-from hub_server import Machine, hub_server
+from hub_server import Hub, Machine
 from training import Runs, difference, losses, metrics, tiny_checkpoint, write_corpus
 
 from gqa.uptrain.state import States
@@ -96,22 +96,20 @@ def test_launchers(runs: Runs, tmp_path: Path, launcher: str) -> None:
     assert difference(tmp_path / "one", tmp_path / "two") <= 1e-5
 
 
-def test_hub_ids_launched(tmp_path: Path) -> None:
+def test_hub_ids_launched(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     """Model, teacher and a streamed data set by their names on a hub: the second command of the README's section. The
     data set's present state has no text, the one that is asked for has.
     """
     for name, field in (("data", "text"), ("newer", "body")):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name / "train.jsonl", field=field)
-    with hub_server() as hub:
-        hub.repo("lab/mha", tiny_checkpoint(tmp_path / "mha", kv_heads=4))
-        hub.repo("lab/mha-gqa2", tiny_checkpoint(tmp_path / "gqa2"))
-        hub.repo("lab/data", tmp_path / "newer").add("v1", tmp_path / "data")
-        machine = Machine(tmp_path, hub.endpoint)
-        words = ["--data", "lab/data", "--data-revision", "v1", "--streaming", "--tokens", "1K"]
-        words += ["--teacher", "lab/mha", "-o", "out", "--json", "-q"]
-        launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "gqa.uptrain", "lab/mha-gqa2"]
-        done = machine.python(*launch, *words)
+    hub.repo("lab/mha", tiny_checkpoint(tmp_path / "mha", kv_heads=4))
+    hub.repo("lab/mha-gqa2", tiny_checkpoint(tmp_path / "gqa2"))
+    hub.repo("lab/data", tmp_path / "newer").add("v1", tmp_path / "data")
+    words = ["--data", "lab/data", "--data-revision", "v1", "--streaming", "--tokens", "1K"]
+    words += ["--teacher", "lab/mha", "-o", "out", "--json", "-q"]
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "1", "-m", "gqa.uptrain", "lab/mha-gqa2"]
+    done = machine.python(*launch, *words)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert (record["model"], record["teacher"], record["data"]) == ("lab/mha-gqa2", "lab/mha", ["lab/data"])

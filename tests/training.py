@@ -16,13 +16,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import load
+from checkpoints import Result, load
 from embedded import SOURCE, UNIFORM_VOCABULARY, texts
 from processes import Forks, free_port
 
@@ -118,15 +118,6 @@ def state_files(state: Path) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a run gave back: its exit code, or minus the signal that killed it, and what the first process said."""
-
-    code: int
-    out: str
-    err: str
-
-
 def command(job: dict[str, Any]) -> None:
     """`gqa-uptrain`, after what `job["before"]` says in the names of this module."""
     from gqa.uptrain.cli import main
@@ -148,8 +139,10 @@ class Runs(Forks):
             HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
 
-    def run(self, *words: object, ranks: int = 1, before: str = "", **environment: str) -> Finished:
-        """`gqa-uptrain WORDS` on so many processes, waited for."""
+    def run(self, *words: object, ranks: int = 1, before: str = "", **environment: str) -> Result:
+        """`gqa-uptrain WORDS` on so many processes, waited for: what the first says, and its exit code or minus the
+        signal that killed it.
+        """
         self.count += 1
         port = free_port()
         children, logs = [], [str(self.directory / f"log{self.count}-{rank}") for rank in range(ranks)]
@@ -161,9 +154,9 @@ class Runs(Forks):
             children.append(self.ask(job))
         codes = [os.waitstatus_to_exitcode(self.ask({"wait": child})) for child in children]
         assert len(set(codes)) == 1, (codes, [Path(f"{log}err").read_text()[-1500:] for log in logs])
-        return Finished(codes[0], Path(f"{logs[0]}out").read_text(), Path(f"{logs[0]}err").read_text())
+        return Result(codes[0], Path(f"{logs[0]}out").read_text(), Path(f"{logs[0]}err").read_text())
 
-    def finish(self, *words: object, **options: Any) -> Finished:
+    def finish(self, *words: object, **options: Any) -> Result:
         """`run`, which must succeed."""
         done = self.run(*words, **options)
         assert done.code == 0, done.err[-3000:]
