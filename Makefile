@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SERVING ?= .venv-serving
+LOWEST ?= .venv-lowest
 
-.PHONY: install lint format types test test-real test-serving build check demo benchmark quantise clean
+.PHONY: install lint format types test test-real test-serving test-lowest build check demo benchmark quantise clean
 
 install: $(VENV)/.installed
 
@@ -41,6 +42,19 @@ $(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/requirements
 	$(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(SERVING)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/serving/requirements.txt -e .
+	@touch $@
+
+# The oracles with the lowest versions that pyproject.toml allows.
+test-lowest: $(LOWEST)/.installed
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 tests/test_families.py tests/test_custom_code.py \
+		tests/test_native_results.py tests/test_methods.py tests/test_maps.py tests/test_uptrain_resume.py \
+		tests/test_losses.py tests/test_tokens.py tests/test_hub.py tests/test_scoring.py tests/test_tasks.py
+
+$(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
+	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
+		-e ".[lora,tasks]" hypothesis protobuf pytest pytest-xdist sentencepiece
 	@touch $@
 
 build: install

@@ -13,20 +13,36 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from tiny_configs import COMMON, FAMILIES, LENGTH, VARIANTS, Tiny
 from tiny_custom import CUSTOM
 from tiny_nested import NESTED, REFUSED, UNBUILDABLE
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from gqa.checkpoint.custom_code import config_class
+from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 
 __all__ = ["QUERY_HEADS", "TINY", "UNBUILDABLE", "Tiny", "build", "config", "inputs", "logits", "model_class"]
 
 QUERY_HEADS: int = COMMON["num_attention_heads"]
 FIRST_PLAIN_TOKEN = 10  # ids below are the special ones of COMMON and of the nested models
 
-TINY: dict[str, Tiny] = {tiny.name: tiny for tiny in (*FAMILIES, *VARIANTS, *NESTED, *CUSTOM, *REFUSED)}
+# What the class of transformers itself does not run, or does not read from config.json, before a version.
+_BROKEN_BEFORE = {"hunyuan_vl": "5.20", "paddleocr_vl_text": "5.20"}
+
+
+def _is_there(tiny: Tiny) -> bool:
+    """Whether this transformers has the class: the lowest that is supported lacks some that came later."""
+    broken = _BROKEN_BEFORE.get(tiny.name, _BROKEN_BEFORE.get(tiny.name.partition("+")[0]))
+    if broken and Version(transformers.__version__) < Version(broken):
+        return False
+    return tiny.model_type in MODEL_TYPES or tiny.model_type in CONFIG_MAPPING
+
+
+TINY: dict[str, Tiny] = {
+    tiny.name: tiny for tiny in (*FAMILIES, *VARIANTS, *NESTED, *CUSTOM, *REFUSED) if _is_there(tiny)
+}
 
 
 def _has_field(cls: type[PreTrainedConfig], name: str) -> bool:
