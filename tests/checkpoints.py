@@ -230,6 +230,20 @@ def run(*words: object, program: str = "gqa-convert") -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
+def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa-convert") -> None:
+    """One line for people that says what was given and what to do, and no traceback."""
+    assert result.code == code, result
+    assert result.out == ""
+    assert "Traceback" not in result.err
+    assert result.err.startswith(f"{program}: ")
+    assert result.err.count("\n") == 1
+    assert result.err.endswith("\n")
+    assert len(result.err) < 1200
+    for words in says:
+        assert words in result.err, (words, result.err)
+    assert "; " in result.err, "what is to be done?"
+
+
 def leftovers(directory: Path) -> list[str]:
     """Hidden names that a conversion uses while it works."""
     return sorted(path.name for path in directory.iterdir() if ".gqa-" in path.name)

@@ -30,15 +30,16 @@ LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".onnx", ".pth")
 
 @dataclass(frozen=True)
 class Request:
-    """One request and how it was answered; `sent` counts the bytes of the answer that went out."""
+    """One request; `sent` counts the bytes of the answer that went out."""
 
     method: str
     path: str
     token: str | None
-    byte_range: str | None
-    body: bytes
-    status: int
     sent: int
+
+
+class _RefusalError(Exception):
+    """A status and the code that the hub gives the error."""
 
 
 @dataclass
@@ -72,9 +73,9 @@ class Hub:
         self.endpoint = ""
 
     def repo(self, name: str, directory: Path | None = None, **rights: Any) -> Repo:
+        """A repository with one commit, which is empty without a directory."""
         self.repos[name] = made = Repo(**rights)
-        if directory is not None:
-            made.add("main", directory)
+        made.add("main", directory or Path("/no such directory"))
         return made
 
     def sent(self, ending: str) -> int:
@@ -88,19 +89,15 @@ class Hub:
 
     def pushed(self) -> dict[str, bytes]:
         """The files of all commits that were pushed."""
-        files = {}
-        for line in (line for _, lines in self.commits for line in lines):
-            value = line["value"]
-            if line["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.objects[value["oid"]]
-        return files
+        small = {file["path"]: base64.b64decode(file["content"]) for file in self._lines("file")}
+        return small | {file["path"]: self.objects[file["oid"]] for file in self._lines("lfsFile")}
 
     def deleted(self) -> set[str]:
         """The files that the commits deleted."""
-        lines = [line for _, lines in self.commits for line in lines]
-        return {line["value"]["path"] for line in lines if line["key"] == "deletedFile"}
+        return {file["path"] for file in self._lines("deletedFile")}
+
+    def _lines(self, kind: str) -> list[dict[str, Any]]:
+        return [line["value"] for _, lines in self.commits for line in lines if line["key"] == kind]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -111,23 +108,23 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the record is kept in `Hub.requests`."""
 
     def do_GET(self) -> None:
-        self._serve()
-
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
-
-    def _serve(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         self.route = unquote(urlsplit(self.path).path)
-        status = next((s for start, s in self.hub.failing.items() if self.route.startswith(start)), None)
-        if status is not None:
-            self._answer(status, {"error": "as the test asked"})
-            return
-        for method, pattern, action in _ROUTES:
-            if self.command in method.split() and (match := re.fullmatch(pattern, self.route)):
-                action(self, **{name: value for name, value in match.groupdict().items() if value is not None})
-                return
-        self._answer(404, {"error": f"the stand-in knows no {self.command} {self.route}"})
+        try:
+            for start, status in self.hub.failing.items():
+                if self.route.startswith(start):
+                    raise _RefusalError(status, "as the test asked")
+            for method, pattern, action in _ROUTES:
+                if self.command in method.split() and (match := re.fullmatch(pattern, self.route)):
+                    action(self, **{name: value for name, value in match.groupdict().items() if value is not None})
+                    return
+            raise _RefusalError(404, f"the stand-in knows no {self.command} {self.route}")
+        except _RefusalError as refused:
+            status, code = refused.args
+            self._answer(status, {"error": code}, {"X-Error-Code": code})
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
 
     def _answer(self, status: int, content: Any = b"", headers: dict[str, str] | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -138,74 +135,55 @@ class _Handler(BaseHTTPRequestHandler):
         sent = 0
         try:
             while self.command != "HEAD" and sent < len(data):  # in pieces: a client may leave in between
-                self.wfile.write(data[sent : sent + 2**14])
-                sent += len(data[sent : sent + 2**14])
+                sent += self.wfile.write(data[sent : sent + 2**14])
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-        if self.route == "/api/agent-harnesses":  # huggingface_hub asks that of the hub about itself
-            return
-        byte_range = self.headers.get("Range")
-        self.hub.requests.append(Request(self.command, self.route, self.token, byte_range, self.body, status, sent))
+        if self.route != "/api/agent-harnesses":  # huggingface_hub asks that of the hub about itself
+            self.hub.requests.append(Request(self.command, self.route, self.token, sent))
 
-    def _error(self, status: int, code: str) -> None:
-        self._answer(status, {"error": code}, {"X-Error-Code": code})
-
-    def _repo(self, name: str) -> Repo | None:
-        """The repository, if it may be seen; otherwise the error is sent."""
+    def _repo(self, name: str) -> Repo:
+        """The repository, if it may be seen."""
         repo = self.hub.repos.get(name)
         if repo is None or (repo.token is not None and repo.token != self.token):
-            self._error(404 if self.token else 401, "RepoNotFound")
-            return None
+            raise _RefusalError(404 if self.token else 401, "RepoNotFound")
         return repo
 
-    def _commit(self, name: str, revision: str) -> tuple[Repo, str, Path] | None:
-        if (repo := self._repo(name)) is None:
-            return None
+    def _commit(self, name: str, revision: str) -> tuple[Repo, str, Path]:
+        repo = self._repo(name)
         commit = repo.refs.get(revision, revision)
         if commit not in repo.commits:
-            self._error(404, "RevisionNotFound")
-            return None
+            raise _RefusalError(404, "RevisionNotFound")
         return repo, commit, repo.commits[commit]
 
     def model_info(self, name: str, revision: str = "main") -> None:
-        if name in self.hub.repos and not self.hub.repos[name].commits:
-            self._answer(200, {"id": name, "private": self.hub.repos[name].private, "siblings": []})
-        elif found := self._commit(name, revision):
-            repo, commit, directory = found
-            siblings = [{"rfilename": path} for path, _ in _files(directory)]
-            info = {"id": name, "sha": commit, "private": repo.private, "gated": repo.gated, "siblings": siblings}
-            self._answer(200, info)
+        repo, commit, directory = self._commit(name, revision)
+        siblings = [{"rfilename": path} for path, _ in _files(directory)]
+        rights = {"private": repo.private, "gated": repo.gated}
+        self._answer(200, {"id": name, "sha": commit, "siblings": siblings} | rights)
 
     def refs(self, name: str) -> None:
-        if repo := self._repo(name):
-            branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in repo.refs.items()]
-            self._answer(200, {"branches": branches, "tags": [], "converts": []})
+        refs = self._repo(name).refs
+        branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": commit} for n, commit in refs.items()]
+        self._answer(200, {"branches": branches, "tags": [], "converts": []})
 
     def tree(self, name: str, revision: str, folder: str = ".") -> None:
-        if name in self.hub.repos and not self.hub.repos[name].commits:
-            self._answer(200, [])
-        elif found := self._commit(name, revision):
-            deep = "recursive=true" in self.path.lower()
-            inside = [e for e in _entries(found[2]) if PurePosixPath(folder) in PurePosixPath(e["path"]).parents]
-            self._answer(200, [e for e in inside if deep or str(PurePosixPath(e["path"]).parent) == folder])
+        deep = "recursive=true" in self.path.lower()
+        entries = [(PurePosixPath(entry["path"]), entry) for entry in _entries(self._commit(name, revision)[2])]
+        inside = [(path, entry) for path, entry in entries if PurePosixPath(folder) in path.parents]
+        self._answer(200, [entry for path, entry in inside if deep or str(path.parent) == folder])
 
     def paths_info(self, name: str, revision: str) -> None:
-        if found := self._commit(name, revision):
-            wanted = json.loads(self.body)["paths"]
-            self._answer(200, [entry for entry in _entries(found[2]) if entry["path"] in wanted])
+        wanted = json.loads(self.body)["paths"]
+        self._answer(200, [entry for entry in _entries(self._commit(name, revision)[2]) if entry["path"] in wanted])
 
     def resolve(self, name: str, revision: str, path: str) -> None:
-        if not (found := self._commit(name, revision)):
-            return
-        repo, commit, directory = found
+        repo, commit, directory = self._commit(name, revision)
         file = directory / path
-        if repo.gated and not self.token:
-            self._error(401, "GatedRepo")
-        elif repo.gated:
-            self._error(403, "GatedRepo")
-        elif path not in dict(_files(directory)):
-            self._error(404, "EntryNotFound")
-        elif path.endswith(LFS_SUFFIXES):
+        if repo.gated:
+            raise _RefusalError(403 if self.token else 401, "GatedRepo")
+        if path not in dict(_files(directory)):
+            raise _RefusalError(404, "EntryNotFound")
+        if path.endswith(LFS_SUFFIXES):
             headers = {"X-Repo-Commit": commit, "X-Linked-ETag": f'"{_sha256(file)}"'}
             headers |= {"X-Linked-Size": str(file.stat().st_size), "ETag": '"pointer"'}
             # An address on another host, as that of the hub's storage is: the token must not be sent there.
@@ -232,15 +210,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(206, data[first : last + 1], headers)
 
     def whoami(self) -> None:
-        token = self.headers.get("Authorization")
-        self._answer(200, {"type": "user", "name": "me"}) if token else self._error(401, "")
+        if self.token is None:
+            raise _RefusalError(401, "")
+        self._answer(200, {"type": "user", "name": "me"})
 
     def create(self) -> None:
         asked = json.loads(self.body)
         name = "/".join(filter(None, [asked.get("organization"), asked["name"]]))
         if self.token is None:
-            self._answer(401, {"error": "Invalid username or password."})
-            return
+            raise _RefusalError(401, "Invalid username or password.")
         exists = name in self.hub.repos
         if not exists:
             private = asked.get("private") or asked.get("visibility") == "private"
@@ -251,18 +229,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {"errors": [], "warnings": []})
 
     def preupload(self, name: str) -> None:
-        files = [
-            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(LFS_SUFFIXES) else "regular",
-             "shouldIgnore": False}
-            for f in json.loads(self.body)["files"]
-        ]  # fmt: skip
+        paths = [file["path"] for file in json.loads(self.body)["files"]]
+        modes = {path: "lfs" if path.endswith(LFS_SUFFIXES) else "regular" for path in paths}
+        files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
         self._answer(200, {"files": files})
 
     def lfs_batch(self, name: str) -> None:
-        objects = [
-            {**o, "actions": {"upload": {"href": f"{self.hub.endpoint}/upload/{o['oid']}"}}}
-            for o in json.loads(self.body)["objects"]
-        ]
+        upload = f"{self.hub.endpoint}/upload"
+        asked = json.loads(self.body)["objects"]
+        objects = [o | {"actions": {"upload": {"href": f"{upload}/{o['oid']}"}}} for o in asked]
         self._answer(200, {"transfer": "basic", "objects": objects})
 
     def upload(self, oid: str) -> None:

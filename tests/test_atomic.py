@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import contents, leftovers, llama, run, snapshot, weights
+from checkpoints import check_refused, contents, leftovers, llama, run, snapshot, weights
 from processes import Running, Server
-from test_hostile import check_refused
 
 from gqa.checkpoint import shards
 from gqa.checkpoint import write as writer

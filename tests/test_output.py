@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import INDEX, Result, leftovers, llama, run, snapshot
-from test_hostile import check_refused, check_untouched
+from checkpoints import INDEX, Result, check_refused, leftovers, llama, run, snapshot
+from test_hostile import check_untouched
 
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.write import OutputDirectory
