@@ -230,7 +230,7 @@ def run(*words: object, program: str = "gqa-convert") -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa-convert") -> None:
+def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa-convert", advice: str = "; ") -> None:
     """One line for people that says what was given and what to do, and no traceback."""
     assert result.code == code, result
     assert result.out == ""
@@ -241,7 +241,7 @@ def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa
     assert len(result.err) < 1200
     for words in says:
         assert words in result.err, (words, result.err)
-    assert "; " in result.err, "what is to be done?"
+    assert advice in result.err, "what is to be done?"
 
 
 def leftovers(directory: Path) -> list[str]:

@@ -21,8 +21,10 @@ from processes import Running, Server
 from gqa.checkpoint import shards
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.errors import OutputError
-from gqa.convert import convert_checkpoint, verify
+from gqa.convert import convert_checkpoint
 from gqa.convert import merge as rewrite
+
+INTERRUPTED = "gqa-convert: interrupted; nothing half-written is left, finished layers are kept"
 
 
 def small(directory: Path, seed: int = 0) -> Path:
@@ -65,18 +67,14 @@ def check_stopped(out: Path, *complete: dict[str, str]) -> str:
 def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwrite: bool, exchange: bool) -> None:
     """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
-    assert run("--groups", 2, "-o", tmp_path / "new", model).code == 0
-    assert run("--groups", 1, "-o", tmp_path / "old", model).code == 0
-    new, old = contents(tmp_path / "new"), contents(tmp_path / "old")
     kept = tmp_path.with_name(tmp_path.name + "-kept")
-    shutil.move(tmp_path / "old", kept)
-    shutil.rmtree(tmp_path / "new")
+    old, new = (contents(convert_checkpoint(model, groups, kept / str(groups)).out) for groups in (1, 2))
     before = snapshot(model)
     words = ["--groups", 2, "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
     states: list[str] = []
     for fatal in range(1, 400):
         if overwrite:
-            shutil.copytree(kept, out)
+            shutil.copytree(kept / "1", out)
         killed = server.start(*words, fatal=fatal, exchange=exchange)
         if killed.wait() == 0:
             break
@@ -102,7 +100,6 @@ def test_old_result_is_put_back_by_the_next_run(tmp_path: Path) -> None:
     old = snapshot(out)
     out.rename(tmp_path / ".out.gqa-replaced")
     check_refused(run("--groups", 2, "-o", out, model), "exists; choose another output")
-    assert run("--groups", 2, "-o", out, model).code == 2
     assert snapshot(out) == old
     assert leftovers(tmp_path) == []
 
@@ -131,9 +128,7 @@ def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, cod
         assert sorted(tmp_path.iterdir()) == []
     assert "Traceback" not in running.said()
     if number == signal.SIGINT and not out.exists():
-        assert (
-            running.said().strip() == "gqa-convert: interrupted; nothing half-written is left, finished layers are kept"
-        )
+        assert running.said().strip() == INTERRUPTED
 
 
 def test_two_at_a_time(server: Server, big: Path, tmp_path: Path) -> None:
@@ -146,19 +141,14 @@ def test_two_at_a_time(server: Server, big: Path, tmp_path: Path) -> None:
     assert second.wait() == 2
     assert "another conversion is writing" in second.said()
     assert first.wait() == 0, first.said()
-    assert convert_checkpoint(big, 2, tmp_path / "alone").out == tmp_path / "alone"
-    assert contents(out) == contents(tmp_path / "alone")
+    assert contents(out) == contents(convert_checkpoint(big, 2, tmp_path / "alone").out)
     assert leftovers(tmp_path) == []
 
 
 def test_many_at_a_time(server: Server, tmp_path: Path) -> None:
     """Whoever gets the lock when, OUT is always one of the complete results."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
-    results = []
-    for groups in (1, 2):
-        assert run("--groups", groups, "-o", tmp_path / "alone", model).code == 0
-        results.append(contents(tmp_path / "alone"))
-        shutil.rmtree(tmp_path / "alone")
+    results = [contents(convert_checkpoint(model, groups, tmp_path / f"alone{groups}").out) for groups in (1, 2)]
     codes = []
     for turn in range(8):
         group = [server.start("--groups", 1 + n % 2, "-q", "--overwrite", "-o", out, model) for n in range(4)]
@@ -235,20 +225,6 @@ def test_exception_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         assert snapshot(tmp_path) == before
 
 
-def test_result_that_does_not_verify_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that went wrong on the way are noticed."""
-
-    def forgetful(target: Any, tensor: Any, progress: Any, stop: Any) -> None:
-        writer.write_tensor(target, tensor * float("nan"), progress, stop)
-
-    model = llama(tmp_path / "m")
-    monkeypatch.setattr(rewrite, "write_tensor", forgetful)
-    with pytest.raises(OutputError, match="NaN or Inf though its source has none"):
-        convert_checkpoint(model, 2, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
-    assert verify.BLOCK > 0
-
-
 def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first error is the one that is told; shards that wait are not begun, those under way end."""
     begun: list[str] = []
@@ -272,22 +248,22 @@ def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.M
 
 def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread only waits; whoever is copying must hear of the interrupt."""
+    one_at_a_time = threading.Lock()
 
     def copy(source: Any, target: Any, offset: int, count: int, progress: Any, stop: threading.Event) -> None:
-        for _ in range(10):  # Python drops an interrupt that arrives inside a garbage-collection callback
-            os.kill(os.getpid(), signal.SIGINT)
-            if stop.wait(2):
-                raise writer.CancelledError
+        with one_at_a_time:  # a second interrupt might arrive when the command is over
+            for _ in range(10):  # Python drops an interrupt that arrives inside a garbage-collection callback
+                if stop.is_set():
+                    raise writer.CancelledError
+                os.kill(os.getpid(), signal.SIGINT)
+                stop.wait(2)
         raise AssertionError("nobody told this job to stop")
 
     model = llama(tmp_path / "m", shards=3)
     monkeypatch.setattr(rewrite, "copy_range", copy)
     start = time.monotonic()
     result = run("--groups", 2, "--jobs", 2, "-o", tmp_path / "out", model)
-    assert (result.code, result.err.strip()) == (
-        130,
-        "gqa-convert: interrupted; nothing half-written is left, finished layers are kept",
-    )
+    assert (result.code, result.err.strip()) == (130, INTERRUPTED)
     assert time.monotonic() - start < 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 

@@ -26,10 +26,13 @@ from checkpoints import (
     leftovers,
     llama,
     load,
+    read_header,
     run,
     snapshot,
     tensor_bytes,
     weights,
+    write_json,
+    write_raw,
 )  # fmt: skip
 
 
@@ -44,23 +47,16 @@ def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
     return made
 
 
-def same(actual: Tensors, expected: Tensors) -> None:
-    """Names, dtypes, shapes and every byte."""
+def check_result(out: Path, expected: Tensors, rounded: tuple[str, ...] = ("k_proj", "v_proj")) -> None:
+    """Names, dtypes, shapes and every byte; keys and values to a rounding error."""
+    actual = load(out)
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert actual[name].shape == tensor.shape, name
-        assert tensor_bytes(actual[name]) == tensor_bytes(tensor), name
-
-
-def close(actual: Tensors, expected: Tensors) -> None:
-    """Keys and values to a rounding error, all else every byte."""
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if "k_proj" in name or "v_proj" in name:
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        if any(part in name for part in rounded):
             torch.testing.assert_close(actual[name], tensor, atol=0.0, rtol=2 * torch.finfo(tensor.dtype).eps)
         else:
-            same({name: actual[name]}, {name: tensor})
+            assert tensor_bytes(actual[name]) == tensor_bytes(tensor), name
 
 
 def convert(model: Path, *words: object, groups: int = 2) -> Path:
@@ -78,7 +74,7 @@ def convert(model: Path, *words: object, groups: int = 2) -> Path:
 def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
     model = llama(tmp_path / "m", shards=shards, dtype=dtype)
     out = convert(model, "--checksums")
-    close(load(out), merged(weights(4, dtype), 4, 2))
+    check_result(out, merged(weights(4, dtype), 4, 2))
     assert len(list(out.glob("*.safetensors"))) == shards
     assert (out / INDEX).exists() == (shards > 1)
 
@@ -87,31 +83,23 @@ def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
 def test_identity_is_bit_identical(words: list[str], tmp_path: Path) -> None:
     model = llama(tmp_path / "m", dtype="BF16")
     out = convert(model, *words, groups=4)
-    same(load(out), weights(4, "BF16"))
+    check_result(out, weights(4, "BF16"), rounded=())
     assert json.loads((out / "config.json").read_text()) == config(4)
 
 
 def test_odd_tensors_are_copied(tmp_path: Path) -> None:
-    """Empty, without dimensions, of odd size, integers and booleans, packed floats: wherever they lie."""
-    odd = {
+    """Empty, without dimensions, of odd size, integers and booleans, packed floats, buffers: wherever they lie."""
+    at = "model.layers.1.self_attn"
+    made = {
         "a.empty": torch.zeros(0, 5), "a.empty2": torch.zeros(3, 0, dtype=torch.int64), "a.scalar": torch.tensor(3.5),
         "a.bytes": torch.arange(7, dtype=torch.uint8), "a.flag": torch.tensor([True, False, True]),
-        "a.count": torch.tensor(2**40), "ü name with spaces": torch.ones(1), "": torch.ones(2),
-    }  # fmt: skip
-    last = {"z.empty": torch.zeros(0), "z.fp8": torch.ones(5).to(torch.float8_e4m3fn)}
-    made = odd | weights() | last
-    out = convert(llama(tmp_path / "m", shards=1, tensors=made), "--checksums")
-    close(load(out), merged(made, 4, 2))
-
-
-def test_known_buffers_of_old_checkpoints_pass(tmp_path: Path) -> None:
-    at = "model.layers.1.self_attn"
-    buffers = {
+        "a.count": torch.tensor(2**40), "ü name with spaces": torch.ones(1), "": torch.ones(2), **weights(),
+        "z.empty": torch.zeros(0), "z.fp8": torch.ones(5).to(torch.float8_e4m3fn),
         f"{at}.rotary_emb.inv_freq": torch.ones(2), f"{at}.rotary_emb.cos_cached": torch.ones(3, 2),
         f"{at}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), f"{at}.masked_bias": torch.tensor(-1e9),
     }  # fmt: skip
-    made = weights() | buffers
-    close(load(convert(llama(tmp_path / "m", tensors=made))), merged(made, 4, 2))
+    out = convert(llama(tmp_path / "m", shards=1, tensors=made), "--checksums")
+    check_result(out, merged(made, 4, 2))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -136,7 +124,7 @@ def test_cast(dtype: str, tmp_path: Path) -> None:
     out = convert(model, "--dtype", dtype)
     target = getattr(torch, dtype)
     expected = {n: t.to(target) if t.is_floating_point() else t for n, t in merged(made, 4, 2).items()}
-    close(load(out), expected)
+    check_result(out, expected)
     assert json.loads((out / "config.json").read_text()) == config(2, torch_dtype=dtype)
 
 
@@ -145,7 +133,7 @@ def test_cast(dtype: str, tmp_path: Path) -> None:
 def test_other_partition_same_tensors(size: str, shards: int, tmp_path: Path) -> None:
     model = llama(tmp_path / "m", shards=shards)
     out = convert(model, "--max-shard-size", size)
-    close(load(out), merged(weights(), 4, 2))
+    check_result(out, merged(weights(), 4, 2))
     files = sorted(path.name for path in out.glob("*.safetensors"))
     if len(files) > 1:
         index = json.loads((out / INDEX).read_text())
@@ -162,13 +150,10 @@ def save_bin(model: Path, tensors: Tensors, shards: int) -> None:
     if shards == 1:
         torch.save(tensors, model / "pytorch_model.bin")
         return
-    parts = [{n: t for n, t in tensors.items() if ("v_proj" in n) == second} for second in (False, True)]
-    weight_map: dict[str, str] = {}
-    for number, part in enumerate(parts, 1):
-        file = f"pytorch_model-{number:05d}-of-00002.bin"
-        torch.save(part, model / file)
-        weight_map |= dict.fromkeys(part, file)
-    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    files = {name: f"pytorch_model-0000{1 + ('v_proj' in name)}-of-00002.bin" for name in tensors}
+    for file in set(files.values()):
+        torch.save({name: tensor for name, tensor in tensors.items() if files[name] == file}, model / file)
+    write_json(model / "pytorch_model.bin.index.json", {"metadata": {}, "weight_map": files})
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -183,7 +168,7 @@ def test_bin_becomes_safetensors(shards: int, tmp_path: Path) -> None:
     model = llama(tmp_path / "m", tie_word_embeddings=True)
     save_bin(model, made, shards)
     out = convert(model, "--checksums")
-    close(load(out), merged(made, 4, 2))
+    check_result(out, merged(made, 4, 2))
     assert not list(out.glob("*.bin*"))
     assert len(list(out.glob("*.safetensors"))) == shards
 
@@ -195,7 +180,7 @@ def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
     result = run("--groups", 2, "-o", tmp_path / "out", model)
     assert result.code == 0
     assert "warning: left out" in result.err
-    close(load(tmp_path / "out"), merged(weights(seed=2), 4, 2))
+    check_result(tmp_path / "out", merged(weights(seed=2), 4, 2))
     assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors*")) == [SINGLE]
 
 
@@ -264,8 +249,11 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"], ["-v"], ["--tensor-parallel", "2"], ["-q", "--checksums"]])
 def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) -> None:
-    result = run("--groups", 2, "--json", *words, llama(tmp_path / "m"))
+    model = llama(tmp_path / "m")
+    before = snapshot(tmp_path)
+    result = run("--groups", 2, "--json", *words, model)
     assert result.code == 0
+    assert (snapshot(tmp_path) == before) == ("--dry-run" in words)
     assert result.out.count("\n") == 1
     record = json.loads(result.out)
     assert record["heads"] == {"query": HEADS, "kv_before": 4, "kv_after": 2}
@@ -273,28 +261,13 @@ def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) ->
     assert bool(result.err) == ("-q" not in words)
 
 
-def test_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama(tmp_path / "m")
-    monkeypatch.chdir(tmp_path)
-    before = snapshot(tmp_path)
-    result = run("--groups", 2, "--dry-run", model)
-    assert (result.code, result.err) == (0, "")
-    assert "nothing was written" in result.out
-    assert snapshot(tmp_path) == before
-
-
 def test_dry_run_reads_headers_only(tmp_path: Path) -> None:
     """The weights of a 70B model are not there to be read: a sparse file answers as fast."""
     model = llama(tmp_path / "m", shards=1)
-    path = model / SINGLE
-    raw = path.read_bytes()
-    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    huge = 140 * 10**9
-    end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-    header["model.huge"] = {"dtype": "U8", "shape": [huge], "data_offsets": [end, end + huge]}
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + end + huge)
+    (header, data), huge = read_header(model / SINGLE), 140 * 10**9
+    header["model.huge"] = {"dtype": "U8", "shape": [huge], "data_offsets": [len(data), len(data) + huge]}
+    write_raw(model / SINGLE, json.dumps(header).encode(), b"")
+    os.truncate(model / SINGLE, (model / SINGLE).stat().st_size + len(data) + huge)
     result = run("--groups", 2, "--dry-run", "--json", model)
     assert result.code == 0
     assert json.loads(result.out)["total_bytes"] > huge

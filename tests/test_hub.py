@@ -50,13 +50,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     (source / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n", encoding="utf-8")
     local = run("--groups", 2, source, "-o", tmp_path / "local")
     assert local.code == 0, local
-    needed = {
-        "tokenizer.json",
-        "chat_template.jinja",
-        "generation_config.json",
-        "assets/nested/vocab.txt",
-        "config.json",
-    }
+    needed = {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling_mine.py"}
     for name in (
         "pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors", "tiny.Q4_K.gguf",
         "onnx/model.onnx", "onnx/config.json", "original/consolidated.00.pth", "original/params.json",
@@ -71,7 +65,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     assert (result.code, result.err) == (0, ""), result.err
     out = machine.work / "tiny-llama-gqa2"
     assert [p.name for p in machine.work.iterdir()] == [out.name]
-    assert hub.fetched() == {*needed, "config.json", "modeling_mine.py", "README.md"}
+    assert hub.fetched() == {*needed, "assets/nested/vocab.txt", "README.md", INDEX, *SHARDS}
 
     assert same_weights(out, tmp_path / "local")
     ours, theirs = (

@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from documents import lines
 from hub_server import Hub, Machine
-
-
-def lines(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
 
 # Each line of its input is a spec and options; each line of its output is the texts, or what was refused.
 READER = """

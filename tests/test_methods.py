@@ -72,20 +72,25 @@ def test_random_keeps_the_norms_of_the_heads(tmp_path: Path) -> None:
     assert torch.equal(random, mean)
 
 
+def stored_as(dtype: torch.dtype, place: Path) -> Path:
+    """A model with all tensors cast."""
+    source = write_checkpoint(build(TINY["llama"], 4), place)
+    for file in source.glob("*.safetensors"):
+        save_file({k: v.to(dtype) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    return source
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_pooling_rounds_once(dtype: torch.dtype, tmp_path: Path) -> None:
     """Averages of stored numbers are exact in float32 (float64) up to one rounding to the stored dtype."""
-    source = write_checkpoint(build(TINY["llama"], 4), tmp_path / "source")
-    for file in source.glob("*.safetensors"):
-        save_file({k: v.to(dtype) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    source = stored_as(dtype, tmp_path / "source")
     before = all_tensors(source)[K]
     after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out").out)[K]
     exact = grouped(before.double(), 1).mean(1).flatten(0, 1)
     assert after.dtype == dtype
     if dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(after, exact.to(dtype))
-        steps = [grouped(before, 1)[:, a] for a in range(4)]
-        rounded_often = ((((steps[0] + steps[1]) + steps[2]) + steps[3]) / 4).flatten(0, 1)
+        rounded_often = (sum(grouped(before, 1)[:, a] for a in range(4)) / 4).flatten(0, 1)
         assert not torch.equal(rounded_often, after), "the control: rounding at every step shows"
     else:
         assert torch.allclose(after.double(), exact, atol=1e-7 if dtype == torch.float32 else 1e-15, rtol=0)
@@ -93,9 +98,7 @@ def test_pooling_rounds_once(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_dtype_is_rounded_from_the_merged_numbers(tmp_path: Path) -> None:
     """bfloat16 stored as float32 keeps the average's own digits; untouched tensors are cast too."""
-    source = write_checkpoint(build(TINY["llama"], 4), tmp_path / "source")
-    for file in source.glob("*.safetensors"):
-        save_file({k: v.bfloat16() for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    source = stored_as(torch.bfloat16, tmp_path / "source")
     before = all_tensors(source)
     after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", dtype="float32").out)
     exact = grouped(before[K].float(), 1).mean(1).flatten(0, 1)
@@ -103,10 +106,6 @@ def test_dtype_is_rounded_from_the_merged_numbers(tmp_path: Path) -> None:
     assert not torch.equal(after[K], after[K].bfloat16().float())
     assert all(t.dtype == torch.float32 for t in after.values())
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].float())
-
-
-def merge(method: str, kv: int, groups: int, projection: bool = True) -> object:
-    return Merging(method).merge_for("x.weight", kv, groups, projection)
 
 
 @pytest.mark.parametrize("order", ["stacked", "grouped"])
