@@ -11,6 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -202,6 +203,13 @@ def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pyte
     said = refused("SRC --data TEXT --context 64 --batch-size 3")
     assert "stdlib-mha: the memory of cpu is too small for a batch of 3 windows of 64 tokens; give a smaller" in said
     assert "--batch-size or --context" in said
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine"])
+def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
+    said = refused("SRC --data TEXT --context 64")
+    assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --dtype" in said
 
 
 def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def assert_equals(expected: Tensor, model: PreTrainedModel, given: dict[str, Ten
     wanted = gradients(model)
     loss, told = training_model(model, **options)(**given)
     (loss / told[0]).backward()
-    assert float(loss.detach() / told[0]) == pytest.approx(float(expected), abs=1e-5)
+    assert float(loss.detach() / told[0]) == pytest.approx(expected.item(), abs=1e-5)
     assert_close(gradients(model), wanted)
 
 

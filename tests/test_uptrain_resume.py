@@ -127,10 +127,10 @@ def out(saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def refused(runs: Runs, *words: object) -> str:
+def refused(runs: Runs, *words: object, code: int = 2, before: str = "") -> str:
     """What a run that is refused says, in one line."""
-    done = runs.run(*words)
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    done = runs.run(*words, before=before)
+    assert (done.code, done.err.count("\n")) == (code, 1), done.err
     return done.err
 
 
@@ -191,9 +191,8 @@ def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_pa
     """The disk is full at the very end; the last state is there, and continuing only writes."""
     out = tmp_path / "out"
     full = "import gqa.checkpoint.shards as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
-    done = runs.run(*saving(runs, out), before=full)
-    assert (done.code, done.err.count("\n")) == (1, 1), done.err
-    assert f"no space left for {out}: nothing was kept" in done.err
+    told = refused(runs, *saving(runs, out), code=1, before=full)
+    assert f"no space left for {out}: nothing was kept" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]
     before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
     runs.finish(*saving(runs, out), "--resume")
@@ -214,9 +213,8 @@ def full(found, path, *a, **o):
     save(found, path, *a, **o)
 torch.save = full
 """
-    done = runs.run(*saving(runs, out), before=full)
-    assert (done.code, done.err.count("\n")) == (1, 1), done.err
-    assert "the state of step 4 could not be saved in" in done.err
+    told = refused(runs, *saving(runs, out), code=1, before=full)
+    assert "the state of step 4 could not be saved in" in told
     assert sorted(path.name for path in Path(f"{out}-state").glob("step-*")) == [state(out, 2).name]
     runs.finish(*saving(runs, out), "--resume")
 
