@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-from tiny_configs import COMMON, FAMILIES, LENGTH, VARIANTS, Tiny
+from tiny_configs import COMMON, FAMILIES, LENGTH, SPECIAL_IDS, TOWER, TOWERS, VARIANTS, Tiny
 from tiny_custom import CUSTOM
 from tiny_nested import NESTED, REFUSED, UNBUILDABLE
 from torch import Tensor
@@ -56,17 +57,42 @@ def _section(raw: dict[str, Any], path: str) -> dict[str, Any]:
     return raw
 
 
+def _fill(section: dict[str, Any], cls: type[PreTrainedConfig], values: Mapping[str, Any]) -> None:
+    """Takes the values where the class has the field and the section does not state it."""
+    given = {cls.attribute_map.get(name, name) for name in section}
+    for name, value in values.items():
+        target = cls.attribute_map.get(name, name)
+        if _has_field(cls, name) and target not in given:
+            section[target] = value
+
+
+@cache
+def _default(model_type: str) -> PreTrainedConfig:
+    made = config_class(model_type)()
+    assert isinstance(made, PreTrainedConfig)
+    return made
+
+
+def _fill_around(raw: dict[str, Any], tiny: Tiny, path: str) -> None:
+    """Special ids of the config at a dotted path, and the sizes of its towers."""
+    whole = _default(tiny.model_type)
+    for key in filter(None, path.split(".")):
+        whole = getattr(whole, key)
+    _fill(_section(raw, path), type(whole), SPECIAL_IDS)
+    for name in (f"{path}.{tower}".lstrip(".") for tower in TOWERS):
+        tower = getattr(whole, name.rpartition(".")[2], None)
+        if isinstance(tower, PreTrainedConfig) and name not in tiny.owners:
+            section = _section(raw, name)
+            _fill(section, config_class(section.get("model_type", tower.model_type)), TOWER)
+
+
 def raw_config(tiny: Tiny, kv_heads: int) -> dict[str, Any]:
     """The keyword arguments of the config class: the common sizes where the class knows them, then the family's."""
     raw: dict[str, Any] = copy.deepcopy(dict(tiny.options))
     for path in tiny.owners:
         section = _section(raw, path)
-        cls = config_class(section.get("model_type", tiny.model_type))
-        given = {cls.attribute_map.get(name, name) for name in section}
-        for name, value in COMMON.items():
-            target = cls.attribute_map.get(name, name)
-            if _has_field(cls, name) and target not in given:
-                section[target] = value
+        _fill(section, config_class(section.get("model_type", tiny.model_type)), COMMON)
+        _fill_around(raw, tiny, path.rpartition(".")[0])
     for key, value in tiny.kv(kv_heads).items():
         path, _, name = key.rpartition(".")
         _section(raw, path)[name] = value
