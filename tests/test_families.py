@@ -17,11 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_custom import COPIES
-from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits, model_class
+from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.heads.config import valid_groups
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES, NESTED
 from gqa.convert.heads.layout import QUERY_ROLES
@@ -111,14 +113,17 @@ def attention_of(name: str) -> str:
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path]:
     """The multi-head checkpoint of one family."""
     tiny = TINY[request.param]
-    return tiny, write_checkpoint(louder(tiny, build(tiny, QUERY_HEADS)), tmp_path_factory.mktemp("source"))
+    return tiny, write_checkpoint(louder(tiny, build(tiny, QUERY_HEADS)), tmp_path_factory.mktemp("source") / "model")
+
+
+def with_groups(directory: Path, groups: int) -> Path:
+    """The conversion of a module's source by `mean`, made once."""
+    place = directory.with_name(f"merged{groups}")
+    return place if place.exists() else convert_checkpoint(directory, groups, place).out
 
 
 def smaller_groups(directory: Path) -> list[int]:
-    plan = plan_conversion(directory, QUERY_HEADS)
-    from gqa.convert.heads.config import valid_groups
-
-    return [g for g in valid_groups(plan.config) if g < QUERY_HEADS]
+    return [g for g in valid_groups(plan_conversion(directory, QUERY_HEADS).config) if g < QUERY_HEADS]
 
 
 # Copies are held against the classes that they extend by test_custom_code.
@@ -143,38 +148,32 @@ def test_expand_back(source: tuple[Tiny, Path], tmp_path: Path) -> None:
 
     The merged checkpoint is read by transformers with G heads and the repeated one with H: only the contiguous order
     makes both the same model. The same holds for the source's own logits being left (a merge that does nothing
-    would pass otherwise).
+    would pass otherwise). Oracle 2: the repeated one, whose heads are equal inside each group, converts with no change
+    of logits.
     """
     tiny, directory = source
     groups = smaller_groups(directory)
     assert groups, "a family that cannot be converted does not belong in the table"
-    attention = attention_of(tiny.name)
     given = inputs(tiny)
-    original = logits(tiny, load(tiny, directory, attention), given)
+
+    def logits_of(place: Path) -> Tensor:
+        return logits(tiny, load(tiny, place, attention_of(tiny.name)), given)
+
+    original = logits_of(directory)
     for g in groups:
-        merged = convert_checkpoint(directory, g, tmp_path / f"merged{g}").out
-        expected = logits(tiny, load(tiny, merged, attention), given)
+        merged = with_groups(directory, g)
+        expected = logits_of(merged)
         assert error(expected, original) > TOLERANCE * 10, "merging random heads must change the model"
         back = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"back{g}").out
-        assert error(logits(tiny, load(tiny, back, attention), given), expected) < TOLERANCE
+        repeated = logits_of(back)
+        assert error(repeated, expected) < TOLERANCE
         if g > 1:  # one head repeated has no order
             with tiled_heads():
                 tiled = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"tiled{g}").out
-            assert error(logits(tiny, load(tiny, tiled, attention), given), expected) > TOLERANCE * CONTROL
-
-
-@families
-def test_lossless(source: tuple[Tiny, Path], tmp_path: Path) -> None:
-    """Oracle 2: a model whose heads are equal inside each group converts with no change of logits."""
-    tiny, directory = source
-    given, attention = inputs(tiny), attention_of(tiny.name)
-    for g in smaller_groups(directory):
-        merged = convert_checkpoint(directory, g, tmp_path / f"merged{g}").out
-        equal = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"equal{g}").out
-        expected = logits(tiny, load(tiny, equal, attention), given)
+            assert error(logits_of(tiled), expected) > TOLERANCE * CONTROL
         for method in ("mean", "first"):
-            again = convert_checkpoint(equal, g, tmp_path / f"{method}{g}", method=method).out
-            assert error(logits(tiny, load(tiny, again, attention), given), expected) < TOLERANCE
+            again = convert_checkpoint(back, g, tmp_path / f"{method}{g}", method=method).out
+            assert error(logits_of(again), repeated) < TOLERANCE
 
 
 def left_padded(given: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
@@ -202,10 +201,9 @@ DECODERS = [name for name in CONVERTIBLE if decodes_text(name)]
 def test_expand_back_with_padding_and_cache(source: tuple[Tiny, Path], tmp_path: Path) -> None:
     """Oracle 4 once more with left padding, and token by token from the cache of G heads."""
     tiny, directory = source
-    g = smaller_groups(directory)[-1]
-    attention = attention_of(tiny.name)
-    merged = load(tiny, convert_checkpoint(directory, g, tmp_path / "merged").out, attention)
-    back = load(tiny, convert_checkpoint(tmp_path / "merged", QUERY_HEADS, tmp_path / "back").out, attention)
+    converted, attention = with_groups(directory, smaller_groups(directory)[-1]), attention_of(tiny.name)
+    merged = load(tiny, converted, attention)
+    back = load(tiny, convert_checkpoint(converted, QUERY_HEADS, tmp_path / "back").out, attention)
     given = left_padded(inputs(tiny), 3)
     kept = given["attention_mask"].bool()
     expected = logits(tiny, merged, given)[kept]
@@ -230,15 +228,14 @@ def decode(model: PreTrainedModel, given: dict[str, Tensor], prompt: int = 8) ->
 
 
 @pytest.mark.parametrize("source", [n for n in DECODERS if n != "unlimited_ocr_text"], indirect=True, ids=str)
-def test_kv_cache_bytes(source: tuple[Tiny, Path], tmp_path: Path) -> None:
+def test_kv_cache_bytes(source: tuple[Tiny, Path]) -> None:
     """The bytes that the plan promises are those of transformers' own cache object, before and after.
 
     (unlimited_ocr keeps its keys and values in an object of its own, not in a cache with layers.)
     """
     tiny, directory = source
     smallest = smaller_groups(directory)[0]
-    plan = plan_conversion(directory, smallest)
-    out = convert_checkpoint(directory, smallest, tmp_path / "out").out
+    plan, out = plan_conversion(directory, smallest), with_groups(directory, smallest)
     given = inputs(tiny, batch=1, length=4)
     for place, promised in ((directory, plan.cache_before), (out, plan.cache_after)):
         with torch.no_grad():
@@ -251,19 +248,13 @@ def test_kv_cache_bytes(source: tuple[Tiny, Path], tmp_path: Path) -> None:
 
 def test_every_family_has_a_tiny_model() -> None:
     """A family nobody built is a family nobody tested."""
-    built = set()
-    for name in CONVERTIBLE:
-        tiny = TINY[name]
-        built |= {tiny.model_type, *NESTED.get(tiny.model_type, ())}
-    stated = {t for family in FAMILIES for t in family.model_types}
-    nested_types = {text_type(name) for name in CONVERTIBLE}
-    assert not stated - built - nested_types
+    assert {t for family in FAMILIES for t in family.model_types} <= {
+        stated for name in CONVERTIBLE for stated in (TINY[name].model_type, text_type(name))
+    }
 
 
 def text_type(name: str) -> str:
     """The model type of the text part of a tiny model."""
-    from tiny_models import config
-
     part = config(TINY[name], QUERY_HEADS)
     for step in NESTED.get(TINY[name].model_type, ()):
         part = getattr(part, step)
@@ -272,8 +263,6 @@ def text_type(name: str) -> str:
 
 def test_nested_paths_lead_to_a_family() -> None:
     """Every larger model in the table has, by its class's defaults, a text part that a family names."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     stated = {t for family in FAMILIES for t in family.model_types}
     for model_type, path in NESTED.items():
         part = CONFIG_MAPPING[model_type]()

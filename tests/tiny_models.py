@@ -17,14 +17,14 @@ import transformers
 from packaging.version import Version
 from tiny_configs import COMMON, FAMILIES, LENGTH, SPECIAL_IDS, TOWER, TOWERS, VARIANTS, Tiny
 from tiny_custom import CUSTOM
-from tiny_nested import NESTED, REFUSED, UNBUILDABLE
+from tiny_nested import NESTED, REFUSED
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 
-__all__ = ["QUERY_HEADS", "TINY", "UNBUILDABLE", "Tiny", "build", "config", "inputs", "logits", "model_class"]
+__all__ = ["QUERY_HEADS", "TINY", "Tiny", "build", "config", "inputs", "logits", "model_class"]
 
 QUERY_HEADS: int = COMMON["num_attention_heads"]
 FIRST_PLAIN_TOKEN = 10  # ids below are the special ones of COMMON and of the nested models

@@ -136,8 +136,8 @@ NESTED: tuple[Tiny, ...] = (
              audio_pad_token_id=3, tokens=16, token_inputs={"input_ids": (3,)}),
     _several("phi4_multimodal", {"": "phi4_multimodal"},
              vision_config={"num_hidden_layers": 2, "crop_size": 8, "image_token_id": 3},
-             audio_config={"num_blocks": 1, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16, "nemo_conv_channels": 16,
-                           "input_size": 16, "audio_token_id": 4, "bias_max_distance": 8}),
+             audio_config={"num_blocks": 1, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16,
+                           "nemo_conv_channels": 16, "input_size": 16, "audio_token_id": 4, "bias_max_distance": 8}),
     _several("diffusion_gemma", {"text_config": "diffusion_gemma_text"},
              sections={"text_config": {"top_k_experts": 2}}, kv=_text_global_kv, canvas_length=4, token_inputs=SEQ2SEQ,
              vision_config={"head_dim": 8, KV: 2, "position_embedding_size": 8}),
@@ -172,26 +172,3 @@ REFUSED: tuple[Tiny, ...] = (
              float_inputs={"input_values": (2000,)}, token_inputs={"decoder_input_ids": ()},
              kv=lambda kv_heads: {f"decoder_{KV}": kv_heads, f"encoder_{KV}": kv_heads}),
 )  # fmt: skip
-
-_MLA = "multi-head latent attention like deepseek_v3, which stands in"
-_AUDIO = "transformer inside an audio codec or tower; its heads are never converted"
-_TALKER = "speech generator driven by its parent's hidden states; no forward pass on tokens alone"
-UNBUILDABLE: dict[str, str] = {
-    **dict.fromkeys(
-        ("axk1", "axk2", "bailing_hybrid", "deepseek_v32", "deepseek_v4", "dots3_note_text", "glm5_next_text",
-         "glm_moe_dsa", "hy_v4", "kimi_k25", "mistral_large4_text"), _MLA),
-    **dict.fromkeys(
-        ("dots3_note_audio_encoder", "glmasr_encoder", "granite_speech5_encoder", "mimi",
-         "moonshine_streaming_encoder", "nemotron3_5_transcribe_asr_audio", "nemotron3_diarization_audio", "neucodec",
-         "pe_audio_encoder",
-         "pocket_tts_audio_tokenizer", "voxtral_realtime_encoder", "xcodec2"), _AUDIO),
-    **dict.fromkeys(
-        ("gradium_phonon_tts", "pocket_tts", "qwen2_5_omni_talker", "qwen3_omni_moe_talker_text",
-         "qwen3_omni_moe_talker_code_predictor"), _TALKER),
-    "esmc": "its config insists on as many KV heads as query heads",
-    "gemma3n": "the vision tower is a timm model, which needs Pillow and timm; gemma3n_text stands for the text part",
-    "muse_glimmer_assistant": "reads the key/value states of its target model",
-    "qwen2_5_omni": "loading needs spk_dict.pt beside the weights; qwen2_5_omni_thinker and qwen3_omni_moe stand in",
-    "timesfm2_5": "takes time series, not tokens",
-    "voxtral_realtime": "text needs the audio tower's time conditioning, which voxtral_realtime_text is given",
-}  # fmt: skip
