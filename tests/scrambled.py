@@ -6,7 +6,8 @@ What may be done is what `gqa.convert.heads.symmetries` says of a model type; ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions
-from gqa.convert.heads.config import read_config
+from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 
+Stored = dict[str, dict[str, Tensor]]  # by name: the tensors of the file that holds it
 # What the tensors of queries, keys, values and outputs are called, below an attention module.
 NAMES = {
     "query": ("q_proj", "q_proj.linear", "q", "query_net", "wq"),
@@ -37,14 +39,9 @@ GPT2_NAMES = {"output": ("c_proj",), "stacked": ("c_attn",)}  # whose weights ar
 
 # One row of numbers, or several, for each query or key head; of the head dimension where all heads share them.
 QUERY_ROWS = (
-    "sinks",
-    "softmax_offset",
-    "attention_sink_bias",
-    "q_norm.weight",
-    "q_norm.bias",
-    "g_proj.weight",
+    "sinks", "softmax_offset", "attention_sink_bias", "q_norm.weight", "q_norm.bias", "g_proj.weight",
     "gate_proj.weight",
-)
+)  # fmt: skip
 KEY_ROWS = ("k_norm.weight", "k_norm.bias")
 
 
@@ -70,39 +67,39 @@ def on_ids(**options: Any) -> MapsOptions:
     return MapsOptions(**({"text": Ids(), "batch": 64} | options))
 
 
-def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch: bool = True) -> None:
-    """Move all heads of a checkpoint; `pairing` contradicts the table, without `stretch` they are only turned."""
+@contextmanager
+def _stored(directory: Path, name: str) -> Iterator[tuple[Checkpoint, ModelConfig, Stored]]:
+    """A checkpoint, its config and its tensors by name and file, which are written when the context ends."""
     checkpoint = open_model(str(directory))
-    config = read_config(checkpoint.config, "scrambled")
-    symmetry = config.symmetry
-    assert isinstance(symmetry, Symmetry)
-    generator = torch.Generator().manual_seed(seed)
     files = {path: load_file(path) for path in directory.glob("*.safetensors")}
-    stored = {name: tensors for tensors in files.values() for name in tensors}
-    for module in attention_modules(checkpoint, config):
-        heads = config.heads(module.layer)
-        rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
-        rotary = replace(rotary, pairing=pairing) if pairing else rotary  # type: ignore[arg-type]
-        free, swapped = symmetry.free_keys(config.text), config.text.model_type == "gqa_gpt2"
-        _scramble_module(stored, module.path, heads, rotary, generator, stretch, free, swapped)
+    yield checkpoint, read_config(checkpoint.config, name), {n: tensors for tensors in files.values() for n in tensors}
     for path, tensors in files.items():
         save_file(tensors, path, metadata={"format": "pt"})
+
+
+def scramble(directory: Path, seed: int = 0, pairing: str | None = None, stretch: bool = True) -> None:
+    """Move all heads of a checkpoint; `pairing` contradicts the table, without `stretch` they are only turned."""
+    generator = torch.Generator().manual_seed(seed)
+    with _stored(directory, "scrambled") as (checkpoint, config, stored):
+        symmetry = config.symmetry
+        assert isinstance(symmetry, Symmetry)
+        for module in attention_modules(checkpoint, config):
+            heads = config.heads(module.layer)
+            rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
+            rotary = replace(rotary, pairing=pairing) if pairing else rotary  # type: ignore[arg-type]
+            free, swapped = symmetry.free_keys(config.text), config.text.model_type == "gqa_gpt2"
+            _scramble_module(stored, module.path, heads, rotary, generator, stretch, free, swapped)
 
 
 def rearrange(directory: Path) -> None:
     """Key/value heads 1, 3, ... come before 0, 2, ..., with all that belongs to them and to their query heads."""
-    checkpoint = open_model(str(directory))
-    config = read_config(checkpoint.config, "rearranged")
-    files = {path: load_file(path) for path in directory.glob("*.safetensors")}
-    stored = {name: tensors for tensors in files.values() for name in tensors}
-    swapped = config.text.model_type == "gqa_gpt2"
-    for module in attention_modules(checkpoint, config):
-        _rearrange_module(stored, module.path, config.heads(module.layer), swapped)
-    for path, tensors in files.items():
-        save_file(tensors, path, metadata={"format": "pt"})
+    with _stored(directory, "rearranged") as (checkpoint, config, stored):
+        for module in attention_modules(checkpoint, config):
+            swapped = config.text.model_type == "gqa_gpt2"
+            _rearrange_module(stored, module.path, config.heads(module.layer), swapped)
 
 
-def _rearrange_module(stored: dict[str, dict[str, Tensor]], path: str, heads: LayerHeads, swapped: bool) -> None:
+def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: bool) -> None:
     repeat, names = heads.query // heads.kv, GPT2_NAMES if swapped else NAMES
     kv = [*range(1, heads.kv, 2), *range(0, heads.kv, 2)]
     queries = [head * repeat + i for head in kv for i in range(repeat)]
@@ -142,7 +139,7 @@ def scramble_stored(
 
 
 def _scramble_module(
-    stored: dict[str, dict[str, Tensor]], path: str, heads: LayerHeads, rotary: Rotary, generator: torch.Generator,
+    stored: Stored, path: str, heads: LayerHeads, rotary: Rotary, generator: torch.Generator,
     stretch: bool = True, free_keys: bool = True, swapped: bool = False,
 ) -> None:  # fmt: skip
     keys = [
@@ -183,12 +180,7 @@ def _commuting(dim: int, rotary: Rotary, generator: torch.Generator, stretch: bo
 
 
 def _move(
-    stored: dict[str, dict[str, Tensor]],
-    path: str,
-    heads: LayerHeads,
-    keys: list[Tensor],
-    values: list[Tensor],
-    swapped: bool,
+    stored: Stored, path: str, heads: LayerHeads, keys: list[Tensor], values: list[Tensor], swapped: bool
 ) -> None:
     """Queries take the inverse transposed of the keys that they read, W_O's columns the inverse of the values."""
     reads = [i * heads.kv // heads.query for i in range(heads.query)]
@@ -208,9 +200,7 @@ def _move(
     assert moved in ({"query", "key", "value"}, {"stacked"}, {"per_head"}), path
 
 
-def _replace(
-    stored: dict[str, dict[str, Tensor]], name: str, change: Callable[[Tensor], Tensor], swapped: bool
-) -> None:
+def _replace(stored: Stored, name: str, change: Callable[[Tensor], Tensor], swapped: bool) -> None:
     if name in stored:
         before = stored[name][name]
         swap = swapped and before.ndim == 2
@@ -221,6 +211,3 @@ def _replace(
 def relative(actual: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the range of what is expected."""
     return float((actual - expected).abs().max() / (expected.max() - expected.min()))
-
-
-__all__: Sequence[str] = ("Ids", "on_ids", "rearrange", "relative", "scramble", "scramble_stored")

@@ -25,28 +25,36 @@ def notes(model_type: str, kv: int = 2, **changes: Any) -> tuple[str, ...]:
     return engine_notes(config, kv_cache(config, range(2), "F32"))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "stablelm", "olmo2"])
-def test_ordinary_checkpoints_have_none(model_type: str) -> None:
-    assert notes(model_type) == ()
-    assert notes(model_type, kv=8) == ()
+ORDINARY = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "stablelm", "olmo2")
+BIGCODE: dict[str, Any] = {"n_head": 8, "n_embd": 32}
+FALCON: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": ...}
+PHI = "llama.cpp: its converter gives phi as many KV heads as query heads, so it cannot load the result"
+SQUARED = "llama.cpp: it has squared ReLU built in for nemotron: it computes with that, not gelu"
+CACHED = "transformers caches 8 heads a layer, other engines only the 2 key/value heads"
 
 
-def test_phi_in_llama_cpp() -> None:
-    text = "llama.cpp: its converter gives phi as many KV heads as query heads, so it cannot load the result"
-    assert notes("phi") == (text,)
-    assert notes("phi", kv=8) == ()
-
-
-def test_bigcode_in_llama_cpp() -> None:
-    assert notes("gpt_bigcode", n_head=8, n_embd=32, multi_query=True) == ()
-    (note,) = notes("gpt_bigcode", n_head=8, n_embd=32, multi_query=False)
-    assert note.startswith("llama.cpp: its converter gives gpt_bigcode one KV head")
-
-
-def test_nemotron_in_llama_cpp() -> None:
-    assert notes("nemotron") == ()
-    (note,) = notes("nemotron", hidden_act="gelu")
-    assert note == "llama.cpp: it has squared ReLU built in for nemotron: it computes with that, not gelu"
+@pytest.mark.parametrize(
+    ("model_type", "options", "starts"),
+    [
+        *((name, {"kv": kv}, ()) for name in ORDINARY for kv in (2, 8)),
+        ("phi", {}, (PHI,)),
+        ("phi", {"kv": 8}, ()),
+        ("gpt_bigcode", BIGCODE | {"multi_query": True}, ()),
+        ("gpt_bigcode", BIGCODE | {"multi_query": False}, ("llama.cpp: its converter gives gpt_bigcode one KV head",)),
+        ("nemotron", {}, ()),
+        ("nemotron", {"hidden_act": "gelu"}, (SQUARED,)),
+        ("llama", {"head_dim": 8}, ("CTranslate2",)),
+        ("qwen2", {"head_dim": 8}, ("llama.cpp", "CTranslate2")),
+        *((name, {"head_dim": 8}, ()) for name in ("mistral", "qwen3", "gemma")),
+        ("falcon", FALCON, (CACHED,)),
+        # Engines load the text part of a larger model with another loader than the plain model.
+        ("llava", {"text_config": {"model_type": "qwen2", "hidden_size": 32, "head_dim": 8}}, ()),
+    ],
+)
+def test_which_limits_are_met(model_type: str, options: dict[str, Any], starts: tuple[str, ...]) -> None:
+    found = notes(model_type, **options)
+    assert len(found) == len(starts), found
+    assert all(note.startswith(start) for note, start in zip(found, starts, strict=True)), found
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "gemma2", "stablelm"])
@@ -61,22 +69,8 @@ def test_rope_theta(model_type: str, form: str) -> None:
     assert engines == (["llama.cpp"] if model_type == "stablelm" else ["llama.cpp", "CTranslate2"])
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "qwen3", "gemma"])
-def test_head_dim(model_type: str) -> None:
-    found = [note.partition(":")[0] for note in notes(model_type, head_dim=8)]
-    assert found == {"llama": ["CTranslate2"], "qwen2": ["llama.cpp", "CTranslate2"]}.get(model_type, [])
-
-
-def test_falcon_in_transformers() -> None:
-    falcon = {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": ...}
-    (note,) = notes("falcon", **falcon)
-    assert note == "transformers caches 8 heads a layer, other engines only the 2 key/value heads"
-    assert len(notes("falcon", **falcon, rope_theta=5e5)) == 3
-
-
-def test_a_text_part_of_a_larger_model_has_none() -> None:
-    """Engines load it with another loader than the plain model."""
-    assert notes("llava", text_config={"model_type": "qwen2", "hidden_size": 32, "head_dim": 8}) == ()
+def test_several_limits_at_once() -> None:
+    assert len(notes("falcon", **FALCON, rope_theta=5e5)) == 3
 
 
 def test_limits_name_model_types_that_can_be_converted() -> None:

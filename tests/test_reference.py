@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_families import TOLERANCE, decode, error, left_padded, load, write_checkpoint
+from test_families import TOLERANCE, all_tensors, decode, error, left_padded, load, write_checkpoint
 from tiny_models import TINY, build, inputs
 from torch import Tensor
 
@@ -67,16 +66,15 @@ def forward(w: Weights, ids: Tensor, mask: Tensor) -> Tensor:
     return norm(x, w["model.norm.weight"]) @ head.T
 
 
-def weights(directory: Path) -> Weights:
-    return {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
+def llama(place: Path) -> Path:
+    return write_checkpoint(build(TINY["llama"], HEADS), place / "source")
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_converted_llama_agrees_with_an_independent_attention(groups: int, tmp_path: Path) -> None:
-    tiny = TINY["llama"]
-    source = write_checkpoint(build(tiny, HEADS), tmp_path / "source")
+    tiny, source = TINY["llama"], llama(tmp_path)
     out = convert_checkpoint(source, groups, tmp_path / "out").out
-    model, w = load(tiny, out, "sdpa"), weights(out)
+    model, w = load(tiny, out, "sdpa"), all_tensors(out)
     assert w["model.layers.0.self_attn.k_proj.weight"].shape[0] == groups * DIM
     given = left_padded(inputs(tiny), 3)
     for mask in (torch.ones_like(given["input_ids"]), given["attention_mask"]):
@@ -109,10 +107,8 @@ def test_grouped_attention_is_multi_head_at_one_end_and_multi_query_at_the_other
 
 def test_the_independent_attention_notices_a_wrong_head_order(tmp_path: Path) -> None:
     """Negative control: the same weights with the groups in strided order are another model."""
-    tiny = TINY["llama"]
-    source = write_checkpoint(build(tiny, HEADS), tmp_path / "source")
-    w = weights(convert_checkpoint(source, 2, tmp_path / "out").out)
-    ids, mask = inputs(tiny)["input_ids"], torch.ones(2, 12)
+    w = all_tensors(convert_checkpoint(llama(tmp_path), 2, tmp_path / "out").out)
+    ids, mask = inputs(TINY["llama"])["input_ids"], torch.ones(2, 12)
     strided = dict(w)
     for name in w:
         if "q_proj" in name:

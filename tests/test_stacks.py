@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import edit_json
 from safetensors.torch import load_file, save_file
 from test_families import all_tensors, write_checkpoint
 from tiny_models import TINY, build
@@ -53,12 +54,21 @@ def test_default_configs_are_read(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["mtp.layers.0", "model.mtp_layers.0", "model.mtp_block.0", "model.mtp.layers.0", "model.layers.2"]
-)
-def test_layers_that_predict_further_tokens_are_converted(source: Path, tmp_path: Path, path: str) -> None:
-    change(source, attention(path))
+    ("path", "rows"),
+    [
+        *((path, 16) for path in (
+            "mtp.layers.0", "model.mtp_layers.0", "model.mtp_block.0", "model.mtp.layers.0", "model.layers.2")),
+        *((path, 32) for path in ("vision_tower.layers.0", "model.audio_encoder.layers.0", "visual.blocks.1")),
+    ],
+)  # fmt: skip
+def test_layers_that_predict_further_tokens_are_converted_and_towers_not(
+    source: Path, tmp_path: Path, path: str, rows: int
+) -> None:
+    change(source, added := attention(path))
     after = all_tensors(convert_checkpoint(source, 2, tmp_path / "out").out)
-    assert after[f"{path}.{K}"].shape == after[f"{path}.{V}"].shape == (16, 32)
+    for name, tensor in added.items():
+        assert after[name].shape == (rows, 32)
+        assert rows < 32 or torch.equal(after[name], tensor)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "smollm3", "cohere2", "gpt_oss"])
@@ -70,14 +80,6 @@ def test_layers_that_predict_further_tokens_are_aligned(name: str, method: str, 
     change(source, {n.replace(".layers.1.", ".layers.2."): t for n, t in last.items()})
     after = all_tensors(convert_checkpoint(source, 2, tmp_path / "out", method=method).out)
     assert after[f"model.layers.2.{K}"].shape == after[f"model.layers.1.{K}"].shape != last[f"model.layers.1.{K}"].shape
-
-
-@pytest.mark.parametrize("path", ["vision_tower.layers.0", "model.audio_encoder.layers.0", "visual.blocks.1"])
-def test_towers_are_left_alone(source: Path, tmp_path: Path, path: str) -> None:
-    added = attention(path)
-    change(source, added)
-    after = all_tensors(convert_checkpoint(source, 2, tmp_path / "out").out)
-    assert all(torch.equal(after[name], tensor) for name, tensor in added.items())
 
 
 @pytest.mark.parametrize(
@@ -95,21 +97,18 @@ def test_a_layer_without_keys_and_values_is_refused(source: Path) -> None:
         plan_conversion(source, 2)
 
 
-def test_counts_stated_twice_are_both_edited(tmp_path: Path) -> None:
+def test_what_several_parts_state_is_edited_in_each(tmp_path: Path) -> None:
+    """The number of heads, and the dtype."""
     source = write_checkpoint(build(TINY["qwen2_vl"], 4), tmp_path / "source")
-    raw: dict[str, Any] = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": 4}))
-    plan = plan_conversion(source, 2)
-    assert plan.new_config["num_key_value_heads"] == plan.new_config["text_config"]["num_key_value_heads"] == 2
 
+    def state(raw: dict[str, Any]) -> None:
+        raw["num_key_value_heads"] = 4
+        for part in (raw, raw["text_config"], raw["vision_config"]):
+            part["dtype"] = "float32"
 
-def test_dtype_is_stated_in_every_part(tmp_path: Path) -> None:
-    source = write_checkpoint(build(TINY["qwen2_vl"], 4), tmp_path / "source")
-    raw: dict[str, Any] = json.loads((source / "config.json").read_text())
-    for part in (raw, raw["text_config"], raw["vision_config"]):
-        part["dtype"] = "float32"
-    (source / "config.json").write_text(json.dumps(raw))
+    edit_json(source / "config.json", state)
     new = plan_conversion(source, 2, dtype="bfloat16").new_config
+    assert new["num_key_value_heads"] == new["text_config"]["num_key_value_heads"] == 2
     assert new["dtype"] == new["text_config"]["dtype"] == new["vision_config"]["dtype"] == "bfloat16"
 
 
