@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from transformers.models.auto import modeling_auto as auto
-
-from gqa.checkpoint.custom_code import config_class
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 # Sizes and ids that every config takes where its class has the field.
 COMMON: dict[str, Any] = {
@@ -80,7 +79,9 @@ def class_of(model_type: str) -> str:
               auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
               auto.MODEL_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)  # fmt: skip
     named = next((table[model_type] for table in tables if model_type in table), None)
-    return str(named or config_class(model_type).__name__.replace("Config", "Model"))
+    if named is None and model_type in CONFIG_MAPPING:  # an older transformers has fewer
+        named = CONFIG_MAPPING[model_type].__name__.replace("Config", "Model")
+    return str(named)
 
 
 def _family(model_type: str, model_class: str = "", /, **options: Any) -> Tiny:
