@@ -22,7 +22,9 @@ from tiny_native import CASES, Case, tie_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.plan import make_plan
 
 SAME = 1e-5
 CONTROL = 100 * SAME
@@ -36,6 +38,13 @@ SMALLER = [(name, g) for name in MERGED for g in CASES[name].groups[1:]]
 @cache
 def source_model(name: str) -> PreTrainedModel:
     return build(CASES[name].tiny, 4, attention="eager")
+
+
+def tied_model(name: str, groups: int, tiled: bool = False) -> PreTrainedModel:
+    """The source whose heads are equal in each group."""
+    tied = build(CASES[name].tiny, 4, attention="eager")
+    tie_heads(tied, groups, tiled)
+    return tied
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +102,10 @@ def test_expand_back(name: str, groups: int, checkpoint: Callable[[str], Path], 
     target, given = load(out), inputs(case.tiny)
     assert target.config.num_key_value_heads == groups
     found = logits(target, given)
-    tied = build(case.tiny, 4, attention="eager")
-    tie_heads(tied, groups)
-    assert relative(found, logits(tied, given)) < SAME
+    assert relative(found, logits(tied_model(name, groups), given)) < SAME
     assert relative(found, logits(source_model(name), given)) > CONTROL
     if groups > 1:
-        tiled = build(case.tiny, 4, attention="eager")
-        tie_heads(tiled, groups, tiled=True)
-        assert relative(found, logits(tiled, given)) > CONTROL
+        assert relative(found, logits(tied_model(name, groups, tiled=True), given)) > CONTROL
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt_neox+sequential", "gpt_neox+rotary", "gptj", "codegen", "gpt2"])
@@ -109,12 +114,10 @@ def test_generation_with_and_without_cache(name: str, checkpoint: Callable[[str]
     case = CASES[name]
     result = convert_checkpoint(checkpoint(name), 1, tmp_path / "out")
     target, given = load(result.out), left_padded(inputs(case.tiny, length=6), 2)
-    tied = build(case.tiny, 4, attention="eager")
-    tie_heads(tied, 1)
     how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     cached, plain = (target.generate(**given, **how, use_cache=used) for used in (True, False))
     assert torch.equal(cached, plain)
-    assert torch.equal(cached, tied.generate(**given, **how))
+    assert torch.equal(cached, tied_model(name, 1).generate(**given, **how))
     with torch.no_grad():
         cache = target(input_ids=given["input_ids"][:1], use_cache=True).past_key_values
     assert all(layer.keys.shape[1] == 1 for layer in cache.layers)
@@ -195,9 +198,6 @@ def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str
 
 def test_a_plan_from_headers_alone(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """As a dry run has them of a model at the hub: nothing is read, and the plan is that of the conversion."""
-    from gqa.checkpoint.read import read_checkpoint
-    from gqa.convert.plan import make_plan
-
     for name in ("gpt_neox", "codegen", "gpt2"):
         headers = replace(read_checkpoint(checkpoint(name)), directory=None, side_files=())
         plan = make_plan(headers, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tiny_configs import Tiny
+from tiny_configs import Tiny, class_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,9 +34,10 @@ def _no_field(kv_heads: int) -> dict[str, Any]:
     return {}
 
 
-def _case(name: str, model_class: str, target: str, /, **options: Any) -> Case:
+def _case(name: str, target: str, /, **options: Any) -> Case:
     known = {key: options.pop(key) for key in {"groups", "exact"} & options.keys()}
-    tiny = Tiny(name, name.partition("+")[0], model_class, options, kv=_no_field)
+    model_type = name.partition("+")[0]
+    tiny = Tiny(name, model_type, class_of(model_type), options, kv=_no_field)
     return Case(tiny, target, **known)
 
 
@@ -51,25 +52,24 @@ _YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_
 CASES: dict[str, Case] = {
     case.tiny.name: case
     for case in (
-        _case("gpt_neox", "GPTNeoXForCausalLM", "phi", **_NEOX),
-        _case("gpt_neox+plain", "GPTNeoXForCausalLM", "phi", attention_bias=False, tie_word_embeddings=True,
-              hidden_act="relu", rotary_pct=1.0),
-        _case("gpt_neox+yarn", "GPTNeoXForCausalLM", "phi", **_NEOX, rope_parameters=_YARN),
-        _case("gpt_neox+sequential", "GPTNeoXForCausalLM", "nemotron", **_SEQUENTIAL),
-        _case("gpt_neox+sequential_plain", "GPTNeoXForCausalLM", "nemotron", **_SEQUENTIAL, attention_bias=False,
+        _case("gpt_neox", "phi", **_NEOX),
+        _case("gpt_neox+plain", "phi", attention_bias=False, tie_word_embeddings=True, hidden_act="relu",
+              rotary_pct=1.0),
+        _case("gpt_neox+yarn", "phi", **_NEOX, rope_parameters=_YARN),
+        _case("gpt_neox+sequential", "nemotron", **_SEQUENTIAL),
+        _case("gpt_neox+sequential_plain", "nemotron", **_SEQUENTIAL, attention_bias=False,
               tie_word_embeddings=True),
-        _case("gpt_neox+rotary", "GPTNeoXForCausalLM", "starcoder2", **_SEQUENTIAL, rotary_pct=1.0),
-        _case("gpt_neox+rotary_plain", "GPTNeoXForCausalLM", "starcoder2", **_SEQUENTIAL, rotary_pct=1.0,
-              attention_bias=False, rotary_emb_base=500),
-        _case("gptj", "GPTJForCausalLM", "phi", **_GPTJ),
-        _case("gptj+narrow", "GPTJForCausalLM", "phi", n_embd=196, rotary_dim=16, n_inner=48,
-              activation_function="gelu"),
-        _case("codegen", "CodeGenForCausalLM", "phi", **_GPTJ),
-        _case("codegen+eight", "CodeGenForCausalLM", "phi", **_GPTJ, **_EIGHT),
-        _case("gpt2", "GPT2LMHeadModel", "gpt_bigcode", **_GPT2),
-        _case("gpt2+scaled", "GPT2LMHeadModel", "gpt_bigcode", groups=(4, 1), scale_attn_by_inverse_layer_idx=True,
+        _case("gpt_neox+rotary", "starcoder2", **_SEQUENTIAL, rotary_pct=1.0),
+        _case("gpt_neox+rotary_plain", "starcoder2", **_SEQUENTIAL, rotary_pct=1.0, attention_bias=False,
+              rotary_emb_base=500),
+        _case("gptj", "phi", **_GPTJ),
+        _case("gptj+narrow", "phi", n_embd=196, rotary_dim=16, n_inner=48, activation_function="gelu"),
+        _case("codegen", "phi", **_GPTJ),
+        _case("codegen+eight", "phi", **_GPTJ, **_EIGHT),
+        _case("gpt2", "gpt_bigcode", **_GPT2),
+        _case("gpt2+scaled", "gpt_bigcode", groups=(4, 1), scale_attn_by_inverse_layer_idx=True,
               activation_function="relu", n_inner=48, n_layer=3),
-        _case("gpt2+unscaled", "GPT2LMHeadModel", "gpt_bigcode", **_GPT2, scale_attn_weights=False,
+        _case("gpt2+unscaled", "gpt_bigcode", **_GPT2, scale_attn_weights=False,
               tie_word_embeddings=False, layer_norm_epsilon=1e-3),
     )
 }  # fmt: skip
