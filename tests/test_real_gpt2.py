@@ -23,7 +23,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.find_maps import MapsOptions
-from gqa.convert.align.sampling import samples
+from gqa.convert.align.self_samples import samples
 
 pytestmark = pytest.mark.real
 
@@ -57,7 +57,7 @@ def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.fixture(scope="module")
 def text(source: Path) -> Tensor:
     """(SEQUENCES, LENGTH) ids that the source samples at temperature 1."""
-    return next(samples(load(source), LENGTH, seed=0, batch=SEQUENCES))
+    return samples(load(source), LENGTH, seed=0, batch=SEQUENCES)
 
 
 @torch.no_grad()
