@@ -187,13 +187,13 @@ def test_random_follows_its_seed(source: Path, tmp_path: Path) -> None:
     assert abs(float(drawn.mean())) < 1e-4
 
 
-def test_expansion_changes_no_logit(read_text: Callable[[int], Tensor]) -> None:
-    """Query head i reads KV head i // (H // G): repeated in that order 9 heads are the model of 3."""
+def test_expansion_changes_no_logit(
+    source: Path, tmp_path: Path, read_text: Callable[[int], Tensor], text: Tensor
+) -> None:
+    """Query head i reads KV head i // (H // G): repeated in that order 9 heads are the model of 3. Oracle 5, the
+    control: repeated as 0 1 2 0 1 2 0 1 2 they are another model.
+    """
     assert error(read_text(QUERY), read_text(KV)) < TOLERANCE
-
-
-def test_tiled_heads_are_seen(source: Path, tmp_path: Path, read_text: Callable[[int], Tensor], text: Tensor) -> None:
-    """Oracle 5, the control: repeated as 0 1 2 0 1 2 0 1 2 they are another model."""
     with tiled_heads():
         tiled = convert_checkpoint(source, QUERY, tmp_path / "tiled").out
     wrong = load_fresh(tiled, torch.float32)
