@@ -80,6 +80,18 @@ def test_batches_do_not_matter(name: str, tmp_path: Path) -> None:
     assert layer_errors(directory) == pytest.approx(layer_errors(directory, batch=24), rel=1e-4)
 
 
+def test_a_drift_is_in_units_of_what_attention_adds(tmp_path: Path) -> None:
+    """Granite adds half of it: as if W_O and the MLP's last matrix were half as large."""
+    tiny, errors = TINY["granite"], []
+    for multiplier in (0.5, 1.0):
+        model = build(replace(tiny, options={**tiny.options, "residual_multiplier": multiplier}), 4)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.data *= 0.5 / multiplier
+        errors.append(layer_errors(write_checkpoint(model, tmp_path / str(multiplier))))
+    assert errors[0] == pytest.approx(errors[1], rel=1e-4)
+
+
 def test_what_an_error_of_scores_does_without_a_mask() -> None:
     """Causal layers are given no mask either; in others the first query sees all keys."""
     generator = torch.Generator().manual_seed(0)
@@ -323,6 +335,24 @@ def test_refinement_looks_where_errors_count() -> None:
     assert first < 1e-12
     _, first, least = refine(module, start, calls, targets, torch.ones(32, 5), how)
     assert least < first, "there is something to learn where it counts"
+
+
+def test_held_out_blocks_are_not_trained_on() -> None:
+    """Whichever the seed has chosen."""
+    module, hidden = torch.nn.Linear(4, 4), torch.arange(32.0)[:, None, None].expand(32, 5, 4)
+    seen: dict[bool, set[float]] = {}
+    module.register_forward_pre_hook(
+        lambda _, args: seen.setdefault(torch.is_grad_enabled(), set()).update(args[0][:, 0, 0].tolist())
+    )
+    start, heldout = module.state_dict(), []
+    for seed in (0, 1):
+        seen.clear()
+        how = Refinement(steps=16, batch=8, heldout=0.25, seed=seed)
+        refine(module, start, Calls(hidden), torch.ones(32, 5, 4), torch.ones(32, 5), how)
+        assert len(seen[False]) == 8
+        assert seen[True] == set(range(32)) - seen[False]
+        heldout.append(seen[False])
+    assert heldout[0] != heldout[1]
 
 
 # ------------------------------------------------------------------------------------- positions out of the ordinary

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,17 @@ def test_expand_back(source: tuple[Tiny, Path], tmp_path: Path) -> None:
         for method in ("mean", "first"):
             again = convert_checkpoint(back, g, tmp_path / f"{method}{g}", method=method).out
             assert error(logits_of(again), repeated) < TOLERANCE
+
+
+def test_numbered_tensors_are_in_the_order_of_their_heads(tmp_path: Path) -> None:
+    """Head 10 is not before head 2."""
+    tiny = TINY["stablelm+qk_norm"]
+    model = build(replace(tiny, options={**tiny.options, "num_attention_heads": 12, "hidden_size": 96}), 12)
+    before = all_tensors(write_checkpoint(model, tmp_path / "source"))
+    after = all_tensors(convert_checkpoint(tmp_path / "source", 6, tmp_path / "out", method="first").out)
+    norms = "model.layers.0.self_attn.k_layernorm.norms.{}.weight".format
+    assert all(torch.equal(after[norms(head)], before[norms(2 * head)]) for head in range(6))
+    assert not torch.equal(before[norms(2)], before[norms(10)])
 
 
 def left_padded(given: dict[str, Tensor], padding: int) -> dict[str, Tensor]:

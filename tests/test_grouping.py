@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from tiny_models import TINY, build, inputs, logits
 
 import gqa.convert.align.grouping as module
 from gqa.convert import CorruptError, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.align.alignment import procrustes_key, procrustes_value
 from gqa.convert.align.find_maps import Silent, find_maps
-from gqa.convert.align.grouping import Group, best_partition
+from gqa.convert.align.grouping import Group, best_partition, find_order
+from gqa.convert.align.moments import Moments
+from gqa.convert.heads.symmetries import Rotary
 
 
 def costs(heads: int, size: int, seed: int) -> dict[Group, float]:
@@ -70,17 +74,56 @@ def test_a_number_of_heads_that_is_never_tried_out() -> None:
     assert sum(map(cost, best_partition(32, 8, cost))) == 0
 
 
+def random_moments(heads: int, dim: int) -> Moments:
+    generator = torch.Generator().manual_seed(3)
+    sizes = ((1, heads * dim), (heads, dim), (1, heads * dim))
+    roots = [torch.randn(n, size, size, generator=generator, dtype=torch.float64) for n, size in sizes]
+    keys, queries, values = (root @ root.mT for root in roots)
+    return Moments(keys, keys.new_zeros(1, heads * dim), queries, values)
+
+
+def test_what_a_group_loses_is_beyond_the_directions_of_one_head() -> None:
+    """Two heads of two dimensions; what of the keys is constant is no loss."""
+    alike, means = torch.eye(2).double().expand(2, 2, 2), torch.full((1, 4), 100.0).double()
+    energy = torch.diag(torch.tensor([5.0, 4.0, 3.0, 1.0])).double()
+    made = Moments(energy + means.mT @ means, means, alike, energy)
+    assert module._lost_values(energy, alike, (0, 1)) == pytest.approx(4)
+    assert module._lost_keys(replace(made, keys=made.keys[None]), (0, 1), Rotary(0), True) == pytest.approx(4)
+
+
+def test_units_of_keys_and_values_do_not_matter() -> None:
+    made, w_o = random_moments(8, 4), torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(4)).double()
+    others = [made, replace(made, keys=1e6 * made.keys), replace(made, values=1e6 * made.values)]
+    one, *more = (find_order(moments, w_o, 4, Rotary(4), free_keys=True) for moments in others)
+    assert one is not None
+    assert more == [one, one]
+
+
+@pytest.mark.parametrize("rotated", [0, 4, 8])
+def test_an_aligned_mean_has_the_mean_energy(rotated: int) -> None:
+    """Of three heads that are not alike."""
+    moments = random_moments(3, 8).keys[0]
+    maps = (procrustes_key(moments, Rotary(rotated), 3).key, procrustes_value(moments, 3, 1).value)
+    for found in maps:
+        assert float((found @ moments @ found.mT).trace()) == pytest.approx(float(moments.trace()) / 3)
+
+
 @pytest.fixture(scope="module")
-def rearranged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads 0 and 2 are equal, 1 and 3 are; neighbours are not."""
+def rearranged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """KV heads 0 and 2 are equal, 1 and 3 are; neighbours are not. As many query heads as asked for."""
     place = tmp_path_factory.mktemp("rearranged")
-    model = build(TINY["llama+bias"], 2)
+    options = {**TINY["llama+bias"].options, "num_attention_heads": request.param}
+    model = build(replace(TINY["llama+bias"], options=options), 2)
     directory = convert_checkpoint(write_checkpoint(model, place / "source"), 4, place / "equal").out
     rearrange(directory)
     return directory
 
 
-@pytest.mark.parametrize("method", ["procrustes", "aligned", "calibrated"])
+@pytest.mark.parametrize(
+    ("rearranged", "method"),
+    [(4, "procrustes"), (4, "aligned"), (4, "calibrated"), (8, "calibrated")],
+    indirect=["rearranged"],
+)
 def test_by_the_command(rearranged: Path, tmp_path: Path, method: str) -> None:
     """From the option to the written checkpoint, and by way of a file of maps; neighbours lose a lot."""
     tiny = TINY["llama+bias"]

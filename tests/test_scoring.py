@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from embedded import SOURCE, UNIFORM_VOCABULARY, converted, copy_source, load, texts, tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, build, inputs
+from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead
@@ -18,7 +21,7 @@ from gqa.corpus.windows import Window
 from gqa.eval import scoring
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.evaluate import Options, Row, measure_quality
-from gqa.eval.perplexity import count_words, make_pairs, make_text, perplexity
+from gqa.eval.perplexity import count_words, encode, make_pairs, make_text, perplexity
 from gqa.eval.scoring import LiveBaseline, score
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import open_subjects
@@ -69,6 +72,8 @@ def test_scores_are_cross_entropy_of_the_plain_model(source, text, scores):
         logits = source(input_ids=ids[:, :-1]).logits[0]
         expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[-window.scored :]
         assert np.allclose(scores.nats[start : start + window.scored], expected, atol=2e-5)
+        context = list(range(len(window.ids)))[-window.scored :]  # tokens read before each
+        assert scores.context[start : start + window.scored].tolist() == context
         start += window.scored
 
 
@@ -202,6 +207,17 @@ def test_an_unfinished_recording_is_not_a_baseline(directory):
     assert StoredBaseline.open(directory / "unfinished", "key") is None
 
 
+def test_a_probability_below_the_range_of_float16_is_stored(directory):
+    recorder = Recorder(directory / "underflow", "key", 1, 2)
+    recorder(np.array([0]), torch.tensor([[0.0, -1e5]]))
+    recorder.finish(np.zeros(1, np.float32))
+    stored = StoredBaseline.open(directory / "underflow", "key")
+    assert stored.record["kl_lost_maximum"] == 0
+    batch = SimpleNamespace(targets=torch.zeros(1), rows=np.array([0]))
+    stored.start(batch)
+    assert stored.log_probabilities(batch, slice(None)).tolist() == [[0.0, torch.finfo(torch.float16).min]]
+
+
 SPLIT = ["llama", "gemma2", "cohere", "granite", "mixtral", "gpt_oss", "phi3", "falcon", "olmo2", "t5gemma", "gemma3"]
 
 
@@ -304,6 +320,15 @@ def test_pairs_score_every_target_token():
     assert [list(w.ids[1:]) for w in made.windows] == targets
     assert [w.scored for w in made.windows] == [len(t) for t in targets]
     assert list(made.windows[0].source) == tokenizer()("a b")["input_ids"]
+
+
+def test_a_text_with_bos_in_front_gets_no_second_one():
+    adding = deepcopy(tokenizer())
+    bos, number = adding.bos_token, adding.bos_token_id
+    adding.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, number)])
+    ids = encode(adding, "return 1")
+    assert ids[0] == number not in ids[1:]
+    assert encode(adding, f"{bos}return 1") == ids
 
 
 def test_measure_quality_of_several(directory, text):

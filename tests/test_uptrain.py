@@ -107,6 +107,8 @@ def test_alpha_is_a_prefix(tmp_path: Path) -> None:
     assert retold[: small.step] == told
     for step, weights in few.items():
         assert all(torch.equal(tensor, many[step][name]) for name, tensor in weights.items()), step
+    *_, reseeded = train(tmp_path / "reseeded", steps=1, seed=1)
+    assert reseeded[0]["loss"] != told[0]["loss"], "another seed begins with other data"
     _, other, _ = train(tmp_path / "other", alpha=0.15, steps=None, schedule="cosine")
     assert any(not torch.equal(tensor, other[small.step][name]) for name, tensor in few[small.step].items())
 

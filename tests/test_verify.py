@@ -22,6 +22,8 @@ from gqa.convert import merge as rewrite
 @pytest.mark.parametrize(
     ("offset", "checksums", "says"),
     [
+        (-(1 << 20), False, "lm_head.weight is not as it was in the source"),  # at the start, in the middle, at the end
+        (-(1 << 19) - 1, False, "lm_head.weight is not as it was in the source"),
         (-1, False, "lm_head.weight is not as it was in the source"),
         (12, False, "the result does not verify"),  # in the header
         (-(1 << 18), False, None),  # between two sampled blocks of a tensor of 1 MiB: what --checksums is for
