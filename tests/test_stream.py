@@ -79,6 +79,22 @@ def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) 
         assert alike > 1.5 * float(true.trace() / true.norm() / width**0.5)
 
 
+def test_attention_averages_the_values_of_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it adds to the stream, written down once more, where the MLP adds nothing."""
+    model = build(TINY["llama"], 4)
+    layer = model.model.layers[0]
+    layer.mlp.down_proj.weight.data.zero_()
+    _, found = given(write_checkpoint(model, tmp_path), 2, monkeypatch)
+    table, gain, value, output = (
+        part.weight.detach().double()
+        for part in (model.model.embed_tokens, layer.input_layernorm, layer.self_attn.v_proj, layer.self_attn.o_proj)
+    )
+    before, through = table.mT @ table / len(table), output @ (value * gain)
+    after = before + through @ before @ through.mT * (32 / before.trace()) / 2
+    expected = 0.99 * after * (32 / after.trace()) + 0.01 * torch.eye(32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 def test_layers_that_are_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, or the first alone (it is given embeddings): after it inputs are independent."""
