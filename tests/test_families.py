@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_custom import COPIES
-from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
+from tiny_models import LEFT_OUT, QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -260,7 +260,7 @@ def test_kv_cache_bytes(source: tuple[Tiny, Path]) -> None:
 
 def test_every_family_has_a_tiny_model() -> None:
     """A family nobody built is a family nobody tested."""
-    assert {t for family in FAMILIES for t in family.model_types} <= {
+    assert {t for family in FAMILIES for t in family.model_types} - LEFT_OUT <= {
         stated for name in CONVERTIBLE for stated in (TINY[name].model_type, text_type(name))
     }
 
@@ -276,7 +276,10 @@ def text_type(name: str) -> str:
 def test_nested_paths_lead_to_a_family() -> None:
     """Every larger model in the table has, by its class's defaults, a text part that a family names."""
     stated = {t for family in FAMILIES for t in family.model_types}
+    built = {tiny.model_type for tiny in TINY.values()}
     for model_type, path in NESTED.items():
+        if LEFT_OUT and model_type not in built:  # an older transformers, whose class may be another or none
+            continue
         part = CONFIG_MAPPING[model_type]()
         for step in path:
             part = getattr(part, step)

@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 
-__all__ = ["QUERY_HEADS", "TINY", "Tiny", "build", "config", "inputs", "logits", "model_class"]
+__all__ = ["LEFT_OUT", "QUERY_HEADS", "TINY", "Tiny", "build", "config", "inputs", "logits", "model_class"]
 
 QUERY_HEADS: int = COMMON["num_attention_heads"]
 FIRST_PLAIN_TOKEN = 10  # ids below are the special ones of COMMON and of the nested models
@@ -41,9 +41,10 @@ def _is_there(tiny: Tiny) -> bool:
     return tiny.model_type in MODEL_TYPES or tiny.model_type in CONFIG_MAPPING
 
 
-TINY: dict[str, Tiny] = {
-    tiny.name: tiny for tiny in (*FAMILIES, *VARIANTS, *NESTED, *CUSTOM, *REFUSED) if _is_there(tiny)
-}
+_ALL = (*FAMILIES, *VARIANTS, *NESTED, *CUSTOM, *REFUSED)
+TINY: dict[str, Tiny] = {tiny.name: tiny for tiny in _ALL if _is_there(tiny)}
+# None with the versions of constraints.txt.
+LEFT_OUT = frozenset(tiny.model_type for tiny in _ALL if tiny.name not in TINY)
 
 
 def _has_field(cls: type[PreTrainedConfig], name: str) -> bool:
