@@ -62,16 +62,13 @@ def forward(options: dict[str, Any], blocks: Any) -> float:
 
 
 def calibrate(options: dict[str, Any], blocks: Any) -> float:
-    import torch
-
     from gqa.checkpoint.read import read_checkpoint
-    from gqa.convert.align.calibration import Calibration, Calibrator
+    from gqa.convert.align.calibration import Calibrator, MapsOptions
     from gqa.convert.plan import make_plan
 
     started = time.perf_counter()
     plan = make_plan(read_checkpoint(Path(options["model"])), options["groups"], "calibrated")
-    how = Calibration(dtype=getattr(torch, options["dtype"]), batch=options["batch"])
-    calibrator = Calibrator(plan, blocks, how)
+    calibrator = Calibrator(plan, blocks, MapsOptions(device="cpu", dtype=options["dtype"], batch=options["batch"]))
     for layer in range(calibrator.layers):
         calibrator.run(layer)
     return time.perf_counter() - started

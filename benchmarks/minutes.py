@@ -52,8 +52,8 @@ def sample(options: dict[str, Any], tokens: int) -> float:
 def convert(options: dict[str, Any], out: Path, steps: int, precision: str) -> float:
     """Seconds of converting, layer-wise where there are steps."""
     from gqa.convert import convert_checkpoint
+    from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.find_maps import MapsOptions
     from gqa.convert.align.refine import Refinement
 
     how = MapsOptions(

@@ -15,7 +15,8 @@ from gqa.convert.plan import Choices, Plan, check_grouping, make_plan
 from gqa.convert.recast.targets import Target
 
 if TYPE_CHECKING:
-    from gqa.convert.align.find_maps import MapsOptions, Progress
+    from gqa.convert.align.calibration import MapsOptions
+    from gqa.convert.align.find_maps import Progress
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
 
@@ -95,7 +96,8 @@ def convert_plan(
     """
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
-            from gqa.convert.align.find_maps import MapsOptions, Silent, with_maps
+            from gqa.convert.align.calibration import MapsOptions
+            from gqa.convert.align.find_maps import Silent, with_maps
 
             options, told = calibration or MapsOptions(), layers or Silent()
             overwrite = writing.get("overwrite", False)

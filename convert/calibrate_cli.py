@@ -13,7 +13,7 @@ from gqa.checkpoint.errors import one_line
 from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
-    from gqa.convert.align.find_maps import MapsOptions
+    from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.align.refine import Refinement
     from gqa.convert.recast.targets import Target
 
@@ -75,8 +75,8 @@ target_options = with_options(_TARGET)  # about the class that a model is writte
 def read_options(options: dict[str, Any]) -> MapsOptions:
     """What the options say."""
     from gqa.checkpoint.devices import find_device
+    from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.find_maps import MapsOptions
 
     sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
     return MapsOptions(

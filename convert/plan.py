@@ -16,7 +16,7 @@ from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_
 from gqa.convert.heads.engines import engine_notes
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Rule, Untouched
-from gqa.convert.heads.modules import Change, attention_modules, module_changes
+from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, METHODS, Merging
@@ -81,6 +81,10 @@ class Plan:
     def changed(self) -> list[OutputTensor]:
         return [t for t in self.tensors if t.change is not None]
 
+    def changes_of(self, module: AttentionModule) -> list[Change]:
+        """What happens to one attention module; nothing where its heads stay."""
+        return [t.change for t in self.changed if t.change and t.change.module == module.path and not t.index]
+
     @property
     def total_bytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards)
@@ -136,7 +140,7 @@ def make_plan(
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, groups, checkpoint.name)
     modules = attention_modules(checkpoint, config)
-    beside = rules_beside(config, method, checkpoint.name) if groups < config.main.kv else ()
+    beside = _rules_beside(config, method, checkpoint.name) if groups < config.main.kv else ()
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
     if maps:
         check_maps(maps, checkpoint, modules, groups)
@@ -167,7 +171,7 @@ def make_plan(
     )
 
 
-def rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
+def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
     """Rules of what a method changes beside keys and values. Raises RefusedError where heads cannot be aligned."""
     if not METHODS[method].aligns:
         return ()

@@ -25,8 +25,15 @@ from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.convert import Plan, RefusedError, calibrate_cli, convert_checkpoint, plan_conversion
-from gqa.convert.align.calibration import Calibration, Calibrator
-from gqa.convert.align.closed_form import ClosedForm, Task, closed_form, output_roots, position_weights, significance_of
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.closed_form import (
+    LayerResult,
+    Task,
+    closed_form,
+    output_roots,
+    position_weights,
+    significance_of,
+)
 from gqa.convert.align.find_maps import Silent, find_maps, with_maps
 from gqa.convert.align.refine import Calls, Refinement, refine
 from gqa.convert.maps import HeadMaps
@@ -61,9 +68,9 @@ def plan_of(source: Path, method: str = "calibrated", groups: int = 2) -> Plan:
     return plan_conversion(source, groups, method=method, headers_only=False)
 
 
-def layer_errors(source: Path, groups: int = 2, **how: object) -> list[float]:
+def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
     """What every layer loses on the ids that it was calibrated on."""
-    calibrator = Calibrator(plan_of(source, groups=groups), Ids().ids(), Calibration(**({"batch": 64} | how)))
+    calibrator = Calibrator(plan_of(source, groups=groups), Ids().ids(), on_ids(**how))
     return [result.error for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
 
 
@@ -115,7 +122,7 @@ def test_the_refit_lowers_the_error(source: Path) -> None:
 
 def test_each_layer_is_given_what_the_converted_ones_before_it_give(source: Path) -> None:
     """The stream of the calibrator is what the converted model computes."""
-    calibrator = Calibrator(plan_of(source), Ids().ids(), Calibration(batch=64))
+    calibrator = Calibrator(plan_of(source), Ids().ids(), on_ids())
     for layer in range(calibrator.layers):
         calibrator.run(layer)
     out = convert_checkpoint(source, 2, source.parent / "stream", method="calibrated", calibration=on_ids()).out
@@ -388,7 +395,7 @@ def test_the_closed_form_looks_where_errors_count(
     written = []
     for spoil in (0.0, 100.0):
 
-        def spoiled(task: Task, strength: float, search: bool, spoil: float = spoil) -> ClosedForm:
+        def spoiled(task: Task, strength: float, search: bool, spoil: float = spoil) -> LayerResult:
             inputs, counts = task.wanted.inputs.clone(), task.wanted.counts.clone()
             inputs[:, 0] += spoil
             counts[:, 0] *= counted

@@ -20,8 +20,9 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.align.calibration import MapsOptions
 from gqa.convert.align.calibration_text import CalibrationText
-from gqa.convert.align.find_maps import MapsOptions, Silent, find_maps
+from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.align.refine import Refinement
 from gqa.convert.api import convert_plan
 from gqa.convert.card import _calibration, _told_of_maps

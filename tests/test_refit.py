@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from scrambled import Ids
+from scrambled import Ids, on_ids
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.convert import plan_conversion
-from gqa.convert.align.calibration import Calibration, Calibrator
-from gqa.convert.align.closed_form import ClosedForm, Task, closed_form
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.closed_form import LayerResult, Task, closed_form
 
 
 def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,14 +24,14 @@ def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     found: list[tuple[Tensor, Tensor, float, float]] = []
 
-    def compared(task: Task, strength: float, search: bool) -> ClosedForm:
+    def compared(task: Task, strength: float, search: bool) -> LayerResult:
         wanted, pair = task.wanted, task.pair
         drift = torch.randn(wanted.drift.shape) * wanted.inputs.std()
         wanted = replace(wanted, drift=drift, counts=torch.rand(wanted.counts.shape))
         result = closed_form(replace(task, wanted=wanted), 0.0, search)
         w_o = task.w_o().double().flatten(0, 1)
         merged = pair.merged(task.module, replace(result.maps, output=None))
-        given = [seen.joined for seen in pair.feed.observe(merged, task.stream) if seen.joined is not None]
+        given = [seen.joined for seen in pair.feed.observe(merged, task.stream)]
         root = wanted.counts.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
         target = (wanted.inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
@@ -43,7 +43,7 @@ def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("gqa.convert.align.calibration.closed_form", compared)
     source = write_checkpoint(build(TINY["llama+bias"], 4), tmp_path / "source")
     plan = plan_conversion(source, 2, method="calibrated", headers_only=False)
-    Calibrator(plan, Ids().ids(), Calibration(batch=24)).run(0)
+    Calibrator(plan, Ids().ids(), on_ids(batch=24)).run(0)
     output, best, error, left = found[0]
     assert torch.allclose(output, best, rtol=0, atol=1e-5 * float(best.abs().max()))
     assert error == pytest.approx(left, rel=1e-5)

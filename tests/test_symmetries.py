@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.names import parameter_names
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.align.calibration import Calibration, Calibrator
+from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.stream import norm_gain
 from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.modules import attention_modules
@@ -151,7 +151,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         check_calibrated(tiny, model, plans["calibrated"], expected, ids)
     else:
         with pytest.raises(RefusedError, match="cannot be run layer by layer"):
-            Calibrator(plans["calibrated"], ids, Calibration())
+            Calibrator(plans["calibrated"], ids, on_ids())
     symmetry = plans["aligned"].config.symmetry
     if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plans["aligned"].config.text):
         check_places(tiny, directory, expected)
@@ -159,7 +159,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
 
 def check_calibrated(tiny: Tiny, model: PreTrainedModel, plan: Plan, expected: Tensor, ids: Tensor) -> None:
     """What went through the layers one at a time is the model's own, and the heads are recovered."""
-    calibrator = Calibrator(plan, ids, Calibration(batch=64))
+    calibrator = Calibrator(plan, ids, on_ids())
     results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
     assert all(result.error < 1e-8 for result in results)
     hidden = after_layers(tiny, model, calibrator.path, ids)
@@ -182,7 +182,7 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
     if tiny.name not in SEVERAL:
         return
     plan, ids = plan_conversion(directory, 2, method="calibrated"), Ids(high=tiny.tokens).ids()
-    calibrator = Calibrator(plan, ids, Calibration(batch=64, search=True))
+    calibrator = Calibrator(plan, ids, on_ids(grouping="search"))
     results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
     calibrated = {result.module.path: result.maps for result in results}
     assert relative(merged_logits(tiny, plan, calibrated), expected) < RECOVERED

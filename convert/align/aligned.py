@@ -19,10 +19,10 @@ from gqa.convert.align.grouping import find_order
 from gqa.convert.align.moments import Moments, head_maps
 from gqa.convert.align.stream import Stream, norm_gain
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
+from gqa.convert.heads.modules import AttentionModule, Change, attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps, query_order
-from gqa.convert.plan import Plan, rules_beside
+from gqa.convert.plan import Plan
 
 # Moments of a layer, (H, e, D) of W_O transposed, what is rotated -> what its groups share.
 Solve = Callable[[Moments, Tensor, Rotary], tuple[list[KeyMaps], list[ValueMaps]]]
@@ -87,9 +87,8 @@ class _Layer:
 def _layers(plan: Plan) -> Iterator[_Layer]:
     symmetry = plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
-    beside = rules_beside(plan.config, plan.merging.method, plan.checkpoint.name)
     for module in sorted(attention_modules(plan.checkpoint, plan.config), key=lambda module: module.layer):
-        if not (changes := module_changes(module, plan.config, plan.groups, beside)):
+        if not (changes := plan.changes_of(module)):
             continue
         stored = heads_of(plan.checkpoint, changes)
         if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -79,12 +79,20 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class ClosedForm:
-    """The maps of a layer, the relative error that is left, and what W_O could not be fitted to, in words."""
+class LayerResult:
+    """What came out of one layer.
 
+    error: Of its attention output, squares relative to the squares of the source's, after the refit of W_O (on the
+        calibration text) or the refinement (on held-out blocks); NaN where nothing was measured.
+    warning: What the text could not determine, in words.
+    weights: What refinement trained, by stored names.
+    """
+
+    module: AttentionModule
     maps: HeadMaps
     error: float
     warning: str = ""
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,6 @@ class Task:
 
     @property
     def module(self) -> AttentionModule:
-        assert self.own.module is not None
         return self.own.module
 
     @property
@@ -132,7 +139,7 @@ class Task:
         return replace(self, wanted=replace(self.wanted, inputs=inputs))
 
 
-def closed_form(task: Task, strength: float, search: bool = False) -> ClosedForm:
+def closed_form(task: Task, strength: float, search: bool = False) -> LayerResult:
     """Keys, then values as the merged attention sees them, then the refit of W_O with a ridge of that strength.
 
     With `search` heads are regrouped, all of them being moved together with what belongs to them.
@@ -161,9 +168,8 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
     roots, values = output_roots(w_o), dict[int, Tensor]()
     causal = getattr(task.own.attention, "is_causal", True)
     for seen in task.pair.feed.observe(task.own, task.stream, "heads"):
-        assert seen.heads is not None
         q, k, v = seen.heads
-        check_finite(task.own.index, q, k, v)
+        check_finite(task.module.layer, q, k, v)
         scaling = seen.options.get("scaling") or q.shape[-1] ** -0.5
         significance = significance_of(q, k, v, seen.mask, scaling, roots, causal)
         significance = significance * task.wanted.counts[seen.rows][:, None].to(q.device)
@@ -179,7 +185,6 @@ def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tenso
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64)
     merged = task.pair.merged(task.module, maps)
     for seen in task.pair.feed.observe(merged, task.stream, "heads"):
-        assert seen.heads is not None
         q, k, _ = seen.heads
         stacked = stack_groups(values[seen.rows.start].to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
         rows = task.pair.target.attend(merged.attention, q, k, stacked, seen.mask, **seen.options)  # (B, T, H, m e)
@@ -190,7 +195,7 @@ def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tenso
     return seen_by.div_(task.wanted.counts.numel())
 
 
-def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> ClosedForm:
+def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> LayerResult:
     """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
     assert maps.output is not None
     merged, wanted = task.pair.merged(task.module, replace(maps, output=None)), task.wanted
@@ -201,7 +206,6 @@ def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> ClosedFo
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
     for seen in task.pair.feed.observe(merged, task.stream, "joined"):
-        assert seen.joined is not None
         inputs, drift, counts = (
             part[seen.rows].flatten(0, 1).to(device, torch.float32)
             for part in (wanted.inputs, wanted.drift, wanted.counts)
@@ -217,7 +221,7 @@ def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> ClosedFo
     fitted = found.T @ w_o  # the new W_O
     left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
     warning = _undetermined(gram, count, task.pair.heads(task.module)[0].value_dim)
-    return ClosedForm(replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300), warning)
+    return LayerResult(task.module, replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300), warning)
 
 
 def _undetermined(gram: Tensor, count: int, dim: int) -> str:

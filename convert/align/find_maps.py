@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from gqa.checkpoint.devices import default_device, native_bfloat16, out_of_memory
+from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import OutputDirectory
-from gqa.convert.align.calibration import Calibration, Calibrator
-from gqa.convert.align.calibration_text import CalibrationText
-from gqa.convert.align.refine import Refinement
+from gqa.convert.align.calibration import Calibrator, MapsOptions
 from gqa.convert.align.work import Work
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.heads.modules import attention_modules
-from gqa.convert.maps_file import MapsFile, fingerprint
+from gqa.convert.maps_file import MapsFile
 from gqa.convert.plan import Plan, check_grouping
 
 
@@ -40,43 +36,6 @@ class Silent:
     def update(self, tokens: int) -> None: ...
     def layer(self, index: int, layers: int, error: float) -> None: ...
     def warn(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class MapsOptions:
-    """How maps are found; of the weights-only methods only `grouping` matters."""
-
-    text: CalibrationText = field(default_factory=CalibrationText)
-    ridge: float = 0.03
-    refinement: Refinement = field(default_factory=Refinement)
-    device: str = field(default_factory=default_device)
-    dtype: str = "float32"
-    batch: int = 8
-    grouping: str = "contiguous"
-
-    def describe(self, plan: Plan) -> dict[str, Any]:
-        """What decides the maps, as JSON."""
-        told: dict[str, Any] = {
-            "method": plan.merging.method,
-            "groups": plan.groups,
-            "grouping": self.grouping,
-            "name": plan.checkpoint.hub_id or plan.checkpoint.name,
-            "model": fingerprint(plan.checkpoint, attention_modules(plan.checkpoint, plan.config)),
-        }
-        if plan.merging.how.needs == "text":
-            told |= {"text": asdict(self.text) | {"sources": list(self.text.sources)}, "ridge": self.ridge}
-            told["content"] = self.text.identify()
-            told |= {"dtype": self.dtype, "device": self.device, "batch": self.batch}
-        if plan.merging.how.refines:
-            told["refinement"] = asdict(self.training)
-        return told
-
-    @property
-    def training(self) -> Refinement:
-        """The refinement, in bfloat16 where nothing is said and the device multiplies it faster."""
-        if self.refinement.autocast is not None:
-            return self.refinement
-        return replace(self.refinement, autocast=native_bfloat16(self.device))
 
 
 def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False) -> MapsFile:
@@ -109,9 +68,8 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
     check_grouping(plan, options.grouping)
     work = Work(output, options.describe(plan), overwrite)
     if plan.merging.how.needs == "weights":
-        search = options.grouping == "search"
-        with work:
-            for number, (module, maps) in enumerate(plan.merging.how.find(plan, search)):
+        with work.held():
+            for number, (module, maps) in enumerate(plan.merging.how.find(plan, options.search)):
                 work.keep(number, module, maps, {})
                 progress.layer(number + 1, plan.config.layers, float("nan"))
             yield work
@@ -122,7 +80,7 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
             "by layer: use --method aligned, mean or first"
         )
     blocks = None if work.complete else options.text.blocks(plan.checkpoint, options.device, progress.update)
-    with work:
+    with work.held():
         if blocks is not None:
             with _memory_told(options):
                 _run_layers(plan, work, blocks, options, progress)
@@ -131,11 +89,7 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
 
 def _run_layers(plan: Plan, work: Work, blocks: Tensor, options: MapsOptions, progress: Progress) -> None:
     """Layer after layer, from the first that is not finished on."""
-    how = Calibration(
-        options.ridge, options.training if plan.merging.how.refines else None, options.grouping == "search",
-        options.device, getattr(torch, options.dtype), options.batch,
-    )  # fmt: skip
-    first, calibrator = work.layers, Calibrator(plan, blocks, how, work.streams())
+    first, calibrator = work.layers, Calibrator(plan, blocks, options, work.streams())
     progress.stage("calibrating", blocks.numel() * (calibrator.layers - first))
     for layer in range(first, calibrator.layers):
         try:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,35 +20,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import out_of_memory
-from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.loading import model_class
-from gqa.checkpoint.names import parameter_names
-from gqa.convert.align.attention import Attend, attend_eager, attend_sdpa, watchable
+from gqa.checkpoint.names import assembled, parameter_names, shared_names, stored_parts
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.convert.align.attention import attend_eager, attend_sdpa, watchable
 
 # What a layer is called with beside hidden states.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-# A parameter's name, and stored tensors that replace the checkpoint's -> the parameter.
-Read = Callable[[str, Mapping[str, Tensor]], Tensor]
 
 # What layers return, by architecture.
 _RETURNED: tuple[Callable[[Tensor], Any], ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None))
 
 
-@dataclass
 class Layerwise:
-    """A model without weights, of whose layers one at a time has them."""
+    """A model without weights, of whose layers one at a time has them. `names` are those of its parameters, by those
+    under which they are stored; `prefix` is what the names of all layers' begin with.
+    """
 
-    model: PreTrainedModel
-    layers: list[nn.Module]
-    prefix: str  # of the layers' parameters
-    read: Read
-    device: torch.device
-    attend: Attend
-
-    @classmethod
-    def make(
-        cls, config: Any, path: str, read: Callable[[PreTrainedModel], Read], dtype: Any, device: Any
-    ) -> Layerwise:
+    def __init__(self, checkpoint: Checkpoint, config: Any, path: str, dtype: torch.dtype, device: str) -> None:
         """A model of transformers' `config`, one of whose attention modules is stored at `path`."""
         eager = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         made = model_class(config)
@@ -67,25 +56,47 @@ class Layerwise:
         except (KeyError, ValueError):  # a class with a table of its own
             raise RefusedError(alone) from None
         model.tie_weights()  # which the empty weights have undone
-        stored = parameter_names(model)
-        attention = next((own for name, own in stored.items() if name.startswith(f"{path}.")), None)
+        self.names = parameter_names(model)
+        attention = next((own for name, own in self.names.items() if name.startswith(f"{path}.")), None)
         match = re.match(r"(.+?)\.\d+\.", attention) if attention else None
-        if attention is None or match is None:
+        if match is None:
             raise RefusedError(f"{type(model).__name__} has no layer with {path}; it cannot be run layer by layer")
-        layers = list(model.get_submodule(match[1]))
-        self = cls(
-            model.eval(), layers, match[1], read(model), torch.device(device), attend_eager if eager else attend_sdpa
-        )
-        outside = [name for name in model.state_dict() if not name.startswith(f"{match[1]}.") and "lm_head" not in name]
-        self._fill(outside, {})
+        self.model: PreTrainedModel = model.eval()
+        self.prefix, self.device, self.attend = match[1], torch.device(device), attend_eager if eager else attend_sdpa
+        self.layers: list[nn.Module] = list(model.get_submodule(self.prefix))
+        self._checkpoint, self._shared = checkpoint, shared_names(model)
+        self._stored = {own: name for name, own in self.names.items()}
+        outside = (name for name in model.state_dict() if not name.startswith(f"{self.prefix}."))
+        self._fill((name for name in outside if "lm_head" not in name), {})
         for buffer_name, buffer in model.named_buffers():
             set_module_tensor_to_device(model, buffer_name, self.device, buffer)
-        return self
 
-    def _fill(self, names: list[str], changed: Mapping[str, Tensor]) -> None:
+    def _fill(self, names: Iterable[str], changed: Mapping[str, Tensor]) -> None:
         for name in names:
-            tensor = self.read(name, changed)
+            tensor = self._read(name, changed)
             set_module_tensor_to_device(self.model, name, self.device, tensor, dtype=self.model.dtype)
+
+    def _read(self, name: str, changed: Mapping[str, Tensor]) -> Tensor:
+        """A parameter, as it is stored or put together from its parts."""
+        checkpoint = self._checkpoint
+
+        def tensor(part: str) -> Tensor:
+            if part in changed:
+                return changed[part]
+            if (spec := checkpoint.tensors[part]).dtype not in TORCH_DTYPES:  # counters of batch norms
+                raise RefusedError(f"{part} is stored as {spec.dtype}; it cannot be run layer by layer")
+            return checkpoint.read(spec)
+
+        for whole in (self._stored.get(other, other) for other in (name, *self._shared.get(name, ()))):
+            if whole in changed or whole in checkpoint.tensors:
+                return tensor(whole)
+        parts = [] if name in self._stored else stored_parts(self.model, name)
+        if not parts or set(parts) - checkpoint.tensors.keys():
+            raise RefusedError(
+                f"{checkpoint.name} does not store {listing(parts) or self._stored[name]}, which "
+                f"{type(self.model).__name__} has; it cannot be run layer by layer"
+            )
+        return assembled(self.model, name, {part: tensor(part) for part in parts})
 
     def load(self, index: int, changed: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
         """Layer `index` with its weights, of which the stored tensors `changed` replace the checkpoint's."""
@@ -100,14 +111,11 @@ class Layerwise:
     @torch.no_grad()
     def arrive(self, ids: Tensor) -> tuple[Tensor, list[Given]]:
         """(B, T) ids -> the (B, T, D) hidden states that the first layer is given, and what every layer is besides."""
-        told: dict[int, Given] = {}
-        first: list[Tensor] = []
+        told: dict[int, tuple[Tensor, Given]] = {}
 
         def note(index: int, returned: Callable[[Tensor], Any]) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                told[index] = (args, kwargs)
-                if not first:
-                    first.append(hidden)
+                told[index] = hidden, (args, kwargs)
                 return returned(hidden)
 
             return forward
@@ -117,7 +125,6 @@ class Layerwise:
         failed: list[Exception] = []
         for caller, returned in itertools.product(callers, _RETURNED):
             told.clear()
-            first.clear()
             for index, layer in enumerate(self.layers):
                 layer.forward = note(index, returned)
             try:
@@ -133,11 +140,11 @@ class Layerwise:
             finally:
                 for layer in self.layers:
                     del layer.forward
-            if first and out.shape == first[0].shape and len(told) == len(self.layers):
-                return first[0], [told[index] for index in range(len(self.layers))]
+            if len(told) == len(self.layers) and out.shape == (first := next(iter(told.values()))[0]).shape:
+                return first, [told[index][1] for index in range(len(self.layers))]
         # What torch itself says tells more than that a layer's result was not of the form that was tried.
-        reason = next((error for error in failed if isinstance(error, RuntimeError)), next(iter(failed), None))
-        why = f": {explain(reason)}" if reason else ""
+        failed.sort(key=lambda error: not isinstance(error, RuntimeError))
+        why = f": {explain(failed[0])}" if failed else ""
         raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer{why}")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert.align.attention import watchable, watched
+from gqa.convert.align.attention import watched
 from gqa.convert.align.layerwise import Given, run_layer
 from gqa.convert.heads.modules import AttentionModule
 
@@ -25,19 +25,18 @@ class _Stop(Exception):  # noqa: N818 - it is no error
 @dataclass(frozen=True)
 class Layer:
     """A layer with its weights; the attention whose heads are merged, as it is stored and as it is run, and the module
-    in it that multiplies by W_O. Some layers have none, and of some it is not known where W_O is.
+    in it that multiplies by W_O, where that is known.
     """
 
-    index: int
     whole: nn.Module
-    module: AttentionModule | None = None
-    attention: nn.Module | None = None
-    output: nn.Module | None = None
+    module: AttentionModule
+    attention: nn.Module
+    output: nn.Module | None
 
 
 @dataclass
 class Seen:
-    """What a layer computed for the blocks `rows` of a stream: as much of it as there was before it was stopped.
+    """What a layer computed for the blocks `rows` of a stream; what comes after the place where it stops is not set.
 
     call: what its attention is called with. heads: (B, H, T, d) queries, (B, Hk, T, d) keys and (B, Hk, T, e) values;
     `mask` and `options` go with them. joined: (B, T, H e), what W_O is given. attended: (B, T, D), what attention
@@ -45,13 +44,13 @@ class Seen:
     """
 
     rows: slice
-    call: Given = ((), {})
-    heads: tuple[Tensor, Tensor, Tensor] | None = None
-    mask: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    joined: Tensor | None = None
-    attended: Tensor | None = None
-    hidden: Tensor | None = None
+    call: Given = field(init=False)
+    heads: tuple[Tensor, Tensor, Tensor] = field(init=False)
+    mask: Any = field(init=False)
+    options: dict[str, Any] = field(init=False)
+    joined: Tensor = field(init=False)
+    attended: Tensor = field(init=False)
+    hidden: Tensor = field(init=False)
 
 
 @dataclass
@@ -64,6 +63,11 @@ class Feed:
     device: torch.device
     given: dict[int, list[Given]] = field(default_factory=dict)
 
+    @torch.no_grad()
+    def run(self, index: int, whole: nn.Module, hidden: Tensor) -> Tensor:
+        """What the layer of that number makes of some blocks (B, T, D)."""
+        return run_layer(whole, hidden.to(self.device), self.given[len(hidden)][index])
+
     def observe(self, layer: Layer, stream: Tensor, until: Until = "end") -> Iterator[Seen]:
         """One batch of `stream` (N, T, D) after the other goes through the layer, no further than to where its
         attention is called, has its `heads`, or has them `joined` for W_O. Raises RefusedError where it has no such
@@ -71,19 +75,19 @@ class Feed:
         """
         for start in range(0, len(stream), self.batch):
             seen = Seen(slice(start, min(start + self.batch, len(stream))))
-            hidden = stream[seen.rows].to(self.device)
-            with torch.no_grad(), _noted(layer, seen, until), suppress(_Stop):
-                seen.hidden = run_layer(layer.whole, hidden, self.given[len(hidden)][layer.index])
-            if until != "end" and seen.hidden is not None:
-                raise RefusedError(f"{type(layer.whole).__name__} does not call transformers' attention functions")
+            with _noted(layer, seen, until), suppress(_Stop):
+                seen.hidden = self.run(layer.module.layer, layer.whole, stream[seen.rows])
+                if until != "end":
+                    raise RefusedError(f"{type(layer.whole).__name__} does not call transformers' attention functions")
             yield seen
 
-    def pass_through(self, layer: Layer, stream: Tensor, progress: Callable[[int], None] = lambda tokens: None) -> None:
-        """The stream (N, T, D) becomes what the layer makes of it."""
-        for seen in self.observe(layer, stream):
-            assert seen.hidden is not None
-            stream[seen.rows] = seen.hidden.cpu()
-            progress(seen.hidden.shape[0] * seen.hidden.shape[1])
+    def pass_through(
+        self, index: int, whole: nn.Module, stream: Tensor, progress: Callable[[int], None] = lambda tokens: None
+    ) -> None:
+        """The stream (N, T, D) becomes what the layer of that number makes of it."""
+        for blocks in stream.split(self.batch):
+            blocks.copy_(self.run(index, whole, blocks))
+            progress(blocks.shape[0] * blocks.shape[1])
 
 
 def _noted(layer: Layer, seen: Seen, until: Until) -> ExitStack:
@@ -107,12 +111,10 @@ def _noted(layer: Layer, seen: Seen, until: Until) -> ExitStack:
         seen.attended = output if isinstance(output, Tensor) else output[0]
 
     stack = ExitStack()
-    stack.enter_context(watchable())
-    if layer.attention is not None:
-        stack.callback(layer.attention.register_forward_pre_hook(called, with_kwargs=True).remove)
-        stack.callback(layer.attention.register_forward_hook(attended).remove)
-        if until == "heads":
-            stack.enter_context(watched(layer.attention, attend))
+    stack.callback(layer.attention.register_forward_pre_hook(called, with_kwargs=True).remove)
+    stack.callback(layer.attention.register_forward_hook(attended).remove)
+    if until == "heads":
+        stack.enter_context(watched(layer.attention, attend))
     if layer.output is not None:
         stack.callback(layer.output.register_forward_pre_hook(joined).remove)
     return stack

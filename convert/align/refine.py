@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert.align.attention import watchable
 
-Progress = Callable[[int], None]
 _CHECKS = 8  # times that the held-out error is looked at
 
 
@@ -85,7 +84,7 @@ def refine(
     targets: Tensor,
     counts: Tensor,
     how: Refinement,
-    progress: Progress = lambda tokens: None,
+    progress: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[dict[str, Tensor], float, float]:
     """Train the parameters `start` (names below `module`) towards `targets` (N, T, D); an error at a position counts
     `counts` (N, T).

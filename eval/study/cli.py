@@ -153,8 +153,8 @@ command.params[_at:_at] = [option for option in uptrain_command.params if option
 
 
 def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, StudyOptions]:
+    from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.find_maps import MapsOptions
     from gqa.eval.study.study import TRAINING, Grid, StudyOptions
     from gqa.uptrain.options import TrainOptions
 

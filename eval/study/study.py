@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
-from gqa.convert.align.find_maps import MapsOptions
+from gqa.convert.align.calibration import MapsOptions
 from gqa.convert.methods import METHODS
 from gqa.uptrain.options import Scope, TrainOptions
 
