@@ -42,19 +42,9 @@ def with_options(*groups: Sequence[Option]) -> Option:
     return decorate
 
 
-def version_option(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--version`, read only when it is asked for."""
-
-    def show(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-        if value:
-            from importlib.metadata import version
-
-            click.echo(f"{name} {version('gqa-convert')}")
-            ctx.exit()
-
-    return click.option(
-        "--version", is_flag=True, is_eager=True, expose_value=False, callback=show, help="Print the version and exit."
-    )
+version_option = click.version_option(
+    package_name="gqa-convert", message="%(prog)s %(version)s", help="Print the version and exit."
+)
 
 
 def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -93,7 +92,7 @@ def _from_hub(
         with suppress(LocalEntryNotFoundError):
             return _cached(model, revision)
         raise
-    present = {sibling.rfilename for sibling in info.siblings or []}
+    name, present = model.split("/")[-1], {sibling.rfilename for sibling in info.siblings or []}
     if "config.json" not in present:
         raise RefusedError(f"{model} has no config.json; {_WANTED}")
 
@@ -109,10 +108,13 @@ def _from_hub(
         raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
     cached = all(isinstance(try_to_load_from_cache(model, file, revision=info.sha), str) for file in files)
     if files[0].endswith(".safetensors") and (headers_only or not cached):
-        described = _remote_headers(model, info.sha, files, index, read("config.json"))
+        with ThreadPoolExecutor(8) as pool:
+            tables = dict(zip(files, pool.map(partial(_remote_table, model, info.sha), files), strict=True))
+        tensors, config = merge_tables(tables, index), read("config.json")
+        headers = Checkpoint(name, None, config, tensors, tuple(files), revision=info.sha, hub_id=model)
         if headers_only:
-            return described
-        check(described)
+            return headers
+        check(headers)
     side = (name for name in present if not any(fnmatch(name, pattern) for pattern in _OTHER_FORMATS))
     needed = files + [name for name in side if not holds_weights(name)]
     if index is not None:
@@ -121,7 +123,7 @@ def _from_hub(
     directory = Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in needed]))
     if directory.name != info.sha:
         raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
-    return read_checkpoint(directory, model.split("/")[-1], revision=info.sha, hub_id=model)
+    return read_checkpoint(directory, name, revision=info.sha, hub_id=model)
 
 
 def _cached(model: str, revision: str | None) -> Checkpoint:
@@ -137,15 +139,6 @@ def _cached(model: str, revision: str | None) -> Checkpoint:
     return read_checkpoint(directory, model.split("/")[-1], revision=directory.name, hub_id=model)
 
 
-def _remote_headers(
-    model: str, commit: str | None, files: list[str], index: dict[str, Any] | None, config: dict[str, Any]
-) -> Checkpoint:
-    with ThreadPoolExecutor(8) as pool:
-        tables = dict(zip(files, pool.map(partial(_remote_table, model, commit), files), strict=True))
-    tensors = merge_tables(tables, index)
-    return Checkpoint(model.split("/")[-1], None, config, tensors, tuple(files), revision=commit, hub_id=model)
-
-
 def _remote_table(model: str, commit: str | None, file: str) -> list[TensorSpec]:
     """The tensors of a file at the hub, as strictly read as those of a local one.
 
@@ -155,32 +148,29 @@ def _remote_table(model: str, commit: str | None, file: str) -> list[TensorSpec]
     from huggingface_hub import hf_hub_url
 
     url = hf_hub_url(model, file, revision=commit)
-    start, size = _byte_range(url, 0, _FIRST_BYTES)
-    if len(start) >= 8:
-        end = 8 + int(struct.unpack("<Q", start[:8])[0])
-        if len(start) < end <= min(size, 8 + MAX_HEADER_BYTES):
-            start += _byte_range(url, len(start), end)[0]
+    start, size = _first_bytes(url, _FIRST_BYTES)
+    end = 8 + int.from_bytes(start[:8], "little")
+    if len(start) < end <= min(size, 8 + MAX_HEADER_BYTES):
+        start, _ = _first_bytes(url, end)
     return read_header(io.BytesIO(start), file, size)
 
 
-def _byte_range(url: str, begin: int, end: int) -> tuple[bytes, int]:
-    """Bytes `[begin, end)` of a remote file and its size; no more is read where a server knows no ranges."""
+def _first_bytes(url: str, count: int) -> tuple[bytes, int]:
+    """The first bytes of a remote file and its size; no more is read where a server knows no ranges."""
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
 
-    headers = build_hf_headers() | {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+    headers = build_hf_headers() | {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
     with http_stream_backoff("GET", url, headers=headers, timeout=30) as response:
         if response.status_code == 416:  # it has no such bytes: it is empty
             return b"", 0
         hf_raise_for_status(response)
-        ranged = response.status_code == 206
-        size = int(response.headers["Content-Range"].split("/")[1] if ranged else response.headers["Content-Length"])
-        skip = 0 if ranged else begin
+        told = response.headers["Content-Range" if response.status_code == 206 else "Content-Length"]
         data = bytearray()
         for chunk in response.iter_bytes():
             data += chunk
-            if len(data) >= skip + end - begin:
+            if len(data) >= count:
                 break
-    return bytes(data[skip : skip + end - begin]), size
+    return bytes(data[:count]), int(told.rpartition("/")[2])
 
 
 def check_push(repo: str, private: bool = True) -> None:

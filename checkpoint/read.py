@@ -54,7 +54,11 @@ class ModelClass:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it lies on disk (or, for a dry run from the hub, as its headers describe it)."""
+    """A checkpoint as it lies on disk (or, for a dry run from the hub, as its headers describe it).
+
+    way: How it is seen as one of another class, `native` or `custom modelling code`; None where it is not.
+    added: Text files that the result has besides those of the source.
+    """
 
     name: str
     directory: Path | None
@@ -65,6 +69,8 @@ class Checkpoint:
     left_out: tuple[str, ...] = ()
     revision: str | None = None
     hub_id: str | None = None
+    way: str | None = None
+    added: Mapping[str, str] = field(default_factory=dict)
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
@@ -115,19 +121,9 @@ class Checkpoint:
         return (ModelClass(str(self.config.get("model_type")), architecture),)
 
     @property
-    def way(self) -> str | None:
-        """How it is seen as one of another class: `native` or `custom modelling code`; None where it is not."""
-        return None
-
-    @property
     def origin(self) -> Checkpoint:
         """What is stored, however it is seen."""
         return self
-
-    @property
-    def added(self) -> Mapping[str, str]:
-        """Text files that the result has besides those of the source."""
-        return {}
 
 
 def stored_as(tensor: Tensor, dtype: str) -> Tensor:
@@ -183,48 +179,36 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def read_checkpoint(directory: Path, name: str | None = None, **provenance: str | None) -> Checkpoint:
+def read_checkpoint(
+    directory: Path, name: str | None = None, *, revision: str | None = None, hub_id: str | None = None
+) -> Checkpoint:
     """Read config, index and headers of a local directory. Raises RefusedError or CorruptError with one line."""
     try:
         present = {p.name for p in directory.iterdir()}
+        if "config.json" not in present:
+            raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
+        config = read_json(directory, "config.json")
+        files, index = weight_files(present, partial(read_json, directory))
+        if not files:
+            others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
+            raise RefusedError(
+                f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; "
+                f"{_advice(present)}"
+            )
+        pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
+        tables = {
+            file: _pickled_table(file, pickled[file]) if file in pickled else _safetensors_table(directory, file)
+            for file in files
+        }
+        kept, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, *files})
     except NotADirectoryError:
         raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None
-    except OSError as error:
-        raise RefusedError(f"{directory} cannot be read: {error.strerror}; give yourself the right") from None
-    try:
-        return _read_checkpoint(directory, present, name or directory.resolve().name, provenance)
-    except PermissionError as error:
+    except (PermissionError, FileNotFoundError) as error:
         raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from None
-
-
-def _read_checkpoint(directory: Path, present: set[str], name: str, provenance: Mapping[str, str | None]) -> Checkpoint:
-    if "config.json" not in present:
-        raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
-    config = read_json(directory, "config.json")
-    files, index = weight_files(present, partial(read_json, directory))
-    if not files:
-        others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
-        raise RefusedError(
-            f"{directory} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index) but {others}; {_advice(present)}"
-        )
-    pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
-    tables = {
-        file: _pickled_table(file, pickled[file]) if file in pickled else _safetensors_table(directory, file)
-        for file in files
-    }
-    tensors = merge_tables(tables, index)
-    kept, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, *files})
+    tensors, name = merge_tables(tables, index), name or directory.resolve().name
     return Checkpoint(
-        name,
-        directory,
-        config,
-        tensors,
-        tuple(files),
-        kept,
-        left_out,
-        _pickled=pickled,
-        **provenance,
-    )
+        name, directory, config, tensors, tuple(files), kept, left_out, revision, hub_id, _pickled=pickled
+    )  # fmt: skip
 
 
 def _advice(present: set[str]) -> str:
@@ -303,31 +287,26 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
 
 
 def _safetensors_table(directory: Path, file: str) -> list[TensorSpec]:
-    path = member_path(directory, file)
-    _refuse_pointer(path, file)
+    path = _weights_path(directory, file)
     with path.open("rb") as stream:
         return read_header(stream, file, path.stat().st_size)
 
 
-def _refuse_pointer(path: Path, file: str) -> None:
+def _weights_path(directory: Path, file: str) -> Path:
+    path = member_path(directory, file)
     with path.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise CorruptError(f"{file} is a Git LFS pointer, not the weights; fetch them with: git lfs pull")
+    return path
 
 
 def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
     """The tensors of a `.bin`, mapped from the file; never unpickled beyond plain tensors."""
     import pickle
-    import zipfile
 
     import torch
 
-    path = member_path(directory, file)
-    _refuse_pointer(path, file)
-    if not zipfile.is_zipfile(path):
-        raise CorruptError(
-            f"{file} is no archive of tensors (broken, or written by torch before 1.6); save it as safetensors first"
-        )
+    path = _weights_path(directory, file)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # the restricted unpickler raises any kind on a broken or hostile file

@@ -14,9 +14,8 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from filelock import FileLock, Timeout
@@ -47,8 +46,6 @@ class OutputDirectory:
         self.out = out.resolve() if out.name in ("", "..") else out.absolute()
         self.work = self._sibling("partial")
         self._old = self._sibling("replaced")
-        self._lock_file = self._sibling("lock")
-        self._lock = FileLock(self._lock_file)
         self._overwrite = overwrite
         try:
             self._check_place(source)
@@ -89,25 +86,22 @@ class OutputDirectory:
             )
 
     def __enter__(self) -> OutputDirectory:
-        try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise RefusedError(f"another conversion is writing {self.out}; wait for it or give another -o") from None
-        except OSError as error:
-            raise _no_place(self.out, error) from None
-        try:
-            self._restore()
-            self._check_existing()  # now nobody else makes it
-            for leftover in (self.work, self._old):
-                _remove(leftover)
-            self.work.mkdir()
-        except BaseException as error:
-            shutil.rmtree(self.work, ignore_errors=True)
-            self._unlock()
-            if isinstance(error, OSError):
+        with ExitStack() as held:
+            try:
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+                busy = f"another conversion is writing {self.out}; wait for it or give another -o"
+                held.enter_context(locked(self._sibling("lock"), busy))
+                for leftover in (self.work, self._old):
+                    held.callback(shutil.rmtree, leftover, ignore_errors=True)  # what stays is removed by the next run
+                held.callback(self._restore)
+                self._restore()
+                self._check_existing()  # now nobody else makes it
+                for leftover in (self.work, self._old):
+                    _remove(leftover)
+                self.work.mkdir()
+            except OSError as error:
                 raise _no_place(self.out, error) from None
-            raise
+            self._held = held.pop_all()
         return self
 
     def commit(self) -> None:
@@ -125,13 +119,8 @@ class OutputDirectory:
             self.work.rename(self.out)
         fsync_directory(self.out.parent)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
-        for leftover in (self.work, self._old):
-            shutil.rmtree(leftover, ignore_errors=True)  # what stays is removed by the next run
-        self._unlock()
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
+        self._held.close()
         if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
                 f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
@@ -141,15 +130,6 @@ class OutputDirectory:
         """Undo an --overwrite that was stopped between its two renames."""
         if self._old.is_dir() and not self._old.is_symlink() and not os.path.lexists(self.out):
             self._old.rename(self.out)
-
-    def _unlock(self) -> None:
-        """Remove the lock's file while it is held (a waiting run notices), or after, where that is not possible."""
-        if os.name == "posix":
-            self._lock_file.unlink(missing_ok=True)
-        self._lock.release()
-        if os.name != "posix":
-            with suppress(OSError):
-                self._lock_file.unlink(missing_ok=True)
 
 
 def require_space(needed: int, out: Path) -> None:
@@ -206,8 +186,13 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
         raise RefusedError(refusal) from None
     try:
         yield
-    finally:
+    finally:  # it is removed while it is held (a waiting run notices), or after, where that is not possible
+        if os.name == "posix":
+            path.unlink(missing_ok=True)
         lock.release()
+        if os.name != "posix":
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -270,44 +255,36 @@ def copy_range(
     stop: threading.Event | None = None,
 ) -> None:
     """Append `count` bytes of `source` from `offset` to `target`, in the kernel where the system can."""
-    copier = _copy_file_range or _read_write
-    done = 0
-    while done < count:
+    end = offset + count
+    while offset < end:
         if stop and stop.is_set():
             raise CancelledError
-        try:
-            moved = copier(source.fileno(), target.fileno(), offset + done, min(CHUNK, count - done))
-        except OSError as error:
-            if copier is _read_write or error.errno not in _UNSUPPORTED:
-                raise
-            moved = 0
-        if moved:
-            done += moved
-            drop_written(target)
-            progress(moved)
-        elif copier is _read_write:
+        moved = _copy_in_kernel(source, target, offset, min(CHUNK, end - offset))
+        if not moved:
+            source.seek(offset)
+            data = source.read(min(CHUNK, end - offset, 8 << 20))
+            write_bytes(target, data)
+            moved = len(data)
+        if not moved:
             raise OutputError(f"{source.name} became shorter while it was copied")
-        else:  # this kernel or file system cannot; some answer 0 instead of an error
-            copier = _read_write
+        offset += moved
+        drop_written(target)
+        progress(moved)
 
 
 _UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
 
 
-def _via_copy_file_range(source: int, target: int, offset: int, count: int) -> int:
-    return os.copy_file_range(source, target, count, offset_src=offset)
-
-
-def _read_write(source: int, target: int, offset: int, count: int) -> int:
-    os.lseek(source, offset, os.SEEK_SET)
-    data = os.read(source, min(count, 8 << 20))
-    view, written = memoryview(data), 0
-    while written < len(data):
-        written += os.write(target, view[written:])
-    return len(data)
-
-
-_copy_file_range = _via_copy_file_range if hasattr(os, "copy_file_range") else None
+def _copy_in_kernel(source: BinaryIO, target: BinaryIO, offset: int, count: int) -> int:
+    """Bytes moved; 0 where this system, kernel or file system cannot (some answer that instead of an error)."""
+    if not hasattr(os, "copy_file_range"):
+        return 0
+    try:
+        return os.copy_file_range(source.fileno(), target.fileno(), count, offset_src=offset)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return 0
 
 
 def drop_written(stream: BinaryIO) -> None:

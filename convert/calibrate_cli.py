@@ -184,7 +184,7 @@ Examples:
 @click.option("--overwrite", is_flag=True, help="Replace FILE, and forget an unfinished run of other options.")
 @click.option("-v", "--verbose", is_flag=True, help="Show where an unexpected error comes from.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
-@version_option("gqa-calibrate")
+@version_option
 def command(model: str, groups: int, output: Path, **options: Any) -> None:
     """Find out how the heads of MODEL are best merged into G, and write that as maps that gqa-convert applies.
 

@@ -97,7 +97,7 @@ Examples:
     callback=_show_families,
     help="Print what is supported and exit.",
 )
-@version_option("gqa-convert")
+@version_option
 def command(model: str, groups: int, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 

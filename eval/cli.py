@@ -129,7 +129,7 @@ _NEEDS = {
 @click.argument("baseline", metavar="BASELINE")
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @with_options(_TEXT, _MEASURE, _RUN)
-@version_option("gqa-eval")
+@version_option
 def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
     """Compare checkpoints on the same text: quality, memory and speed side by side.
 

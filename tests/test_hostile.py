@@ -266,7 +266,7 @@ CASES: Cases = {
     "not only tensors in .bin": (pickled({"model": weights(), "step": 3}), ("other than named te",)),
     "a sparse tensor in .bin": (pickled(weights() | {"x": torch.eye(2).to_sparse()}), ("x is",)),
     "a complex tensor in .bin": (pickled(weights() | {"x": torch.ones(1) * 1j}), ("complex64",)),
-    "the old .bin format": (pickled(weights(), zipped=False), ("before 1.6", "as safetensors first")),
+    "the old .bin format": (pickled(weights(), zipped=False), ("can be mapped (mmap can only", "as safetensors first")),
 }  # fmt: skip
 # The same of one with two shards and an index.
 SHARDED: Cases = {

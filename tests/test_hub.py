@@ -115,7 +115,7 @@ def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine
 
     assert len(header_bytes) == shards
     for name, size in header_bytes.items():
-        assert hub.sent(f"/lfs/{commit}/{name}") == max(size, FIRST_BYTES)
+        assert hub.sent(f"/lfs/{commit}/{name}") == FIRST_BYTES + (size if size > FIRST_BYTES else 0)
         assert (source / name).stat().st_size > 10 * FIRST_BYTES
     side_files = {"config.json", *([INDEX] if shards > 1 else [])}
     assert hub.fetched() == {*header_bytes, *side_files}
@@ -132,7 +132,7 @@ def test_server_without_ranges(tmp_path: Path, hub: Hub, monkeypatch: pytest.Mon
     commit, hub.ranges = hub.repo(NAME, tmp_path).refs["main"], False
     monkeypatch.setenv("NO_PROXY", "*")
     url = f"{hub.endpoint}/lfs/{commit}/{SINGLE}"
-    assert client._byte_range(url, 1000, 3000) == (source.read_bytes()[1000:3000], 2**25)
+    assert client._first_bytes(url, 3000) == (source.read_bytes()[:3000], 2**25)
     assert hub.sent(SINGLE) < 2**24  # the answer was left unread; what lies in the buffers of sockets is lost
 
 

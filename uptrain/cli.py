@@ -30,7 +30,7 @@ _HOW = [
 @click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
 @with_options(click_options(), _HOW)
-@version_option("gqa-uptrain")
+@version_option
 def command(resume: bool, dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     """Train the converted checkpoint MODEL further, on a fraction of the data, and write a plain checkpoint.
 

@@ -72,7 +72,6 @@ class View(Checkpoint):
 
     source: Checkpoint = field(kw_only=True)
     recipes: Mapping[str, Recipe] = field(kw_only=True)
-    files_of_its_own: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
         """One tensor; what is computed comes in float32 (float64 for F64) and is rounded when it is written."""
@@ -102,16 +101,8 @@ class View(Checkpoint):
         return (*self.source.classes, *super().classes)
 
     @property
-    def way(self) -> str | None:
-        return way_to(self.config["model_type"])
-
-    @property
     def origin(self) -> Checkpoint:
         return self.source
-
-    @property
-    def added(self) -> Mapping[str, str]:
-        return self.files_of_its_own
 
 
 def make_view(
@@ -120,9 +111,6 @@ def make_view(
     """The view, its tensors in the order of the bytes that they are made of."""
     place = {name: index for index, name in enumerate(source.tensors)}
     ordered = sorted(recipes.items(), key=lambda item: place[item[1].sources[0].name])
-    return View(
-        **vars(source) | {"config": config, "tensors": {name: recipe.spec(name) for name, recipe in ordered}},
-        source=source,
-        recipes=recipes,
-        files_of_its_own=files,
-    )
+    tensors = {name: recipe.spec(name) for name, recipe in ordered}
+    seen = {"config": config, "tensors": tensors, "way": way_to(config["model_type"]), "added": files}
+    return View(**vars(source) | seen, source=source, recipes=recipes)

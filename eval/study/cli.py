@@ -109,7 +109,7 @@ _RUN = [
 @with_options(_GRID, _DATA)
 @search_options
 @with_options(_MEASURE, _RUN)
-@version_option("gqa-ablate")
+@version_option
 def command(model: str | None, output: Path, quiet: bool, **options: Any) -> None:
     """Which method, how many groups, how much further training? Measures every combination for MODEL.
 
