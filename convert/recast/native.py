@@ -7,18 +7,18 @@ are folded). `tests/test_native.py` holds every entry against both classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.convert.heads.layout import Fused
-from gqa.convert.recast.parts import Module, NeutralNorm, Norm, Place, Recasting, Rows
+from gqa.convert.recast.parts import Module, Place, Recasting, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _Role = Literal["query", "key", "value"]
 _ROLES: tuple[_Role, ...] = ("query", "key", "value")
-_Parts = tuple[Module, ...]
 
 
 def _per_head(role: _Role) -> Rows:
@@ -63,11 +63,16 @@ def _copied(config: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _of_neox(config: Any) -> dict[str, Any]:
+def _like_neox(config: Any) -> dict[str, Any]:
     """What Phi, Starcoder2 and Nemotron call as GPT-NeoX does. `rope_theta` and its like are where both transformers
     4 and 5, and serving engines, read them.
     """
     rope = dict(config.rope_parameters)
+    dims = int(config.hidden_size // config.num_attention_heads * rope["partial_rotary_factor"])
+    if dims <= 0 or dims % 2:
+        raise RefusedError(
+            f"{dims} rotated dimensions of a head, where a natural number of pairs is allowed (rotary_pct)"
+        )
     made = _copied(
         config, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "hidden_act", "max_position_embeddings", "initializer_range", "attention_dropout", "use_cache",
@@ -78,18 +83,18 @@ def _of_neox(config: Any) -> dict[str, Any]:
 
 def _phi_of_neox(config: Any) -> dict[str, Any]:
     dropout = {"resid_pdrop": config.hidden_dropout, "embd_pdrop": config.hidden_dropout}
-    return _of_neox(config) | {"layer_norm_eps": config.layer_norm_eps} | dropout
+    return _like_neox(config) | {"layer_norm_eps": config.layer_norm_eps} | dropout
 
 
 def _starcoder2_of_neox(config: Any) -> dict[str, Any]:
-    made = _of_neox(config)
+    made = _like_neox(config)
     del made["partial_rotary_factor"]  # it knows none
     dropout = {"residual_dropout": config.hidden_dropout, "embedding_dropout": config.hidden_dropout}
     return made | {"norm_epsilon": config.layer_norm_eps, "use_bias": True, "sliding_window": None} | dropout
 
 
 def _nemotron_of_neox(config: Any) -> dict[str, Any]:
-    return _of_neox(config) | {
+    return _like_neox(config) | {
         "head_dim": config.hidden_size // config.num_attention_heads,
         "norm_eps": config.layer_norm_eps,
         "attention_bias": config.attention_bias,
@@ -99,8 +104,10 @@ def _nemotron_of_neox(config: Any) -> dict[str, Any]:
 
 def _phi_of_gptj(config: Any) -> dict[str, Any]:
     """Also of CodeGen."""
-    dim = config.n_embd // config.n_head
-    factor = config.rotary_dim / dim
+    dim, rotated = config.n_embd // config.n_head, config.rotary_dim
+    if rotated <= 0 or rotated % 2 or rotated > dim:
+        raise RefusedError(f"rotary_dim {rotated}, where an even number up to the {dim} of a head is allowed")
+    factor = rotated / dim
     return _copied(config, "vocab_size", "initializer_range", "resid_pdrop", "embd_pdrop", "use_cache") | {
         "hidden_size": config.n_embd,
         "intermediate_size": 4 * config.n_embd if config.n_inner is None else config.n_inner,
@@ -113,42 +120,24 @@ def _phi_of_gptj(config: Any) -> dict[str, Any]:
         "attention_dropout": config.attn_pdrop,
         "rope_theta": 10000.0,
         # Phi multiplies and rounds down.
-        "partial_rotary_factor": factor if int(dim * factor) == config.rotary_dim else math.nextafter(factor, 2),
+        "partial_rotary_factor": factor if int(dim * factor) == rotated else math.nextafter(factor, 2),
     }
 
 
+def _phi_of_codegen(config: Any) -> dict[str, Any]:
+    if config.n_head % _CODEGEN_BLOCKS:
+        raise RefusedError(f"{config.n_head} heads, where CodeGen's class needs a multiple of {_CODEGEN_BLOCKS}")
+    return _phi_of_gptj(config)
+
+
 def _bigcode_of_gpt2(config: Any) -> dict[str, Any]:
+    if config.add_cross_attention:
+        raise RefusedError("add_cross_attention: GPTBigCode has no cross-attention with one key/value head")
     return _copied(
         config, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function",
         "resid_pdrop", "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",
         "use_cache",
     ) | {"multi_query": False}  # fmt: skip
-
-
-def _neox_refusal(config: Any) -> str | None:
-    dims = int(config.hidden_size // config.num_attention_heads * config.rope_parameters["partial_rotary_factor"])
-    if dims <= 0 or dims % 2:
-        return f"{dims} rotated dimensions of a head, where a natural number of pairs is allowed (rotary_pct)"
-    return None
-
-
-def _gptj_refusal(config: Any) -> str | None:
-    dim, rotated = config.n_embd // config.n_head, config.rotary_dim
-    if rotated <= 0 or rotated % 2 or rotated > dim:
-        return f"rotary_dim {rotated}, where an even number up to the {dim} of a head is allowed"
-    return None
-
-
-def _codegen_refusal(config: Any) -> str | None:
-    if config.n_head % _CODEGEN_BLOCKS:
-        return f"{config.n_head} heads, where CodeGen's class needs a multiple of {_CODEGEN_BLOCKS}"
-    return _gptj_refusal(config)
-
-
-def _gpt2_refusal(config: Any) -> str | None:
-    if config.add_cross_attention:
-        return "add_cross_attention: GPTBigCode has no cross-attention with one key/value head"
-    return None
 
 
 def _sequential(config: Any) -> bool:
@@ -161,48 +150,52 @@ def _fully_rotary(config: Any) -> bool:
 
 _LAYER = "model.layers.{}"
 _ATTENTION = f"{_LAYER}.self_attn"
-_NEOX_LAYER = "layers.{}"
-_NEOX_NORMS = {
-    f"{_LAYER}.input_layernorm": f"{_NEOX_LAYER}.input_layernorm",
-    f"{_LAYER}.post_attention_layernorm": f"{_NEOX_LAYER}.post_attention_layernorm",
-    "model.norm": "final_layer_norm",
-}
+_NEOX = "layers.{}"
 _GPT2_BUFFERS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.causal_mask", "*.attn.embed_positions")
 
 
-def _linear(target: str, rows: Mapping[_Role, Rows | None], stored: str, **options: Any) -> _Parts:
+def _linear(rows: Mapping[_Role, Rows | None], stored: str, **options: Any) -> Iterator[Module]:
     """q_proj, k_proj and v_proj out of `stored`, where {role} stands for their first letter."""
-    return tuple(
-        Module(f"{target}.{role[0]}_proj", stored.replace("{role}", role[0]), rows=picked, **options)
-        for role, picked in rows.items()
-    )
+    for role, picked in rows.items():
+        yield Module(f"{_ATTENTION}.{role[0]}_proj", stored.replace("{role}", role[0]), rows=picked, **options)
 
 
-def _of_gpt_neox(target: str, architecture: str, config: Callable[[Any], dict[str, Any]], **how: Any) -> Recasting:
+def _of_neox(
+    target: str, architecture: str, names: tuple[str, str, str], config: Callable[[Any], dict[str, Any]],
+    *, biases: bool = True, folded: bool = False, shift: float = 0.0, **how: Any,
+) -> Recasting:  # fmt: skip
+    """Of GPT-NeoX.
+
+    names: What the target calls the layers out of attention, up and down.
+    biases: Whether attention always has some.
+    folded: Whether the LayerNorms of a layer are folded into what reads them, which stands beside one that is neutral.
+    shift: What its LayerNorms add to their weights is the opposite.
+    """
+    output, up, down = names
+    attention, mlp = f"{_NEOX}.input_layernorm", f"{_NEOX}.post_attention_layernorm"
+    rows: dict[_Role, Rows | None] = {role: _per_head(role) for role in _ROLES}
+    qkv = _linear(rows, f"{_NEOX}.attention.query_key_value", norm=attention if folded else None, always_bias=biases)
+    parts = [
+        Module("model.embed_tokens", "embed_in"),
+        *qkv,
+        Module(f"{_ATTENTION}.{output}", f"{_NEOX}.attention.dense", always_bias=biases),
+        Module(f"{_LAYER}.mlp.{up}", f"{_NEOX}.mlp.dense_h_to_4h", norm=mlp if folded else None),
+        Module(f"{_LAYER}.mlp.{down}", f"{_NEOX}.mlp.dense_4h_to_h"),
+        Module("lm_head", "embed_out|lm_head", always_bias=folded, tied="embed_in"),
+        Module(f"{_LAYER}.input_layernorm", attention, neutral=folded, shift=shift),
+        Module("model.final_layernorm" if folded else "model.norm", "final_layer_norm", shift=shift),
+    ]
+    if not folded:
+        parts.append(Module(f"{_LAYER}.post_attention_layernorm", mlp, shift=shift))
     dropped = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
     return Recasting(
-        "gpt_neox", target, architecture, config, prefix="gpt_neox.", refusal=_neox_refusal, dropped=dropped, **how
+        "gpt_neox", target, architecture, config, prefix="gpt_neox.", parts=tuple(parts), dropped=dropped, **how
     )
 
 
-def _neox_modules(output: str, up: str, down: str, *, biases: bool, head_bias: bool = False, **norms: str) -> _Parts:
-    """All but the LayerNorms. `biases`: whether attention always has some; `norms`: those folded into what reads them,
-    `attention` and `mlp`.
-    """
-    qkv, rows = f"{_NEOX_LAYER}.attention.query_key_value", {role: _per_head(role) for role in _ROLES}
-    return (
-        Module("model.embed_tokens", "embed_in"),
-        *_linear(_ATTENTION, rows, qkv, norm=norms.get("attention"), always_bias=biases),
-        Module(f"{_ATTENTION}.{output}", f"{_NEOX_LAYER}.attention.dense", always_bias=biases),
-        Module(f"{_LAYER}.mlp.{up}", f"{_NEOX_LAYER}.mlp.dense_h_to_4h", norm=norms.get("mlp")),
-        Module(f"{_LAYER}.mlp.{down}", f"{_NEOX_LAYER}.mlp.dense_4h_to_h"),
-        Module("lm_head", "embed_out|lm_head", always_bias=head_bias, tied="embed_in"),
-    )
-
-
-def _phi_of(source: str, qkv: _Parts, refusal: Callable[[Any], str | None], note: str) -> Recasting:
+def _phi_of(source: str, config: Callable[[Any], dict[str, Any]], qkv: Iterable[Module], note: str) -> Recasting:
     """Of GPT-J and CodeGen, whose attention differs in how it stores projections."""
-    parts: _Parts = (
+    parts = (
         Module("model.embed_tokens", "wte"),
         Module(f"{_LAYER}.input_layernorm", "h.{}.ln_1"),
         *qkv,
@@ -213,70 +206,50 @@ def _phi_of(source: str, qkv: _Parts, refusal: Callable[[Any], str | None], note
         Module("lm_head", "lm_head", always_bias=True, tied="wte"),
     )
     return Recasting(
-        source, "phi", "PhiForCausalLM", _phi_of_gptj, prefix="transformer.", parts=parts, refusal=refusal, note=note,
-        dropped=_GPT2_BUFFERS,
-    )  # fmt: skip
+        source, "phi", "PhiForCausalLM", config, prefix="transformer.", parts=parts, note=note, dropped=_GPT2_BUFFERS
+    )
 
-
-_PHI_OF_NEOX: _Parts = (
-    *_neox_modules(
-        "dense",
-        "fc1",
-        "fc2",
-        biases=True,
-        head_bias=True,
-        attention=f"{_NEOX_LAYER}.input_layernorm",
-        mlp=f"{_NEOX_LAYER}.post_attention_layernorm",
-    ),
-    NeutralNorm(f"{_LAYER}.input_layernorm", f"{_NEOX_LAYER}.input_layernorm"),
-    Module("model.final_layernorm", "final_layer_norm"),
-)
 
 NATIVE: tuple[Recasting, ...] = (
-    _of_gpt_neox(
+    _of_neox(
         "phi",
         "PhiForCausalLM",
+        ("dense", "fc1", "fc2"),
         _phi_of_neox,
+        folded=True,
         which="parallel residual (Pythia, GPT-NeoX-20B, Dolly)",
         when=lambda config: bool(config.use_parallel_residual),
         note="both LayerNorms are folded into the linear layers that read them",
-        parts=_PHI_OF_NEOX,
     ),
-    _of_gpt_neox(
+    _of_neox(
         "starcoder2",
         "Starcoder2ForCausalLM",
+        ("o_proj", "c_fc", "c_proj"),
         _starcoder2_of_neox,
         which="sequential, fully rotary (RedPajama-INCITE)",
         when=_fully_rotary,
-        parts=(
-            *_neox_modules("o_proj", "c_fc", "c_proj", biases=True),
-            *(Module(target, source) for target, source in _NEOX_NORMS.items()),
-        ),
     ),
-    _of_gpt_neox(
+    _of_neox(
         "nemotron",
         "NemotronForCausalLM",
+        ("o_proj", "up_proj", "down_proj"),
         _nemotron_of_neox,
+        biases=False,
+        shift=-1.0,
         which="sequential, partly rotary",
         when=_sequential,
         note="its LayerNorms store w - 1",
-        parts=(
-            *_neox_modules("o_proj", "up_proj", "down_proj", biases=False),
-            *(Norm(target, source, shift=-1.0) for target, source in _NEOX_NORMS.items()),
-        ),
     ),
     _phi_of(
         "gptj",
-        _linear(
-            _ATTENTION, {"query": _rotary, "key": _rotary, "value": None}, "h.{}.attn.{role}_proj", always_bias=True
-        ),
-        _gptj_refusal,
+        _phi_of_gptj,
+        _linear({"query": _rotary, "key": _rotary, "value": None}, "h.{}.attn.{role}_proj", always_bias=True),
         "rotary rows are reordered from pairs to halves",
     ),
     _phi_of(
         "codegen",
-        _linear(_ATTENTION, {role: _codegen(role) for role in _ROLES}, "h.{}.attn.qkv_proj", always_bias=True),
-        _codegen_refusal,
+        _phi_of_codegen,
+        _linear({role: _codegen(role) for role in _ROLES}, "h.{}.attn.qkv_proj", always_bias=True),
         "its 4 blocks are undone, rotary rows reordered from pairs to halves",
     ),
     Recasting(
@@ -287,7 +260,6 @@ NATIVE: tuple[Recasting, ...] = (
         prefix="transformer.",
         which="Cerebras-GPT, DialoGPT, distilgpt2",
         groups="1 or H",
-        refusal=_gpt2_refusal,
         dropped=_GPT2_BUFFERS,
         parts=(
             Module("transformer.h.{}.attn.c_attn", "h.{}.attn.c_attn", rows=_bigcode, transposed=True, moves=False),

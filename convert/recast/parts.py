@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -24,56 +24,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a module stands: what its new layout may depend on.
+    """Where a module stands: what its new layout may depend on, and the tensors that it is made of.
 
     config: transformers' config object of the source.
     heads: Its attention heads, `kv` = `query`.
     layer: Counted from 0; 0 also outside the layers.
+    stored: The source's tensors by their names without the prefix of the base model; `used`, those that were found.
     """
 
     config: Any
     heads: LayerHeads
     layer: int
-
-
-# (weight (out, in) or bias (out,), place) -> its rows picked and ordered as the target has them
-Rows = Callable[["Tensor", Place], "Tensor"]
-
-
-class Stored:
-    """The source's tensors by their names without the prefix of the base model, and which of them are used."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self._checkpoint = checkpoint
-        self._specs = {name.removeprefix(prefix): spec for name, spec in checkpoint.tensors.items()}
-        if len(self._specs) < len(checkpoint.tensors):
-            raise CorruptError(f"{checkpoint.name} has tensors with and without {prefix!r} before their names")
-        self._used: set[str] = set()
+    stored: Mapping[str, TensorSpec]
+    used: set[str]
 
     def find(self, module: str, tail: str) -> TensorSpec | None:
         """`module.tail`, where it is stored."""
-        for name in (f"{name}.{tail}" for name in module.split("|")):
-            if name in self._specs:
-                self._used.add(name)
-                return self._specs[name]
+        for name in self._names(module, tail):
+            if name in self.stored:
+                self.used.add(name)
+                return self.stored[name]
         return None
 
     def need(self, module: str, tail: str) -> TensorSpec:
         """The same. Raises CorruptError where it is not stored."""
-        found = self.find(module, tail)
-        if found is None:
-            names = " or ".join(f"{name}.{tail}" for name in module.split("|"))
-            raise CorruptError(f"{self._checkpoint.name} has no {names}; give a checkpoint of the whole model")
-        return found
+        if found := self.find(module, tail):
+            return found
+        names = " or ".join(self._names(module, tail))
+        raise CorruptError(f"the checkpoint has no {names}; give a checkpoint of the whole model")
 
-    def check_all_used(self, model_type: str, dropped: tuple[str, ...]) -> None:
-        """Raise RefusedError for a tensor that nothing has become of, unless its name is like one of `dropped`."""
-        unknown = [
-            name for name in self._specs.keys() - self._used if not any(fnmatchcase(name, like) for like in dropped)
-        ]
-        if unknown:
-            which = f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'}"
-            raise RefusedError(f"{which} not known of a language model of type {model_type}; nothing was written")
+    def _names(self, module: str, tail: str) -> list[str]:
+        return [f"{name.format(self.layer)}.{tail}" for name in module.split("|")]
+
+
+# (weight (out, in) or bias (out,), place) -> its rows picked and ordered as the target has them
+Rows = Callable[["Tensor", Place], "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +71,8 @@ class Module:
     transposed: Whether the source stores W as (in, out).
     moves: Whether `rows` only moves numbers.
     tied: An embedding that is the weight where there is none of its own and the config says so.
+    shift: What is added to the weight; a LayerNorm's class may add the opposite to what it stores.
+    neutral: Whether it is a LayerNorm that was folded: its weight is 1 and its bias 0.
     """
 
     target: str
@@ -96,18 +83,23 @@ class Module:
     transposed: bool = False
     moves: bool = True
     tied: str | None = None
+    shift: float = 0.0
+    neutral: bool = False
 
-    def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
+    def recipes(self, place: Place) -> Iterator[tuple[str, Recipe]]:
         """Names of the module's tensors below it, and how they are made."""
-        source = self.source.format(place.layer)
-        weight = stored.find(source, "weight")
+        if self.neutral:
+            like = place.need(self.source, "weight")
+            for tail, value in (("weight", 1.0), ("bias", 0.0)):
+                yield tail, Recipe((like,), lambda t: t[0], fill=value)
+            return
+        weight, bias = place.find(self.source, "weight"), place.find(self.source, "bias")
         if weight is None and self.tied and place.config.tie_word_embeddings:
-            weight = stored.need(self.tied, "weight")
+            weight = place.need(self.tied, "weight")
         else:
-            weight = stored.need(source, "weight")
-            yield "weight", self._weight(weight, stored, place)
-        bias = stored.find(source, "bias")
-        shift = stored.find(self.norm.format(place.layer), "bias") if self.norm else None
+            weight = place.need(self.source, "weight")
+            yield "weight", self._weight(weight, place)
+        shift = place.find(self.norm, "bias") if self.norm else None
         if bias and not shift:
             yield "bias", Recipe((bias,), (lambda t: self._laid_out(t[0], place)) if self.rows else None, self.moves)
         elif shift:
@@ -116,10 +108,12 @@ class Module:
         elif self.always_bias:
             yield "bias", Recipe((weight,), lambda t: self._laid_out(t[0], place)[:, 0], fill=0.0)
 
-    def _weight(self, weight: TensorSpec, stored: Stored, place: Place) -> Recipe:
+    def _weight(self, weight: TensorSpec, place: Place) -> Recipe:
         if self.norm:
-            gain = stored.need(self.norm.format(place.layer), "weight")
+            gain = place.need(self.norm, "weight")
             return Recipe((weight, gain), lambda t: self._laid_out(t[0], place) * t[1], moves=False)
+        if self.shift:
+            return Recipe((weight,), lambda t: t[0] + self.shift, moves=False)
         changed = self.rows is not None or self.transposed
         return Recipe((weight,), (lambda t: self._laid_out(t[0], place)) if changed else None, self.moves)
 
@@ -135,40 +129,6 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Norm(Module):
-    """A LayerNorm whose class adds `-shift` to the weight that it stores."""
-
-    shift: float = field(kw_only=True)
-
-    def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
-        source = self.source.format(place.layer)
-        yield "weight", Recipe((stored.need(source, "weight"),), lambda t: t[0] + self.shift, moves=False)
-        yield "bias", Recipe((stored.need(source, "bias"),))
-
-
-@dataclass(frozen=True)
-class NeutralNorm(Module):
-    """A LayerNorm with weight 1 and bias 0, of the width of the source's."""
-
-    def recipes(self, stored: Stored, place: Place) -> Iterator[tuple[str, Recipe]]:
-        like = stored.need(self.source.format(place.layer), "weight")
-        for tail, value in (("weight", 1.0), ("bias", 0.0)):
-            yield tail, Recipe((like,), lambda t: t[0], fill=value)
-
-
-def all_recipes(
-    parts: tuple[Module, ...], stored: Stored, config: Any, heads: LayerHeads, layers: int
-) -> Mapping[str, Recipe]:
-    """Every tensor of the target. Raises RefusedError and CorruptError."""
-    found: dict[str, Recipe] = {}
-    for part in parts:
-        for layer in range(layers if "{}" in part.target else 1):
-            for tail, recipe in part.recipes(stored, Place(config, heads, layer)):
-                found[f"{part.target.format(layer)}.{tail}"] = recipe
-    return found
-
-
-@dataclass(frozen=True)
 class Recasting:
     """From the model type `source` to the model type `target`.
 
@@ -176,11 +136,11 @@ class Recasting:
     architecture: The target's class; None for custom modelling code, where the class is the one that stands in for the
         source's, config.json stays the source's with what is new, and all tensors stay as they are.
     config: transformers' config of the source -> config.json of the target with `kv = query` heads, without
-        `architectures`, `model_type`, token ids, `tie_word_embeddings` and the dtype, which all have.
+        `architectures`, `model_type`, token ids, `tie_word_embeddings` and the dtype, which all have. Raises
+        RefusedError, which says why, for a config that cannot be expressed.
     prefix: Of the base model's tensors in the source, left out in `parts`; a checkpoint may lack it.
     parts: What the target's modules are made of.
     groups: Which G the target holds, in words (its family's `allows` decides), of the H heads of the source.
-    refusal: Why a config cannot be expressed, or None.
     dropped: Patterns of stored tensors that are no parameters (masks).
     """
 
@@ -194,9 +154,32 @@ class Recasting:
     when: Callable[[Any], bool] = lambda config: True
     groups: str = "any divisor of H"
     note: str = ""
-    refusal: Callable[[Any], str | None] = lambda config: None
     dropped: tuple[str, ...] = ()
 
     @property
     def way(self) -> str:
         return way_to(self.target)
+
+    def drops(self, name: str) -> bool:
+        """Whether a stored tensor is no parameter."""
+        return any(fnmatchcase(name, like) for like in self.dropped)
+
+    def recipes(self, checkpoint: Checkpoint, config: Any) -> dict[str, Recipe]:
+        """Every tensor of the target. Raises RefusedError and CorruptError."""
+        if self.architecture is None:
+            return {name: Recipe((spec,)) for name, spec in checkpoint.tensors.items() if not self.drops(name)}
+        stored = {name.removeprefix(self.prefix): spec for name, spec in checkpoint.tensors.items()}
+        if len(stored) < len(checkpoint.tensors):
+            raise CorruptError(f"{checkpoint.name} has tensors with and without {self.prefix!r} before their names")
+        query, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        found: dict[str, Recipe] = {}
+        used: set[str] = set()
+        for part in self.parts:
+            for layer in range(config.num_hidden_layers if "{}" in part.target else 1):
+                place = Place(config, LayerHeads(query, query, dim, dim), layer, stored, used)
+                for tail, recipe in part.recipes(place):
+                    found[f"{part.target.format(layer)}.{tail}"] = recipe
+        if unknown := [name for name in stored.keys() - used if not self.drops(name)]:
+            which = f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'}"
+            raise RefusedError(f"{which} not known of a language model of type {self.source}; nothing was written")
+        return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, stand_in
@@ -19,12 +18,11 @@ from gqa.convert.heads.config import read_config, read_top, transformers_config,
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import DEFAULT_KINDS, Kind, query_heads
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.recast.native import NATIVE
-from gqa.convert.recast.parts import Recasting, Stored, all_recipes
+from gqa.convert.recast.parts import Recasting
 from gqa.convert.recast.tokenizer_files import tokenizer_edits
-from gqa.convert.recast.view import CUSTOM_CODE, Recipe, make_view
+from gqa.convert.recast.view import CUSTOM_CODE, make_view
 
 
 @dataclass(frozen=True)
@@ -69,21 +67,28 @@ def recast(checkpoint: Checkpoint, groups: int, target: Target) -> Checkpoint:
     if not found:
         return checkpoint
     config = read_top(checkpoint.config, checkpoint.name)
+    names: list[str] = []
     reasons: list[str] = []
     allowed: set[int] = set()
-    applicable = _applicable(found, config, checkpoint.name)
-    for recasting, reason in applicable:
-        if reason:
-            reasons.append(reason)
+    for recasting in found:
+        try:
+            raw = _target_config(checkpoint, recasting, config, target)
+        except CorruptError:
+            raise
+        except RefusedError as error:  # another entry may do
+            names.append(recasting.target)
+            reasons.append(str(error))
             continue
-        raw = _target_config(checkpoint, recasting, config, target)
+        if raw is None:
+            continue
         possible = valid_groups(read_config(raw, checkpoint.name))
         if groups in possible:
             return _view(checkpoint, recasting, config, raw)
+        names.append(recasting.target)
         allowed.update(possible)
     if not allowed:
         raise RefusedError(f"{checkpoint.name} ({found[0].source}) cannot be converted: {'; '.join(reasons)}")
-    why = "; ".join([f"as {' or '.join(r.target for r, _ in applicable)}", *reasons])
+    why = "; ".join([f"as {' or '.join(names)}", *reasons])
     raise RefusedError(
         f"--groups {groups} is not possible for the {query_heads(config)} heads of {checkpoint.name} ({why}); "
         f"choose {alternatives(allowed)}"
@@ -131,27 +136,15 @@ def checkpoint_cache(checkpoint: Checkpoint) -> KVCache:
     return kv_cache(config, cached_layers(modules, config), modules[0].kv_dtype(config))
 
 
-def _applicable(found: list[Recasting], config: Any, name: str) -> list[tuple[Recasting, str | None]]:
-    """The entries for this config, and why they are refused, if they are. Raises CorruptError."""
+def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, target: Target) -> dict[str, Any] | None:
+    """config.json of the target with as many KV heads as before; None where the entry is not for this config.
+
+    Raises RefusedError, which says why, where the target cannot compute what the source does.
+    """
     try:
-        return [(r, _refusal(r, config)) for r in found if r.when(config)]
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CorruptError(f"{name}: config.json makes no sense ({explain(error)}); correct it") from None
-
-
-def _refusal(recasting: Recasting, config: Any) -> str | None:
-    """Why the target cannot compute what the source does."""
-    from transformers.activations import ACT2FN
-
-    activation = getattr(config, "activation_function", None) or getattr(config, "hidden_act", None)
-    if activation is not None and activation not in ACT2FN:
-        return f"transformers has no activation {activation!r}; it has {listing(ACT2FN, 40)}"
-    return recasting.refusal(config)
-
-
-def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, target: Target) -> dict[str, Any]:
-    """config.json of the target with as many KV heads as before."""
-    try:
+        if not recasting.when(config):
+            return None
+        _check_activation(config)
         made = (
             _other_config(checkpoint, recasting, config)
             if recasting.architecture
@@ -159,7 +152,7 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, ta
         )
         json.dumps(made)
         read = transformers_config(made)
-    except CorruptError:
+    except RefusedError:
         raise
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
         raise CorruptError(
@@ -168,10 +161,16 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, ta
         ) from None
     before, after = (getattr(c, "rope_parameters", None) for c in (config, read))
     if isinstance(before, dict) and recasting.architecture and _rope(before) != _rope(after or {}):
-        raise RefusedError(
-            f"{checkpoint.name}: {recasting.target} reads its rope_parameters {before} as {after}; nothing was written"
-        )
+        raise RefusedError(f"{recasting.target} reads its rope_parameters {before} as {after}")
     return made
+
+
+def _check_activation(config: Any) -> None:
+    from transformers.activations import ACT2FN
+
+    activation = getattr(config, "activation_function", None) or getattr(config, "hidden_act", None)
+    if activation is not None and activation not in ACT2FN:
+        raise RefusedError(f"transformers has no activation {activation!r}; it has {listing(ACT2FN, 40)}")
 
 
 def _other_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Any]:
@@ -199,16 +198,7 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
-    if recasting.way == CUSTOM_CODE:
-        kept = (n for n in checkpoint.tensors if not any(fnmatchcase(n, like) for like in recasting.dropped))
-        recipes = {name: Recipe((checkpoint.tensors[name],)) for name in kept}
-    else:
-        query = config.num_attention_heads
-        dim = config.hidden_size // query
-        stored = Stored(checkpoint, recasting.prefix)
-        heads = LayerHeads(query, query, dim, dim)
-        recipes = dict(all_recipes(recasting.parts, stored, config, heads, config.num_hidden_layers))
-        stored.check_all_used(recasting.source, recasting.dropped)
+    recipes = recasting.recipes(checkpoint, config)
     told, files = tokenizer_edits(checkpoint, recasting.source, recasting.target)
     files |= [file_of(recasting.target)] if recasting.way == CUSTOM_CODE else []
     return make_view(checkpoint, raw | told, recipes, files)
