@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
 from gqa.convert import convert_checkpoint, methods, plan
-from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, Numbered, ReadsValues, Separate, Untouched
+from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Separate, Untouched
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import METHODS, Merging
 
@@ -142,7 +143,7 @@ def test_dt_proj_reads_the_same_sum_of_values() -> None:
     expected = (weight @ values.flatten()).view(2, 2).mean(1)
     assert torch.allclose(fewer @ shared.flatten(), expected, atol=1e-6)
     again = Merging().merge_for("dt_proj.weight", 2, 4, False)
-    back = merged(ReadsValues(), fewer, heads.with_kv(2), again)
+    back = merged(ReadsValues(), fewer, replace(heads, kv=2), again)
     assert torch.allclose(back @ values.flatten(), expected.repeat_interleave(2), atol=1e-6)
 
 
@@ -156,10 +157,8 @@ LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
     "stacked": (Fused("stacked"), (16 * DIM, 7)),
     "grouped": (Fused("grouped"), (16 * DIM, 7)),
     "grouped bias": (Fused("grouped"), (16 * DIM,)),
-    "by count": (Fused("grouped", by_count=True), (16 * DIM, 7)),
     "reads values": (ReadsValues(), (4, 4 * 5)),
     "reads values' bias": (ReadsValues(), (4,)),
-    "numbered": (Numbered("key"), (4, DIM)),
     "conv1d": (Conv1D(Fused("stacked")), (7, 16 * DIM)),
     "conv1d columns": (Conv1D(Separate("output", axis=1)), (8 * 5, 7)),
     "conv1d bias": (Conv1D(Fused("stacked")), (16 * DIM,)),

@@ -37,7 +37,6 @@ FAMILIES = (
         },
         attention=("attention",),
         rules=(Rule("wk", Separate("key")), Rule("wv", Separate("value"))),
-        unchanged=("wq", "wo"),
     ),
 )
 """

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -194,7 +194,7 @@ def target_heads(config: ModelConfig, layer: int, groups: int) -> LayerHeads:
     kv = _scaled(heads, groups, config.main.kv)
     if kv is None:
         raise RefusedError(f"{groups} groups leave layer {layer} with {heads.kv} KV heads no whole number of heads")
-    return heads.with_kv(kv)
+    return replace(heads, kv=kv)
 
 
 def _scaled(heads: LayerHeads, groups: int, main_kv: int) -> int | None:

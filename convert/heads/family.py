@@ -38,11 +38,11 @@ def query_heads(config: Any) -> int:
     return int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
 
 
-def uniform_heads(config: Any) -> LayerHeads:
-    """What nearly every config says: `config` is that of one layer."""
-    query = config.num_attention_heads
+def uniform_heads(config: Any, kv: int | None = None) -> LayerHeads:
+    """What nearly every config says: `config` is that of one layer; `kv` where it counts KV heads in another field."""
+    query = query_heads(config)
     dim = getattr(config, "head_dim", None) or config.hidden_size // query
-    return LayerHeads(query, getattr(config, "num_key_value_heads", None) or query, dim, dim)
+    return LayerHeads(query, kv or getattr(config, "num_key_value_heads", None) or query, dim, dim)
 
 
 def layer_heads(config: Any, layer: int) -> LayerHeads:
@@ -60,7 +60,8 @@ class Family:
     symmetries: Model type -> how its heads can be changed, or one sentence why they cannot.
     note: What a user should know, in words.
     attention, cross_attention: Names below a layer of its attention modules.
-    rules: Of the tensors below them that depend on KV heads; `unchanged` are others (patterns), that do not.
+    rules: Of the tensors below them that depend on KV heads; `unchanged` are others (patterns), that do not, besides
+        those that a symmetry names.
     kv_fields: Config fields that count KV heads, dotted below the owner: the first is always written, the others are
         kept in proportion where the config has them.
     layers: The config field that counts layers; `heads` of (config, layer) are those of one.
@@ -98,6 +99,11 @@ class Family:
         """How the heads of a model with this config can be changed, or why they cannot."""
         found = self.symmetries[config.model_type]
         return found.why if isinstance(found, Symmetry) and found.unless(config) else found
+
+    def beside(self, config: Any) -> tuple[Rule, ...]:
+        """Rules of the tensors of query heads, where it is known which they are."""
+        found = self.symmetries[config.model_type]
+        return found.rules if isinstance(found, Symmetry) else ()
 
     def groups(self, config: Any, kind: Kind) -> bool:
         """Whether the KV heads that a config counts are those of a kind of attention; else it keeps all heads."""

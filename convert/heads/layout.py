@@ -13,8 +13,9 @@ dimension, D hidden size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gqa.checkpoint.errors import CorruptError
@@ -49,9 +50,6 @@ class LayerHeads:
 
     def dim(self, role: Role) -> int:
         return self.value_dim if role in ("value", "output") else self.key_dim
-
-    def with_kv(self, kv: int) -> LayerHeads:
-        return replace(self, kv=kv)
 
 
 class Layout(Protocol):
@@ -101,14 +99,12 @@ class Separate:
 class Fused:
     """Queries, keys and values in one tensor, in one of two orders of rows.
 
-    `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX, multi-query Falcon and GPTBigCode).
-    `grouped`: for each KV head its queries, its key, its value (Falcon's new architecture; with Hk = H this is the
-    per-head [q, k, v] of Falcon-RW and GPTBigCode).
-    With `by_count` one KV head is joined as stacked and several as grouped, whichever it was.
+    `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX).
+    `grouped`: for each KV head its queries, its key, its value (Falcon, GPTBigCode): with Hk = H one [q, k, v] after
+    the other, with Hk = 1 the same as `stacked`.
     """
 
     order: Literal["stacked", "grouped"]
-    by_count: bool = False
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         dim, rest = heads.key_dim, tensor.shape[1:]
@@ -127,8 +123,7 @@ class Fused:
         import torch
 
         q, k, v = parts["query"], parts["key"], parts["value"]
-        order = ("stacked" if len(k) == 1 else "grouped") if self.by_count else self.order
-        if order == "stacked":
+        if self.order == "stacked":
             return torch.cat([q, k, v]).flatten(0, 1)
         per_group = q.unflatten(0, (len(k), -1))  # (G, r, d, *rest)
         return torch.cat([per_group, k[:, None], v[:, None]], dim=1).flatten(0, 2)
@@ -174,20 +169,6 @@ class Untouched:
 
 
 @dataclass(frozen=True)
-class Numbered:
-    """One stored tensor per head, numbered by head (StableLM's `k_layernorm.norms.7.weight`): the stack (Hk, d)."""
-
-    role: Role
-
-    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
-        _require(tensor.shape[0], heads.count(self.role), f"{heads.count(self.role)} {self.role} heads")
-        return {self.role: tensor.unsqueeze(1)}
-
-    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
-        return parts[self.role].squeeze(1)
-
-
-@dataclass(frozen=True)
 class Conv1D:
     """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is as it is."""
 
@@ -205,6 +186,8 @@ class Conv1D:
 class Rule:
     """One kind of tensor below an attention module: its name (without `.weight`/`.bias`) and its layout.
 
+    With `{head}` in the name there is one tensor per head (StableLM's `k_layernorm.norms.7.weight`): the layout is that
+    of their stack (Hk, d).
     `projection` tells keys and values themselves from what belongs to their heads (norms, convolutions, gates).
     `when` is a config field and the value it must have for the rule to hold.
     """
@@ -213,3 +196,13 @@ class Rule:
     layout: Layout
     projection: bool = True
     when: tuple[str, Any] | None = None
+
+    @property
+    def numbered(self) -> bool:
+        return "{head}" in self.tensor
+
+    def matches(self, tail: str, text: Any) -> bool:
+        """Whether it is about a tensor, by its name below the module, of a model with this config."""
+        name = re.escape(self.tensor).replace(r"\{head\}", r"\d+")
+        holds = self.when is None or getattr(text, self.when[0], None) == self.when[1]
+        return holds and re.fullmatch(rf"{name}(?:\.weight|\.bias)?", tail) is not None

@@ -18,7 +18,7 @@ from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
-from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Numbered, Part, Parts, Rule
+from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Part, Parts, Rule, Separate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class Change:
 
         layout = self.rule.layout
         try:
-            return layout.split(torch.stack(list(tensors)) if isinstance(layout, Numbered) else tensors[0], self.heads)
+            return layout.split(torch.stack(list(tensors)) if self.rule.numbered else tensors[0], self.heads)
         except CorruptError as error:
             raise CorruptError(
                 f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; is it of another model?"
@@ -60,7 +60,7 @@ class Change:
     def join(self, parts: Mapping[Part, Tensor]) -> list[Tensor]:
         """The outputs of heads: the inverse of `split`, for the number of heads that there now is."""
         joined = self.rule.layout.join(parts, self.heads)
-        return list(joined.unbind()) if isinstance(self.rule.layout, Numbered) else [joined]
+        return list(joined.unbind()) if self.rule.numbered else [joined]
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
 
 
 def _rule_for(tail: str, rules: Sequence[Rule], text: Any) -> Rule | None:
-    for rule in rules:
-        name = re.escape(rule.tensor).replace(r"\{head\}", r"\d+")
-        holds = rule.when is None or getattr(text, rule.when[0], None) == rule.when[1]
-        if holds and re.fullmatch(rf"{name}(?:\.weight|\.bias)?", tail):
-            return rule
-    return None
+    return next((rule for rule in rules if rule.matches(tail, text)), None)
 
 
 def module_changes(
@@ -152,28 +147,26 @@ def module_changes(
     heads = config.heads(module.layer)
     target = target_heads(config, module.layer, groups).kv
     rules = (*config.family.rules, *beside)
-    plain: list[Change] = []
-    numbered: dict[str, list[tuple[str, TensorSpec]]] = defaultdict(list)
+    stored: dict[tuple[str, Rule], list[TensorSpec]] = defaultdict(list)
     for tail, spec in module.tensors.items():
-        rule = _rule_for(tail, rules, config.text)
-        if rule is None:
-            _check_unchanged(module, tail, spec, heads, config)
-        elif isinstance(rule.layout, Numbered):
-            numbered[re.sub(r"\d+", "{head}", tail)].append((tail, spec))
+        if rule := _rule_for(tail, rules, config.text):
+            stored[re.sub(r"\d+", "{head}", tail) if rule.numbered else tail, rule].append(spec)
         else:
-            plain.append(Change(rule, (spec,), (spec.name,), heads, target, module.path))
-    for template, members in numbered.items():
-        members.sort(key=lambda member: int(re.findall(r"\d+", member[0])[-1]))
-        rule = _rule_for(members[0][0], rules, config.text)
-        assert rule is not None
-        assert isinstance(rule.layout, Numbered)
-        count = len(members) if rule.layout.role in QUERY_ROLES else target
-        names = tuple(f"{module.path}.{template.replace('{head}', str(j))}" for j in range(count))
-        plain.append(Change(rule, tuple(spec for _, spec in members), names, heads, target, module.path))
-    _check_keys_and_values(module, plain, config)
-    for change in plain:  # shapes are checked also where nothing changes: a verified output is planned once more
+            _check_unchanged(module, tail, spec, heads, config)
+    changes = []
+    for (name, rule), specs in stored.items():
+        names: Sequence[str] = [name]
+        if rule.numbered:
+            assert isinstance(rule.layout, Separate)
+            specs.sort(key=lambda spec: int(re.findall(r"\d+", spec.name)[-1]))
+            count = len(specs) if rule.layout.role in QUERY_ROLES else target
+            names = [name.replace("{head}", str(head)) for head in range(count)]
+        outputs = tuple(f"{module.path}.{name}" for name in names)
+        changes.append(Change(rule, tuple(specs), outputs, heads, target, module.path))
+    _check_keys_and_values(module, changes, config)
+    for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
-    return [change for change in plain if target != heads.kv]
+    return [change for change in changes if target != heads.kv]
 
 
 def _check_unchanged(
@@ -182,9 +175,12 @@ def _check_unchanged(
     name = re.sub(r"\.(weight|bias)$", "", tail)
     if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, p) for p in config.family.unchanged):
         return
+    if _rule_for(tail, beside := config.family.beside(config.text), config.text):
+        return
     if name in SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return
-    known = [*QUERY_SIDE, *config.family.unchanged, *SHARED_KEY_SIDE, *(r.tensor for r in config.family.rules)]
+    rules = (*config.family.rules, *beside)
+    known = [*QUERY_SIDE, *config.family.unchanged, *SHARED_KEY_SIDE, *(rule.tensor for rule in rules)]
     near = difflib.get_close_matches(name, known, 1) or known[:1]
     raise RefusedError(
         f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module of "

@@ -7,17 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gqa.convert.heads.family import KINDS, Family, query_heads
-from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Rule, Separate
+from gqa.convert.heads.family import KINDS, Family
+from gqa.convert.heads.layout import Conv1D, Fused, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer
 
 _OUT_PROJ = Rule("out_proj", Separate("output", axis=1))
 _BART = Symmetry(no_layer, output=_OUT_PROJ, norms=())
-
-
-def _decoder_heads(config: Any, layer: int) -> LayerHeads:
-    query, dim = query_heads(config), config.d_model // query_heads(config)
-    return LayerHeads(query, config.num_key_value_heads, dim, dim)
 
 
 def _clipped(config: Any) -> bool:
@@ -48,7 +43,6 @@ FAMILIES: tuple[Family, ...] = (
         },
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
-        unchanged=("c_proj",),
     ),
     Family(
         "separate k_proj and v_proj, custom modelling code",
@@ -100,7 +94,6 @@ FAMILIES: tuple[Family, ...] = (
         note="self- and cross-attention of the decoder, or as --attention says",
         cross_attention=("encoder_attn",),
         layers="decoder_layers",
-        heads=_decoder_heads,
         refusal=_odd_kinds,
     ),
     Family(
@@ -119,7 +112,7 @@ FAMILIES: tuple[Family, ...] = (
         attention=("layer.0.SelfAttention",),
         cross_attention=("layer.1.EncDecAttention",),
         rules=(Rule("k", Separate("key")), Rule("v", Separate("value"))),
-        unchanged=("q", "o", "relative_attention_bias"),
+        unchanged=("relative_attention_bias",),
         layers="num_decoder_layers",
         refusal=_odd_kinds,
     ),

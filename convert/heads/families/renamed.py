@@ -47,7 +47,6 @@ FAMILIES: tuple[Family, ...] = (
             ),
         ),
         rules=(Rule("k_proj.linear", Separate("key")), Rule("v_proj.linear", Separate("value"))),
-        unchanged=("q_proj.linear", "o_proj.linear"),
     ),
     Family(
         "key_net and value_net",
@@ -63,7 +62,6 @@ FAMILIES: tuple[Family, ...] = (
         attention=("first_sub_layer",),
         cross_attention=("second_sub_layer",),
         rules=(Rule("key_net", Separate("key")), Rule("value_net", Separate("value"))),
-        unchanged=("query_net", "out_projection"),
     ),
     Family(
         "decoder self-attention",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gqa.convert.heads.family import SEPARATE, Edits, Family, layer_heads, uniform_heads
-from gqa.convert.heads.layout import LayerHeads, Numbered, ReadsValues, Rule, Separate
+from gqa.convert.heads.layout import LayerHeads, ReadsValues, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, if_rope, listed_layers, no_layer, sliding_layers
 
 LLAMA = Symmetry()
@@ -129,7 +129,7 @@ FAMILIES: tuple[Family, ...] = (
             "qwen4_exp_text": GATED,
         },
         note="attn_sub_norm, softmax_offset and the sparse indexer do not depend on KV heads",
-        unchanged=("attn_sub_norm", "softmax_offset", "indexer.*"),
+        unchanged=("attn_sub_norm", "indexer.*"),
     ),
     Family(
         "k norm per head",
@@ -156,12 +156,11 @@ FAMILIES: tuple[Family, ...] = (
         {
             "stablelm": Symmetry(
                 keys="qk_layernorm",
-                per_query=(Rule("q_layernorm.norms.{head}", Numbered("query"), projection=False),),
+                per_query=(Rule("q_layernorm.norms.{head}", Separate("query", width="one"), projection=False),),
             )
         },
         note="k_layernorm.norms.0 ... H-1 become 0 ... G-1",
-        rules=(*SEPARATE, Rule("k_layernorm.norms.{head}", Numbered("key"), projection=False)),
-        unchanged=("q_layernorm.norms.*",),
+        rules=(*SEPARATE, Rule("k_layernorm.norms.{head}", Separate("key", width="one"), projection=False)),
     ),
     Family(
         "dynamic mask per KV head",
@@ -211,7 +210,6 @@ FAMILIES: tuple[Family, ...] = (
         "sliding layers with twice the KV heads",
         {"mimo_v2_flash": Symmetry(per_query=per_head("attention_sink_bias"))},
         note="G is that of the full-attention layers",
-        unchanged=("attention_sink_bias",),
         heads=_mimo_heads,
     ),
     Family(
