@@ -14,14 +14,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import count, islice, pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.sources import Source, hash_threshold
+from gqa.corpus.sources import Source, hash_threshold, is_below
 from gqa.corpus.tokens import Block, Blocks, Encoder, Ints, TokenisedText, block_of
 
 if TYPE_CHECKING:
@@ -88,9 +88,7 @@ def _copies(digests: NDArray[np.uint8]) -> Ints:
 def heldout_mask(digests: NDArray[np.uint8], fraction: float) -> NDArray[np.bool_]:
     """(D,) whether each document is held out, as `Source.part` decides."""
     threshold = hash_threshold(fraction)
-    if threshold == 2**64:
-        return np.ones(len(digests), bool)
-    return np.ascontiguousarray(digests[:, :8]).view(">u8").ravel() < np.uint64(threshold)
+    return np.array([is_below(digest.tobytes(), threshold) for digest in digests], bool)
 
 
 @dataclass(frozen=True)
@@ -101,23 +99,12 @@ class Selection:
     data_tokens: int
     heldout_documents: int
 
-    @property
-    def tokens(self) -> int:
-        """All tokens of the blocks."""
-        return self.blocks.n_blocks * self.blocks.size
-
-    @property
-    def epochs(self) -> float:
-        """How often the data is read; where it is more than 1, each time in another order."""
-        return self.tokens / self.data_tokens
-
     def summary(self) -> str:
         """One line for people."""
-        text = (
-            f"{self.blocks.n_blocks:,} blocks of {self.blocks.size:,}: {self.tokens:,} of {self.data_tokens:,} tokens"
-        )
-        if self.epochs > 1:
-            text += f", which are read {self.epochs:.2f} times, each time in another order"
+        blocks, size = self.blocks.n_blocks, self.blocks.size
+        text = f"{blocks:,} blocks of {size:,}: {blocks * size:,} of {self.data_tokens:,} tokens"
+        if (epochs := blocks * size / self.data_tokens) > 1:
+            text += f", which are read {epochs:.2f} times, each time in another order"
         return f"{text}; {self.heldout_documents:,} documents held out" if self.heldout_documents else text
 
 
@@ -126,16 +113,12 @@ def select(
     *,
     block_size: int,
     seed: int = 0,
-    alpha: float | None = None,
-    tokens: int | None = None,
-    steps: int | None = None,
-    blocks_per_step: int = 1,
-    pretraining_tokens: int | None = None,
     heldout_fraction: float = 0.0,
     weights: Sequence[float] | None = None,
     boundaries: bool = False,
+    **length: Any,
 ) -> Selection:
-    """The blocks that training reads, in the order in which it reads them. Lengths are as in `n_blocks_for`.
+    """The blocks that training reads, in the order in which it reads them. `length` is what `n_blocks_for` takes.
 
     `weights`: the share of the tokens that each of the text's sources has; the data then ends where the first source
     would repeat. A source that is exhausted begins again in another order. Raises CorpusError.
@@ -145,15 +128,7 @@ def select(
     shares = _shares([1.0] if weights is None else weights)
     sizes = [int(text.lengths[group].sum()) for group in sources]
     data_tokens = min(int(size / share) for size, share in zip(sizes, shares, strict=True))
-    n_blocks = n_blocks_for(
-        data_tokens,
-        block_size,
-        alpha=alpha,
-        tokens=tokens,
-        steps=steps,
-        blocks_per_step=blocks_per_step,
-        pretraining_tokens=pretraining_tokens,
-    )
+    n_blocks = n_blocks_for(data_tokens, block_size, **length)
     order = _merged(text, sources, shares, n_blocks * block_size, seed)
     return Selection(Blocks(text, order, block_size, n_blocks, boundaries), data_tokens, int(heldout.sum()))
 
@@ -221,14 +196,7 @@ class StreamedBlocks:
 
     def blocks(self, start: int = 0) -> Iterator[Block]:
         """Blocks from number `start` on. Those before are read too: a stream has no other way to get there."""
-        for number, block in enumerate(self._packed()):
-            if number == self.n_blocks:
-                return
-            if number >= start:
-                yield block
-
-    def __iter__(self) -> Iterator[Block]:
-        return self.blocks()
+        return islice(self._packed(), start, self.n_blocks)
 
     def _packed(self) -> Iterator[Block]:
         parts: list[NDArray[np.int32]] = []
@@ -244,22 +212,20 @@ class StreamedBlocks:
                 held += len(tokens)
 
     def _merged(self) -> Iterator[NDArray[np.int32]]:
-        """As the function `_merged` does, by a queue of the sources."""
-        streams = [self._endless(source) for source in self.sources]
-        shares = [float(share) for share in _shares([source.weight or 1.0 for source in self.sources])]
-        queue = [(0.0, i, 0) for i in range(len(streams))]
-        while queue:
-            _, i, before = heapq.heappop(queue)
-            if (tokens := next(streams[i], None)) is None:
+        """As the function `_merged` does, until a source ends."""
+        shares = _shares([source.weight or 1.0 for source in self.sources])
+        for _, _, tokens in heapq.merge(*map(self._due, range(len(shares)), map(float, shares))):
+            if not len(tokens):
                 return
             yield tokens
-            before += len(tokens)
-            heapq.heappush(queue, (before / shares[i], i, before))
 
-    def _endless(self, source: Source) -> Iterator[NDArray[np.int32]]:
-        """The documents of a source that are trained on; again and again where a number of blocks is wanted."""
-        while True:
-            for _, tokens in self.encoder.encode(source.documents()):
-                yield np.array(tokens, np.int32)
-            if self.n_blocks is None:
-                return
+    def _due(self, number: int, share: float) -> Iterator[tuple[float, int, NDArray[np.int32]]]:
+        """The documents of a source that are trained on, after what `_merged` sorts them by; again and again where a
+        number of blocks is wanted, else one without tokens comes last.
+        """
+        before = 0
+        for _ in (0,) if self.n_blocks is None else count():
+            for _, tokens in self.encoder.encode(self.sources[number].documents()):
+                yield before / share, number, np.array(tokens, np.int32)
+                before += len(tokens)
+        yield before / share, number, np.empty(0, np.int32)

@@ -18,15 +18,13 @@ from fractions import Fraction
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from gqa.checkpoint.errors import CorpusError, listing
 from gqa.corpus.document import Document
 from gqa.corpus.files import find_files, is_local, read_file
 from gqa.corpus.hub import load_rows, read_rows
 from gqa.corpus.stdlib import Split, stdlib_documents
-
-Side = Literal["train", "heldout"]
 
 _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
@@ -74,19 +72,13 @@ class Source:
         yield first
         yield from documents
 
-    def part(self, side: Side, fraction: float) -> Source:
+    def part(self, side: Split, fraction: float) -> Source:
         """The documents that are held out, about `fraction` of them by a hash of their text, or all others."""
-        threshold = hash_threshold(fraction)
-
-        def read() -> Iterator[Document]:
-            for found in self.read():
-                if is_below(text_digest(found.text), threshold) == (side == "heldout"):
-                    yield found
-
+        threshold, wanted = hash_threshold(fraction), side == "heldout"
         return replace(
             self,
             spec=f"{self.spec} ({side} part, {fraction:g} held out)",
-            read=read,
+            read=lambda: (d for d in self.read() if is_below(text_digest(d.text), threshold) == wanted),
             identify=lambda: f"{self.identify()} {side} {fraction!r}",
         )
 
@@ -112,22 +104,22 @@ def parse_source(
     if separator == "":
         raise CorpusError("the separator is empty; give the text between two documents, such as <|endoftext|>")
     if spec == "stdlib" or spec.startswith("stdlib:"):
-        name = spec.removeprefix("stdlib:")
-        if name not in ("train", "heldout"):
+        if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
-        read = partial(stdlib_documents, cast(Split, name))
-        return Source(spec, read, partial(_digest_documents, read), streaming)
+        modules = partial(stdlib_documents, cast(Split, side))
+        return Source(spec, modules, lambda: _digest_documents(modules()), streaming)
     if is_local(spec):
         files = find_files(spec)
-        identify = partial(_digest_files, files, field, separator)
-        return Source(spec, partial(_read_files, files, field, separator), identify, streaming)
+        texts = partial(_read_files, files, field, separator)
+        return Source(spec, texts, lambda: _digest_files(files, field, separator), streaming)
     if not (named := _HUB_NAME.fullmatch(spec)):
         raise CorpusError(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
         )
     name, own_config, own_split = named.groups()
     load = partial(load_rows, name, own_config or config, own_split or split or "train", revision, streaming)
-    return Source(spec, partial(_read_rows, name, load, field), partial(_identify_rows, load), streaming)
+    # What identifies its rows is made of the commit, the configuration and the split.
+    return Source(spec, lambda: read_rows(name, load(), field), lambda: str(load()._fingerprint), streaming)
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
@@ -187,14 +179,6 @@ def _read_files(files: Sequence[Path], field: str, separator: str | None) -> Ite
     return chain.from_iterable(read_file(file, field, separator) for file in files)
 
 
-def _read_rows(name: str, load: Callable[[], Any], field: str) -> Iterator[Document]:
-    yield from read_rows(name, load(), field)
-
-
-def _identify_rows(load: Callable[[], Any]) -> str:
-    return str(load()._fingerprint)  # made of the commit, the configuration and the split
-
-
 def _digest_files(files: Sequence[Path], field: str, separator: str | None) -> str:
     """By what is in the files and how it is read; where they are does not matter."""
     digest = hashlib.sha256(repr((field, separator)).encode())
@@ -208,8 +192,5 @@ def _digest_files(files: Sequence[Path], field: str, separator: str | None) -> s
     return digest.hexdigest()
 
 
-def _digest_documents(read: Callable[[], Iterator[Document]]) -> str:
-    digest = hashlib.sha256()
-    for found in read():
-        digest.update(text_digest(found.text))
-    return digest.hexdigest()
+def _digest_documents(documents: Iterator[Document]) -> str:
+    return hashlib.sha256(b"".join(text_digest(found.text) for found in documents)).hexdigest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-@dataclass(frozen=True)
 class Blocks:
     """The stream of documents in an order, cut into blocks. A map-style data set for a DataLoader without shuffling.
 
@@ -173,27 +172,15 @@ class Blocks:
     (size,): see `block_of`. There are `n_blocks`, by default all that fit.
     """
 
-    text: TokenisedText
-    order: Ints
-    size: int
-    n_blocks: int = -1
-    boundaries: bool = False
-    ends: Ints = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        ends = np.cumsum(self.text.lengths[self.order])
-        tokens = int(ends[-1]) if len(ends) else 0
-        object.__setattr__(self, "ends", ends)
-        if self.n_blocks > tokens // self.size:
-            raise ValueError(f"{self.n_blocks} blocks of {self.size} tokens are more than the {tokens} there are")
-        if self.n_blocks < 0:
-            object.__setattr__(self, "n_blocks", tokens // self.size)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal where all blocks are: what a training state must agree with to be continued."""
-        told = f"{self.text.fingerprint} {self.size} {self.n_blocks} {self.boundaries}".encode()
-        return hashlib.sha256(told + self.order.tobytes()).hexdigest()[:32]
+    def __init__(
+        self, text: TokenisedText, order: Ints, size: int, n_blocks: int | None = None, boundaries: bool = False
+    ) -> None:
+        self.text, self.order, self.size, self.boundaries = text, order, size, boundaries
+        self._ends = np.cumsum(text.lengths[order])
+        tokens = int(self._ends[-1:].sum())
+        self.n_blocks = tokens // size if n_blocks is None else n_blocks
+        if self.n_blocks > tokens // size:
+            raise ValueError(f"{n_blocks} blocks of {size} tokens are more than the {tokens} there are")
 
     def __len__(self) -> int:
         return self.n_blocks
@@ -203,10 +190,10 @@ class Blocks:
         if not -self.n_blocks <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
         begin = int(index) % self.n_blocks * self.size
-        first = int(np.searchsorted(self.ends, begin, "right"))
-        last = int(np.searchsorted(self.ends, begin + self.size, "left"))
+        first = int(np.searchsorted(self._ends, begin, "right"))
+        last = int(np.searchsorted(self._ends, begin + self.size, "left"))
         parts = [self.text.document(int(i)) for i in self.order[first : last + 1]]
-        parts[0] = parts[0][begin - int(self.ends[first]) :]  # from the end: negative
+        parts[0] = parts[0][begin - int(self._ends[first]) :]  # from the end: negative
         return block_of(parts, self.size, self.boundaries)
 
 

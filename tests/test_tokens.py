@@ -237,13 +237,6 @@ def test_streams_are_not_kept(tokenizer: Any) -> None:
         tokenise(parse_source("stdlib:train", streaming=True), tokenizer)
 
 
-def test_fingerprints_are_those_of_the_blocks(text: TokenisedText) -> None:
-    orders = (np.arange(100), np.arange(100)[::-1])
-    made = {Blocks(text, order, size, n).fingerprint for order in orders for size in (8, 16) for n in (2, 3)}
-    assert len(made) == 8
-    assert Blocks(text, np.arange(100), 8, 2).fingerprint in made
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 @pytest.mark.parametrize(
     ("file", "content"),
