@@ -30,7 +30,7 @@ _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 _WEIGHTED = re.compile(r"(.+)@([^@/]+)")
 
-_SELF = re.compile(r"self(?::(\d+(?:\.\d+)?)([KkMmBb]?))?(?:@[\d.]+)?")
+_SELF = re.compile(r"self(?::(\d+(?:\.\d+)?)([KkMmBb]?))?")
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 
 
@@ -41,7 +41,7 @@ def is_self(spec: str) -> bool:
 
 def self_tokens(spec: str) -> int | None:
     """The tokens that `self:1M` asks for; None for `self`. Raises CorpusError."""
-    match = _SELF.fullmatch(spec)
+    match = _SELF.fullmatch(split_weight(spec)[0])
     if match is None or (match[1] and not float(match[1])):
         raise CorpusError(f"{spec} is not understood; give self or the tokens that the model is to write, like self:1M")
     return int(float(match[1]) * _COUNTS[match[2].lower()]) if match[1] else None
@@ -130,7 +130,7 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
     """
     if not specs:
         raise CorpusError(_NO_DATA)
-    pairs = [_split_weight(spec) for spec in specs]
+    pairs = [split_weight(spec) for spec in specs]
     names = [name for name, _ in pairs]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise CorpusError(f"{listing(repeated)} is given twice; give it once, with a weight if it should count more")
@@ -142,8 +142,8 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
     return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in pairs)
 
 
-def _split_weight(spec: str) -> tuple[str, float | None]:
-    """A name with an @ in it is a name where there is such a file."""
+def split_weight(spec: str) -> tuple[str, float | None]:
+    """`SPEC@WEIGHT` in two. A name with an @ in it is a name where there is such a file. Raises CorpusError."""
     if os.path.exists(spec) or not (parts := _WEIGHTED.fullmatch(spec)):
         return spec, None
     try:

@@ -79,10 +79,10 @@ def test_keys_that_carry_nothing(rotary: Rotary, dead: str) -> None:
     rows = rows[:1].expand(50, -1) if dead == "constant keys" else rows * (dead != "keys")
     queries = torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM) * (dead != "queries")
     found = shared_key(rows.T @ rows / 50, queries, rows.mean(0), rotary)
-    assert found.key.isfinite().all()
-    assert found.query.isfinite().all()
-    assert found.query.abs().max() < 1e4  # which float16 holds with weights of the usual size
-    assert found.key.abs().max() < 1e4
+    assert found.merge.isfinite().all()
+    assert found.back.isfinite().all()
+    assert found.back.abs().max() < 1e4  # which float16 holds with weights of the usual size
+    assert found.merge.abs().max() < 1e4
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-3])
@@ -94,7 +94,7 @@ def test_weak_slow_pairs_lose_nothing_where_heads_are_redundant(size: float) -> 
     keys = torch.randn(500, 4, dtype=torch.float64, generator=generator) @ mixing
     queries, means = torch.eye(4, dtype=torch.float64).expand(2, 4, 4), torch.zeros(8, dtype=torch.float64)
     found = shared_key(keys.T @ keys / 500, queries, means, Rotary(4, slow=(0.0, 0.0)))
-    back = torch.cat([keys @ found.key.T @ found.query[head] for head in range(2)], 1)
+    back = torch.cat([keys @ found.merge.T @ found.back[head] for head in range(2)], 1)
     assert float((back - keys).square().sum() / keys.square().sum()) < 1e-5
 
 
@@ -102,8 +102,8 @@ def test_values_that_are_zero() -> None:
     zeros = torch.zeros(HEADS, HEADS * DIM, HEADS * DIM, dtype=torch.float64)
     gains = torch.eye(DIM, dtype=torch.float64).expand(HEADS, DIM, DIM)
     found = shared_value(zeros, zeros[0], gains, torch.arange(HEADS))
-    assert found.value.isfinite().all()
-    assert found.output.isfinite().all()
+    assert found.merge.isfinite().all()
+    assert found.back.isfinite().all()
 
 
 def test_a_ridge_where_inputs_are_nothing_stays_at_its_start() -> None:

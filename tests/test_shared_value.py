@@ -59,8 +59,8 @@ def test_most_of_what_gradients_would_gain_is_gained(seed: int, monkeypatch: pyt
     found = shared_value(seen, values, outputs, OWNER)
     monkeypatch.setattr(alignment, "_ROUNDS", 0)
     start = shared_value(seen, values, outputs, OWNER)
-    least = descended(found.value, found.output, seen, outputs)
-    before, after = (float(left(maps.value, maps.output, seen, outputs)) for maps in (start, found))
+    least = descended(found.merge, found.back, seen, outputs)
+    before, after = (float(left(maps.merge, maps.back, seen, outputs)) for maps in (start, found))
     assert least < 0.75 * before  # there is something to gain
     assert after - least < 0.2 * (before - least)
 
@@ -72,6 +72,6 @@ def test_values_that_are_one_lose_nothing() -> None:
     copies = torch.cat([torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) for _ in range(HEADS)])
     seen = copies @ seen[:, :DIM, :DIM] @ copies.T
     found = shared_value(seen, seen.mean(0), outputs, OWNER)
-    assert float(left(found.value, found.output, seen, outputs)) < 1e-12
-    energy = (found.value @ seen.mean(0) @ found.value.T).trace()
+    assert float(left(found.merge, found.back, seen, outputs)) < 1e-12
+    energy = (found.merge @ seen.mean(0) @ found.merge.T).trace()
     assert energy == pytest.approx(float(seen.mean(0).trace()) / HEADS)  # it keeps the size of what it stands for

@@ -145,8 +145,8 @@ def test_slow_pairs_share_what_one_frequency_each_cannot() -> None:
 
     def lost(rotary: Rotary) -> float:
         found = shared_key(moments, queries, means, rotary)
-        shared = keys @ found.key.T
-        back = torch.cat([shared @ found.query[head] for head in range(heads)], 1)  # q'^T k' = q^T M^T C k
+        shared = keys @ found.merge.T
+        back = torch.cat([shared @ found.back[head] for head in range(heads)], 1)  # q'^T k' = q^T M^T C k
         return float((back - keys).square().sum() / keys.square().sum())
 
     assert lost(Rotary(dim, slow=(0.0,) * (dim // 2))) < 1e-10

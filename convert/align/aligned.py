@@ -7,43 +7,63 @@ those that the layers before it write (`Stream`). `calibrated` measures instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.alignment import KeyMaps, ValueMaps, procrustes_key, procrustes_value
+from gqa.convert.align.alignment import GroupMaps, procrustes_key, procrustes_value
 from gqa.convert.align.grouping import find_order
 from gqa.convert.align.moments import Moments, head_maps
 from gqa.convert.align.stream import Stream, norm_gain
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.heads.modules import AttentionModule, Change, attention_modules
+from gqa.convert.heads.modules import Change, attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.plan import Plan
 
 # Moments of a layer, (H, e, D) of W_O transposed, what is rotated -> what its groups share.
-Solve = Callable[[Moments, Tensor, Rotary], tuple[list[KeyMaps], list[ValueMaps]]]
+Solve = Callable[[Moments, Tensor, Rotary], tuple[list[GroupMaps], list[GroupMaps]]]
 
 
 def procrustes(plan: Plan, search: bool = False) -> Iterator[tuple[str, HeadMaps]]:
     """The maps of one attention module after another, of heads that are turned to agree and then averaged; `search` for
     the best groups. Raises RefusedError where weights are no numbers.
     """
-    for layer in _layers(plan):
-        yield layer.module.path, layer.maps(torch.diag(layer.gain.square()), search, _turned)
+    return _found(plan, search, _turned, guess=False)
 
 
 def aligned(plan: Plan, search: bool = False) -> Iterator[tuple[str, HeadMaps]]:
     """The same by the closed form, on what the weights make layers expect."""
-    stream = None
-    for layer in _layers(plan):
-        stream = stream or Stream(plan.checkpoint, plan.config.text, layer.symmetry, len(layer.gain))
-        given = layer.gain[:, None] * stream.given(layer.module) * layer.gain
-        stream.add(layer.module, layer.gain, layer.stored)
-        yield layer.module.path, layer.maps(given, search, _closed)
+    return _found(plan, search, _closed, guess=True)
+
+
+def _found(plan: Plan, search: bool, solve: Solve, guess: bool) -> Iterator[tuple[str, HeadMaps]]:
+    """By `solve`, from a `guess` of what layers are given or from independent inputs."""
+    checkpoint, text, symmetry, stream = plan.checkpoint, plan.config.text, plan.config.symmetry, None
+    assert isinstance(symmetry, Symmetry)
+    free_keys = symmetry.free_keys(text)
+    for module in sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer):
+        if not (changes := plan.changes_of(module)):
+            continue
+        heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
+        if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
+            raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
+        width = stored["key"].shape[-1]
+        stream = stream or Stream(checkpoint, text, symmetry, width, guess)
+        gain = norm_gain(checkpoint, module, symmetry, width)
+        given = gain[:, None] * stream.given(module) * gain
+        stream.add(module, gain, stored)
+        # Guessed moments do not say which slow frequencies could share: every frequency for itself loses less.
+        rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), slow=()), None
+        if search:
+            order = find_order(_guessed(stored, given, heads, 1), stored["output"], groups, rotary, free_keys)
+        if order:
+            rows = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
+            stored = {role: tensor[rows[len(tensor)]] for role, tensor in stored.items()}
+        keys, values = solve(_guessed(stored, given, heads, groups), stored["output"], rotary)
+        yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order)
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
@@ -57,55 +77,13 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
     return found
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """The attention module of a layer whose heads are merged, as `heads_of` reads it; `gain` (D,) of its norm."""
-
-    plan: Plan
-    module: AttentionModule
-    groups: int
-    symmetry: Symmetry
-    stored: dict[str, Tensor]
-    gain: Tensor
-
-    def maps(self, given: Tensor, search: bool, solve: Solve) -> HeadMaps:
-        """From the second moments (D, D) of what the module is given."""
-        heads, text, stored = self.plan.config.heads(self.module.layer), self.plan.config.text, self.stored
-        # Guessed moments do not say which slow frequencies could share: every frequency for itself loses less.
-        rotary = replace(self.symmetry.rotary(text, self.module.layer, heads.key_dim), slow=())
-        free_keys, order = self.symmetry.free_keys(text), None
-        if search:
-            guessed = _guessed(stored, given, heads, 1)
-            order = find_order(guessed, stored["output"], self.groups, rotary, free_keys)
-        if order:
-            rows = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
-            stored = {role: tensor[rows[len(tensor)]] for role, tensor in stored.items()}
-        keys, values = solve(_guessed(stored, given, heads, self.groups), stored["output"], rotary)
-        return head_maps(heads, self.groups, keys if free_keys else (), values, order)
-
-
-def _layers(plan: Plan) -> Iterator[_Layer]:
-    symmetry = plan.config.symmetry
-    assert isinstance(symmetry, Symmetry)
-    for module in sorted(attention_modules(plan.checkpoint, plan.config), key=lambda module: module.layer):
-        if not (changes := plan.changes_of(module)):
-            continue
-        stored = heads_of(plan.checkpoint, changes)
-        if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
-            raise RefusedError(
-                f"{module.path} of {plan.checkpoint.name} holds NaN or Inf; heads cannot be aligned by it"
-            )
-        gain = norm_gain(plan.checkpoint, module, symmetry, stored["key"].shape[-1])
-        yield _Layer(plan, module, changes[0].groups, symmetry, stored, gain)
-
-
-def _turned(moments: Moments, w_o: Tensor, rotary: Rotary) -> tuple[list[KeyMaps], list[ValueMaps]]:
+def _turned(moments: Moments, w_o: Tensor, rotary: Rotary) -> tuple[list[GroupMaps], list[GroupMaps]]:
     m, repeat = len(moments.queries) // len(moments.keys), len(w_o) // len(moments.queries)
     keys = [procrustes_key(of, rotary, m) for of in moments.keys]
     return keys, [procrustes_value(of, m, repeat) for of in moments.values]
 
 
-def _closed(moments: Moments, w_o: Tensor, rotary: Rotary) -> tuple[list[KeyMaps], list[ValueMaps]]:
+def _closed(moments: Moments, w_o: Tensor, rotary: Rotary) -> tuple[list[GroupMaps], list[GroupMaps]]:
     each = len(w_o) // len(moments.values)  # query heads of a group see the same
     return moments.shared_keys(rotary), moments.shared_values((of.expand(each, -1, -1) for of in moments.values), w_o)
 

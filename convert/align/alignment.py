@@ -52,14 +52,16 @@ def unturned(heads: Tensor, rotary: Rotary) -> Tensor:
 
 
 @dataclass(frozen=True)
-class KeyMaps:
-    """`key` (d, m * d): the shared key out of the group's keys; `query` (m, d, d): for the queries of each head."""
+class GroupMaps:
+    """`merge` (d, m * d): the shared head out of the m of a group. `back`: of keys (m, d, d), for the queries of each
+    head; of values (R, d, d), what restores each query head's own.
+    """
 
-    key: Tensor
-    query: Tensor
+    merge: Tensor
+    back: Tensor
 
 
-def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> KeyMaps:
+def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> GroupMaps:
     """The key that stands for the m keys of one group.
 
     Args:
@@ -75,7 +77,7 @@ def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> 
     varying = without_means(keys, means)
     for dims in plain_dims(rotary, dim):
         _plain_key(varying, queries, dims, key, query)
-    return KeyMaps(key, query)
+    return GroupMaps(key, query)
 
 
 def without_means(keys: Tensor, means: Tensor) -> Tensor:
@@ -91,19 +93,16 @@ def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, que
     """
     heads, dim = queries.shape[:2]
     real, imaginary = pairs(rotary)
-    blocks = keys.view(heads, dim, heads, dim)
-    moments = complex_moments(blocks, real, imaginary)
+    moments = complex_moments(keys.view(heads, dim, heads, dim), real, imaginary)
     weight = key_weights(queries, real, imaginary)
     vectors = torch.linalg.eigh(weight[:, :, None] * moments * weight[:, None, :])[1][:, :, -1]  # (F, m)
     combine = vectors.conj() * weight  # k* = sum_a combine_a k_a
     restore = vectors / weight  # k_a ~ restore_a k*
     before = moments.diagonal(dim1=1, dim2=2).real.mean(1)
     after = torch.einsum("fa,fab,fb->f", combine, moments, combine.conj()).real
-    scale = (before / after.clamp_min(1e-300)).sqrt().where(after > 0, torch.ones_like(after))
-    combine, restore = combine * scale[:, None], restore / scale[:, None]
-    for head in range(heads):
-        put_complex(key[:, head * dim : (head + 1) * dim], combine[:, head], real, imaginary)
-        put_complex(query[head], restore[:, head].conj(), real, imaginary)
+    scale = _energy_back(before, after)[:, None]
+    _put_complex(key.view(dim, heads, dim).transpose(0, 1), combine * scale, real, imaginary)
+    _put_complex(query, (restore / scale).conj(), real, imaginary)
 
 
 def key_weights(queries: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
@@ -123,10 +122,16 @@ def complex_moments(blocks: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
     return torch.complex(of(real, real) + of(imaginary, imaginary), of(imaginary, real) - of(real, imaginary))
 
 
-def put_complex(target: Tensor, factor: Tensor, real: Tensor, imaginary: Tensor) -> None:
-    """Multiplication of every frequency by a complex factor, as a real matrix."""
-    target[real, real] = target[imaginary, imaginary] = factor.real
-    target[real, imaginary], target[imaginary, real] = -factor.imag, factor.imag
+def _put_complex(targets: Tensor, factors: Tensor, real: Tensor, imaginary: Tensor) -> None:
+    """Multiplication of every frequency by complex factors (F, m), as real matrices (m, d, d)."""
+    for target, factor in zip(targets, factors.T, strict=True):
+        target[real, real] = target[imaginary, imaginary] = factor.real
+        target[real, imaginary], target[imaginary, real] = -factor.imag, factor.imag
+
+
+def _energy_back(before: Tensor, after: Tensor) -> Tensor:
+    """The factor that gives heads of the energy `after` that of `before`; 1 where nothing is left."""
+    return (before / after.clamp_min(1e-300)).sqrt().where(after > 0, torch.ones_like(after))
 
 
 def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: Tensor) -> None:
@@ -171,15 +176,7 @@ def _balance(covariance: Tensor, combine: Tensor, heads: int) -> Tensor:
     return scale.where(scale > 0, torch.ones_like(scale))
 
 
-@dataclass(frozen=True)
-class ValueMaps:
-    """`value` (d, m * d): the shared value out of the group's; `output` (R, d, d): what restores each query head's."""
-
-    value: Tensor
-    output: Tensor
-
-
-def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> ValueMaps:
+def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
     """The value that stands for the m values of one group.
 
     By alternating least squares, from what is best where all query heads see the same: the shared value is moved down
@@ -212,7 +209,7 @@ def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -
         project = project + slope / bend * move
         restore = _ways_back(project, seen, crossed)
     scale = _balance(values, project, heads)
-    return ValueMaps(project * scale, restore / scale)
+    return GroupMaps(project * scale, restore / scale)
 
 
 def _ways_back(project: Tensor, seen: Tensor, crossed: Tensor) -> Tensor:
@@ -278,7 +275,7 @@ def phases(moments: Tensor) -> Tensor:
     return found
 
 
-def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> KeyMaps:
+def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> GroupMaps:
     """(m * d, m * d) moments of the keys of a group -> their aligned mean, and the turned queries."""
     dim = len(keys) // heads
     key, query = keys.new_zeros(dim, heads * dim), keys.new_zeros(heads, dim, dim)
@@ -289,36 +286,33 @@ def procrustes_key(keys: Tensor, rotary: Rotary, heads: int) -> KeyMaps:
         phase = phases(moments)
         energy = moments.diagonal(dim1=1, dim2=2).real.clamp_min(0)  # (F, m)
         after = torch.einsum("fa,fab,fb->f", phase, moments, phase.conj()).real / heads**2
-        scale = (energy.mean(1) / after.clamp_min(1e-300)).sqrt().where(after > 0, torch.ones_like(after))
-        for head in range(heads):
-            part = key[:, head * dim : (head + 1) * dim]
-            put_complex(part, scale / heads * phase[:, head], real, imaginary)
-            put_complex(query[head], phase[:, head], real, imaginary)
+        scale = _energy_back(energy.mean(1), after)[:, None]
+        _put_complex(key.view(dim, heads, dim).transpose(0, 1), scale / heads * phase, real, imaginary)
+        _put_complex(query, phase, real, imaginary)
     rest = torch.arange(rotary.dims, dim)
     if len(rest):
-        moments = blocks[:, rest][:, :, :, rest]
-        turned = rotations(moments)
-        scale = _restored(torch.einsum("aij,ajbk->aibk", turned, moments), turned)
+        merges, turned = _turned(blocks[:, rest][:, :, :, rest])
         for head in range(heads):
-            key[rest[:, None], head * dim + rest] = scale / heads * turned[head]
+            key[rest[:, None], head * dim + rest] = merges[head]
             query[head][rest[:, None], rest] = turned[head]
-    return KeyMaps(key, query)
+    return GroupMaps(key, query)
 
 
-def procrustes_value(values: Tensor, heads: int, repeat: int) -> ValueMaps:
+def procrustes_value(values: Tensor, heads: int, repeat: int) -> GroupMaps:
     """(m * e, m * e) moments of the values of a group -> their aligned mean, and what turns it back for each of the
     `repeat` query heads of a head.
     """
     dim = len(values) // heads
-    moments = values.view(heads, dim, heads, dim)
-    turned = rotations(moments)
-    scale = _restored(torch.einsum("aij,ajbk->aibk", turned, moments), turned)
-    return ValueMaps(torch.cat(list(scale / heads * turned), 1), turned.mT.repeat_interleave(repeat, 0))
+    merges, turned = _turned(values.view(heads, dim, heads, dim))
+    return GroupMaps(torch.cat(list(merges), 1), turned.mT.repeat_interleave(repeat, 0))
 
 
-def _restored(turned_moments: Tensor, turned: Tensor) -> Tensor:
-    """What gives the mean of aligned heads the mean energy that they have: (m, d, m, d) half-turned moments."""
-    heads = len(turned)
-    mean = torch.einsum("aibk,bik->", turned_moments, turned) / heads**2
-    each = torch.einsum("aiaj,aij->", turned_moments, turned) / heads
-    return (each / mean.clamp_min(1e-300)).sqrt().where(mean > 0, torch.ones_like(mean))
+def _turned(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """(m, d, d) what heads of these moments (m, d, m, d) are averaged by, to the mean energy that they have, and the
+    rotations in that.
+    """
+    heads, turned = len(moments), rotations(moments)
+    halfway = torch.einsum("aij,ajbk->aibk", turned, moments)
+    mean = torch.einsum("aibk,bik->", halfway, turned) / heads**2
+    each = torch.einsum("aiaj,aij->", halfway, turned) / heads
+    return _energy_back(each, mean) / heads * turned, turned

@@ -15,7 +15,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
-from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens, text_digest
+from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens, split_weight, text_digest
 from gqa.corpus.tokens import Encoder, Ints
 
 if TYPE_CHECKING:
@@ -38,9 +38,8 @@ class CalibrationText:
 
     def blocks(self, checkpoint: Checkpoint, device: str, progress: Callable[[int], None]) -> Tensor:
         """(N, length) token ids. Raises RefusedError and CorpusError."""
-        shares = self._shares()
         parts = []
-        for source, tokens in shares:
+        for source, tokens in self._shares():
             if is_self(source):
                 parts.append(self._sampled(checkpoint, tokens, device, progress))
             else:
@@ -54,28 +53,19 @@ class CalibrationText:
 
     def _shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
-        fixed: dict[int, int] = {}
-        weights: dict[int, float] = {}
-        for index, source in enumerate(self.sources):
-            if is_self(source) and (count := self_tokens(source)):
-                fixed[index] = count
-            else:
-                weights[index] = self._weight(source)
-        total = sum(weights.values())
-        counts = fixed | {index: int(self.tokens * weight / total) for index, weight in weights.items()}
-        if short := [self.sources[index] for index, count in counts.items() if count < self.length]:
+        fixed = [(self_tokens(source) or 0) if is_self(source) else 0 for source in self.sources]
+        weights = [0.0 if f else split_weight(s)[1] or 1.0 for f, s in zip(fixed, self.sources, strict=True)]
+        total = sum(weights) or 1.0
+        counts = [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
+        shares = list(zip(self.sources, counts, strict=True))
+        if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
                 f"{short[0]} gives fewer tokens than one block of {self.length}; give more --calibration-tokens"
             )
-        return [(source, counts[index]) for index, source in enumerate(self.sources)]
+        return shares
 
     def _parse(self, source: str) -> Source:
         return parse_sources((source,), field=self.field)[0]
-
-    def _weight(self, source: str) -> float:
-        if is_self(source):
-            return float(source.partition("@")[2] or 1.0)
-        return self._parse(source).weight or 1.0
 
     def _read(self, checkpoint: Checkpoint, source: str, tokens: int) -> Tensor:
         """Pieces of many documents, which say more than a few whole ones. No more is tokenised than they come from:
@@ -95,7 +85,7 @@ class CalibrationText:
         pieces = stream[: len(stream) // self.length * self.length].reshape(-1, self.length)
         spread = np.linspace(0, len(pieces) - 1, min(tokens // self.length, len(pieces))).astype(int)
         blocks = torch.from_numpy(pieces[spread])
-        vocabulary = checkpoint_vocabulary(checkpoint)
+        vocabulary = read_config(checkpoint.config, checkpoint.name).text.vocab_size
         if int(blocks.max()) >= vocabulary:
             raise RefusedError(
                 f"the tokenizer of {checkpoint.name} gives token {int(blocks.max())}, its embedding has {vocabulary}; "
@@ -121,7 +111,3 @@ def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
     read = (found for number, found in enumerate(source.documents()) if number in numbers)
     parts = dict(zip(sorted(numbers), (np.array(tokens, np.int64) for _, tokens in encoder.encode(read)), strict=True))
     return np.concatenate([parts[number] for number in chosen.tolist()])
-
-
-def checkpoint_vocabulary(checkpoint: Checkpoint) -> int:
-    return int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)

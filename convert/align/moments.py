@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64
-from gqa.convert.align.alignment import KeyMaps, ValueMaps, shared_key, shared_value
+from gqa.convert.align.alignment import GroupMaps, shared_key, shared_value
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps
@@ -66,12 +66,12 @@ class Moments:
         means = self.key_means[0][rows(self.key_means.shape[1] // len(order))]
         return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]))
 
-    def shared_keys(self, rotary: Rotary) -> list[KeyMaps]:
+    def shared_keys(self, rotary: Rotary) -> list[GroupMaps]:
         """The closed form of each group's key."""
         queries = self.queries.unflatten(0, (len(self.keys), -1))
         return [shared_key(*of, rotary) for of in zip(self.keys, queries, self.key_means, strict=True)]
 
-    def shared_values(self, seen: Iterable[Tensor], w_o: Tensor) -> list[ValueMaps]:
+    def shared_values(self, seen: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
         """The closed form of each group's value: `seen` gives (H / G, m e, m e) of one group after another, the moments
         of the stacked values that each query head sees; w_o (H, e, D).
         """
@@ -85,8 +85,8 @@ class Moments:
 def head_maps(
     heads: LayerHeads,
     groups: int,
-    keys: Sequence[KeyMaps],
-    values: Sequence[ValueMaps],
+    keys: Sequence[GroupMaps],
+    values: Sequence[GroupMaps],
     order: tuple[int, ...] | None = None,
 ) -> HeadMaps:
     """The maps of a layer from those of its groups. Without any of keys they are averaged; without any of values those
@@ -94,12 +94,12 @@ def head_maps(
     """
     key, query = mean(heads.kv, groups).key, None
     if keys:
-        key = torch.stack([shared.key for shared in keys])
-        query = torch.cat([shared.query.repeat_interleave(heads.query // heads.kv, 0) for shared in keys])
+        key = torch.stack([shared.merge for shared in keys])
+        query = torch.cat([shared.back.repeat_interleave(heads.query // heads.kv, 0) for shared in keys])
     value, output = first(heads.kv, groups).value, None
     if values:
-        value = torch.stack([shared.value for shared in values])
-        output = torch.block_diag(*(back for shared in values for back in shared.output))
+        value = torch.stack([shared.merge for shared in values])
+        output = torch.block_diag(*(back for shared in values for back in shared.back))
     return HeadMaps(key, value, query, output, order)
 
 

@@ -47,11 +47,11 @@ class Stream:
     something else (experts, norms after attention, other mixers) inputs are taken to be independent.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int) -> None:
-        """`config` is that of the text part, D = `width`."""
+    def __init__(self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int, guess: bool = True) -> None:
+        """`config` is that of the text part, D = `width`; without `guess` inputs are independent everywhere."""
         self._checkpoint, self._config, self._symmetry, self._width = checkpoint, config, symmetry, width
         self._layer = 0
-        self._sum = None if config.is_encoder_decoder else self._embedded()
+        self._sum = self._embedded() if guess and not config.is_encoder_decoder else None
 
     def given(self, module: AttentionModule) -> Tensor:
         """Of the normed stream that `module` reads, before its norm's gain."""
