@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 Results = dict[str, Any]
 
@@ -67,7 +67,7 @@ def _by_context(models: list[Results], directory: Path) -> tuple[str, str]:
         for index, model in enumerate(models):
             bins = model["by_context"]
             axes.plot([b["to"] for b in bins], [b["nats"] for b in bins], label=model["name"], **look(index))
-        _powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
+        powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
         axes.set(xlabel="tokens read before (up to)", ylabel="nats per token", title=title)
         axes.set_ylim(bottom=0)
         axes.legend()
@@ -103,7 +103,7 @@ def _decode(models: list[Results], directory: Path) -> tuple[str, str]:
                     linestyle=("-", "--", ":", "-.")[number % 4], capsize=3,
                     label=f"{model['name']}, batch {batch}", **look(index),
                 )  # fmt: skip
-        _powers_of_two(axes, [p["context"] for p in models[0]["decode"]["points"]])
+        powers_of_two(axes, [p["context"] for p in models[0]["decode"]["points"]])
         axes.set(xlabel="context (tokens)", ylabel="milliseconds per token", title=title)
         # An outlier's bar may leave the picture; the lines must not be flattened by it.
         axes.set_ylim(0, 1.4e3 * max(p["seconds_per_token"] for m in models for p in m["decode"]["points"]))
@@ -111,7 +111,9 @@ def _decode(models: list[Results], directory: Path) -> tuple[str, str]:
     return "decode", title
 
 
-def _powers_of_two(axes: Axes, ticks: list[int]) -> None:
+def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
+    """A logarithmic x with these ticks and no others."""
+    shown = sorted(set(ticks))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted(set(ticks)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:,.0f}"))
+    axes.set_xticks(shown, [f"{tick:,.10g}" for tick in shown])
+    axes.xaxis.set_minor_locator(NullLocator())

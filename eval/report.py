@@ -54,9 +54,13 @@ def _escaped(text: str) -> str:
 
 
 class _Formats(string.Formatter):
-    """Format strings with three more formats: `size` of bytes, `number` of five digits, `ms` of seconds."""
+    """Format strings with three more formats: `size` of bytes, `number` of five digits, `ms` of seconds. Words stay as
+    they are where a number is expected.
+    """
 
     def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, str):
+            return value
         if spec == "size":
             return size(value)
         if spec == "number":
@@ -130,7 +134,8 @@ def tables(results: Record, every: bool = False) -> Iterator[Table]:
         yield _context(models)
 
 
-def _table(title: str, columns: dict[str, str], records: Iterable[Record], note: str, missing: str = "") -> Table:
+def table(title: str, columns: dict[str, str], records: Iterable[Any], note: str, missing: str = "") -> Table:
+    """A line for each record, by the format strings of the `columns`."""
     return Table(title, tuple(columns), tuple(shown(record, columns.values(), missing) for record in records), note)
 
 
@@ -144,7 +149,7 @@ def _quality(models: list[Record], text: Record) -> Table:
         f"{text['documents']:,} documents, {text['bytes']:,} bytes; in {dtypes}"
     )
     whole = models[0]["quality"]["bits_per_byte"] is not None
-    return _table(f"Quality on {text['data']}", _QUALITY | (_TEXT_QUALITY if whole else {}), models, note)
+    return table(f"Quality on {text['data']}", _QUALITY | (_TEXT_QUALITY if whole else {}), models, note)
 
 
 def _distributions(models: list[Record]) -> Table:
@@ -152,7 +157,7 @@ def _distributions(models: list[Record]) -> Table:
     note = "KL(baseline || model) in nats; dp, dlnp: change of the true token's probability and its logarithm"
     if lost := compared[0].get("stored_baseline"):
         note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"
-    return _table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note)
+    return table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note)
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
@@ -174,7 +179,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
     first = models[0].get("kv_cache", {}).get("bytes_per_token")
     note = "; ".join(dict.fromkeys(remarks))
-    return _table("Memory", columns, (_cached(model, first) for model in models), note, missing="?")
+    return table("Memory", columns, (_cached(model, first) for model in models), note, missing="?")
 
 
 def _cached(model: Record, first: int | None) -> Record:
@@ -213,7 +218,7 @@ def _decode(models: list[Record]) -> Table:
         f"{first['dtype']}; KV share: of the bytes that one step must read (the rest are weights); of bandwidth: "
         f"the time that reading them takes at the measured {bandwidth / 1e9:.1f} GB/s against the time taken"
     )
-    return _table("Decoding", _DECODE, records, note)
+    return table("Decoding", _DECODE, records, note)
 
 
 def _tasks(models: list[Record]) -> Table:
@@ -287,6 +292,12 @@ def _is_report(directory: Path) -> bool:
 _FILES = ("results.json", "report.md", *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
 
 
+def measured_with(record: Record) -> str:
+    """When and with what, as `gqa.eval.evaluate.environment` has it."""
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return f"{record['created']}, {record['device']}, {record['threads']} threads; {versions}"
+
+
 def no_pictures() -> str:
     """Why a report has no pictures; nothing where it has."""
     if find_spec("matplotlib"):
@@ -324,9 +335,8 @@ def _make_report(results: Record, directory: Path) -> list[str]:
     for table in tables(results, every=True):
         parts += [table.markdown(), ""]
     parts += [f"![{title}]({name}.svg)\n" for name, title in pictures]
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     parts += [f"{remark}\n"] if remark else []
-    parts += [f"{results['created']}, {results['device']}, {results['threads']} threads; {versions}."]
+    parts += [f"{measured_with(results)}."]
     write_text(directory / "report.md", "\n".join(parts) + "\n")
     write_text(directory / "results.json", as_json(results, indent=2) + "\n")
     return [name for name in _FILES if (directory / name).exists()]

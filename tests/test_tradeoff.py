@@ -87,7 +87,7 @@ def test_claims_of_the_paper_are_read_off() -> None:
           for method, loss in (("mean", 5.0), ("first", 5.1), ("random", 5.2))),
         *(row(method, 2, 0.0, 2.5) for method in ("mean", "first")),
     ]  # fmt: skip
-    found = checks(points(agreeing))
+    found = list(checks(points(agreeing)))
     assert {check.claim.partition(" (")[0]: check.agrees for check in found} == {
         "mean before first before random": True,
         "5 % of training gains, another 5 % gains less": True,
@@ -97,7 +97,7 @@ def test_claims_of_the_paper_are_read_off() -> None:
         {**one, "method": {"mean": "first", "first": "mean"}.get(one["method"], one["method"])} for one in agreeing
     ]
     assert not any(check.agrees for check in checks(points(swapped)) if check.claim.startswith("mean before"))
-    assert checks(points([])) == []
+    assert list(checks(points([]))) == []
 
 
 def test_recommend_of_what_is_measured(tmp_path: Path) -> None:

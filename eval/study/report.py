@@ -16,21 +16,23 @@ import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
-from gqa.eval.report import Table, no_pictures, shown
+from gqa.eval.report import Table, measured_with, no_pictures, table
 from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
+from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import points, recommend
 
 BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
-_BYTES, _SPEED = "{kv_bytes_per_token:,}", "{decode_tokens_per_second:,.0f}"
+_BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
+_SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
 _CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
          "alpha": "{alpha:g}"}  # fmt: skip
-_FOUND = {
-    "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}", "above source": "{loss_increase:+.4f}",
+_CELLS = {
+    **_CELL, "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}",
+    "above source": "{loss_increase:+.4f}",
     "95 % of the ratio": "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}",
     "perplexity": "{perplexity:number}", "bits/byte": "{bits_per_byte:.4f}",
-    "KL": "{kl:.4f}", "top-1 agreement": "{top1_agreement:.1%}",
-    "KV bytes/token": _BYTES, "tokens/s": _SPEED,
+    "KL": "{kl:.4f}", "top-1 agreement": "{top1_agreement:.1%}", **_BYTES, **_SPEED,
     "s converting": "{seconds_converting:,.1f}", "s training": "{seconds_training:,.1f}",
     "s measuring": "{seconds_evaluating:,.1f}",
 }  # fmt: skip
@@ -54,6 +56,10 @@ class Results:
         return found
 
     @property
+    def name(self) -> str:
+        return str(self.record["identity"]["model"])
+
+    @property
     def failed(self) -> list[Row]:
         return [row for row in self.rows if row["error"]]
 
@@ -69,37 +75,46 @@ def open_results(directory: Path) -> Results:
     return Results(directory, record, rows)
 
 
+def _tables(results: Results) -> Iterator[Table]:
+    """All of the report, the short one first."""
+    yield short_table(results)
+    if found := list(checks(results.points)):
+        rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
+        note = f"{sum(c.agrees for c in found)} of {len(found)} agree; numbers are nats per token, of means over seeds"
+        yield Table(
+            "Where this agrees with the paper", ("claim of the GQA paper", "where", "this study", "numbers"), rows, note
+        )
+    yield _budgets(results)
+    if failed := results.failed:
+        yield table("Cells that failed", _CELL | {"why": "{error}"}, failed, "the same command tries them again")
+    yield _cells(results)
+
+
 def short_table(results: Results) -> Table:
     """What fits into a terminal: losses by method and number of heads, a column for each alpha."""
-    source, found = results.source, results.points
-    alphas = sorted(found["alpha"].unique()) if len(found) else []
-    rows = []
-    if found.empty or "source" not in set(found.series):
-        loss = [f"{source['loss']:.4f}", *[""] * (len(alphas) - 1)]
-        rows.append(("source", f"{source['groups']}", *shown(source, (_BYTES, _SPEED)), *loss[: len(alphas)]))
-    for (groups, series), some in found.groupby(["groups", "series"], sort=False) if len(found) else ():
-        losses = {point.alpha: _loss(point) for point in some.itertuples()}
-        rows.append(
-            (series, f"{groups}", *shown(some.iloc[0], (_BYTES, _SPEED)), *(losses.get(alpha, "") for alpha in alphas))
-        )
-    header = ("method", "KV heads", "KV bytes/token", "tokens/s", *(f"alpha {alpha:g}" for alpha in alphas))
+    found, alphas = results.points, [f"alpha {alpha:g}" for alpha in sorted(results.points.alpha.unique())]
+    records = [
+        some.iloc[0].to_dict() | {"losses": {f"alpha {point.alpha:g}": _loss(point) for point in some.itertuples()}}
+        for _, some in found.groupby(["groups", "series"], sort=False)
+    ]
+    if "source" not in set(found.series):
+        losses = dict.fromkeys(alphas[:1], f"{results.source['loss']:.4f}")
+        records.insert(0, {"series": "source", **results.source, "losses": losses})
+    columns = {"method": "{series}", "KV heads": "{groups}", **_BYTES, **_SPEED}
     note = "nats per token on held-out text, means over seeds ± half of their range"
     if failed := len(results.failed):
         note += f"; {failed} of {len(results.rows)} cells failed, as the report says"
-    return Table(f"Study of {results.record['identity']['model']}", header, tuple(rows), note)
+    columns |= {alpha: f"{{losses[{alpha}]}}" for alpha in alphas}
+    return table(f"Study of {results.name}", columns, records, note)
 
 
 def _loss(point: Any) -> str:
     return f"{point.loss:.4f}" + (f" ± {(point.highest - point.lowest) / 2:.3f}" if point.seeds > 1 else "")
 
 
-def _all_rows(results: Results) -> Table:
+def _cells(results: Results) -> Table:
     """One line a cell."""
-    rows = []
-    for row in results.rows:
-        found = ("", "failed", *[""] * (len(_FOUND) - 2)) if row["error"] else shown(row, _FOUND.values())
-        rows.append((*shown(row, _CELL.values()), *found))
-    text, source = results.source["text"], results.source
+    source, text = results.source, results.source["text"]
     note = (
         f"source: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
         f"documents, rolling windows of {text['context']:,}; KL in nats and top-1 agreement with the source"
@@ -109,38 +124,21 @@ def _all_rows(results: Results) -> Table:
     if "decode_tokens_before" in source:
         batch = results.record["identity"]["decode_batch"]
         note += f"; tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
-    return Table("Cells", (*_CELL, *_FOUND), tuple(rows), note)
-
-
-def _tables(results: Results) -> Iterator[Table]:
-    """All of the report, the short one first."""
-    yield short_table(results)
-    if found := checks(results.points):
-        rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
-        agreeing = sum(check.agrees for check in found)
-        note = f"{agreeing} of {len(found)} agree; numbers are nats per token, of means over seeds"
-        header: tuple[str, ...] = ("claim of the GQA paper", "where", "this study", "numbers")
-        yield Table("Where this agrees with the paper", header, rows, note)
-    yield _budgets(results)
-    if failed := results.failed:
-        rows = tuple((*shown(row, _CELL.values()), row["error"]) for row in failed)
-        yield Table("Cells that failed", (*_CELL, "why"), rows, "the same command tries them again")
-    yield _all_rows(results)
+    rows = [Cell.of(row)._asdict() | {"loss": "failed"} if row["error"] else row for row in results.rows]
+    return table("Cells", _CELLS, rows, note)
 
 
 def _budgets(results: Results) -> Table:
-    rows, whole = [], results.source["kv_bytes_per_token"]
+    records = []
     for budget in BUDGETS:
-        chosen = recommend(results.points, whole, budget).chosen
-        if chosen is None:
-            found = ["nothing smaller than the source", *[""] * 5]
-        else:
-            share = chosen.kv_bytes_per_token / whole
-            names = "{series}", "{groups}", "{alpha:g}", _BYTES
-            found = [*shown(chosen, names), f"{share:.0%}", f"{chosen.worst:+.4f}"]
-        rows.append((f"{budget:g}", *found))
-    header = ("nats above source, at most", "method", "KV heads", "alpha", "KV bytes/token", "of the source", "above")
-    return Table("The smallest cache within a budget", header, tuple(rows), "of the worst seed")
+        chosen = recommend(results.points, results.source["kv_bytes_per_token"], budget).chosen
+        found = {"series": "nothing smaller than the source"} if chosen is None else chosen.to_dict()
+        records.append(found | {"budget": budget})
+    columns = {
+        "nats above source, at most": "{budget:g}", "method": "{series}", "KV heads": "{groups}", "alpha": "{alpha:g}",
+        **_BYTES, "of the source": "{kv_share:.0%}", "above": "{worst:+.4f}",
+    }  # fmt: skip
+    return table("The smallest cache within a budget", columns, records, "of the worst seed")
 
 
 def write_study_report(results: Results) -> list[str]:
@@ -150,41 +148,35 @@ def write_study_report(results: Results) -> list[str]:
     """
     directory = results.directory
     with writing(directory), tempfile.TemporaryDirectory(prefix=".report-", dir=directory) as aside:
-        made = _make(results, Path(aside))
+        _make(results, Path(aside))
+        made = sorted(path.name for path in Path(aside).iterdir())
         for name in made:
             (Path(aside) / name).replace(directory / name)
     return ["report.md", "report.html", *(name for name in made if "report" not in name), ROWS]
 
 
-def _make(results: Results, directory: Path) -> list[str]:
+def _make(results: Results, directory: Path) -> None:
     pictures: list[tuple[str, str]] = []
     if not (remark := no_pictures()):
         from gqa.eval.study.plots import draw_study
 
         pictures = draw_study(results.rows, results.source, directory)
-    title = f"{results.record['identity']['model']}: methods, groups and training"
+    title, found = f"{results.name}: methods, groups and training", list(_tables(results))
     runs = [run for run in results.record["runs"] if run["cells"]]
     commands = list(dict.fromkeys(one_line(run["command"], 4000) for run in runs))
     lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
     last = results.record["runs"][-1]
-    versions = ", ".join(f"{name} {found}" for name, found in last["versions"].items())
     commit = f", commit {last['git']}" if last.get("git") else ""
-    made = f"{last['created']}, {last['device']}, {last['threads']} threads; {versions}{commit}."
-    feet, tables = [*filter(None, [remark]), made], list(_tables(results))
+    feet = [*filter(None, [remark]), f"{measured_with(last)}{commit}."]
+    first, *others = [one.markdown() for one in found]
     pasted = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
-    first, *others = [table.markdown() for table in tables]
     indented = "\n".join(f"    {command}" for command in commands)
-    write_text(
-        directory / "report.md", "\n\n".join([f"# {title}", indented, lead, first, *pasted, *others, *feet]) + "\n"
-    )
-    figures = [{"caption": text, "data": _base64(directory / f"{name}.svg")} for name, text in pictures]
-    html = page(title=title, commands=commands, lead=lead, tables=tables, figures=figures, foot=" ".join(feet))
+    text = "\n\n".join([f"# {title}", indented, lead, first, *pasted, *others, *feet])
+    write_text(directory / "report.md", f"{text}\n")
+    data = [b64encode((directory / f"{name}.svg").read_bytes()).decode() for name, _ in pictures]
+    figures = [{"caption": caption, "data": svg} for (_, caption), svg in zip(pictures, data, strict=True)]
+    html = page(title=title, commands=commands, lead=lead, tables=found, figures=figures, foot=" ".join(feet))
     write_text(directory / "report.html", html)
-    return sorted(path.name for path in directory.iterdir())
-
-
-def _base64(path: Path) -> str:
-    return b64encode(path.read_bytes()).decode()
 
 
 def page(**given: Any) -> str:

@@ -18,12 +18,16 @@ from gqa.uptrain.options import TrainOptions
 
 Point = Any  # a line of `points`
 _POINT = ["groups", "method", "train", "teacher", "alpha"]
+_NUMBERS = ("loss", "loss_increase", "kv_bytes_per_token", "decode_seconds_per_token", "decode_tokens_before")
 
 
 def measured(rows: Iterable[Row]) -> pandas.DataFrame:
-    """Rows without an error, in the order of the grid. `series`: the method, and what is unusual about its training."""
-    frame = pandas.DataFrame(sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order))
-    return frame.assign(series=[_series(Cell.of(row)) for _, row in frame.iterrows()])
+    """Rows without an error, in the order of the grid. `series`: the method, and what is unusual about its training.
+    The columns that are counted on are there though nothing was measured.
+    """
+    found = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
+    frame = pandas.DataFrame([row | {"series": _series(Cell.of(row))} for row in found])
+    return frame.reindex(columns=list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns])))
 
 
 def _series(cell: Cell) -> str:
@@ -38,8 +42,6 @@ def points(rows: Iterable[Row]) -> pandas.DataFrame:
     increases) extremes.
     """
     frame = measured(rows)
-    if frame.empty:
-        return frame
     seeds = frame.groupby(_POINT, sort=False)
     loss, increase = seeds["loss"], seeds["loss_increase"]
     found = frame.drop_duplicates(_POINT).set_index(_POINT)
@@ -80,7 +82,7 @@ def recommend(found: pandas.DataFrame, source_bytes: int, budget: float) -> Reco
     """The smallest KV cache whose loss, of its worst seed, is at most `budget` nats above the source's; of those with
     the same cache what trains on the fewest tokens, and then what loses least.
     """
-    smaller = found[found.kv_bytes_per_token < source_bytes] if len(found) else found
+    smaller = found[found.kv_bytes_per_token < source_bytes]
     if smaller.empty:
         return Recommendation(None, "nothing with a smaller KV cache than the source's was measured")
     within = smaller[smaller.worst <= budget]
