@@ -1,8 +1,4 @@
-"""BART with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
-by a group of query heads, in the attention modules that `grouped_attention` names.
-
-Everything is transformers' own BART but the size of the key and value projections.
-"""
+"""Everything is transformers' own BART but the size of the key and value projections."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""BLOOM with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
-by a group of query heads.
-
-Everything is transformers' own BLOOM but the size of the fused projection, how it is cut into heads, and that heads
+"""Everything is transformers' own BLOOM but the size of the fused projection, how it is cut into heads, and that heads
 come out of the cache repeated. Its rows are, for each key/value head, those of its queries, its key and its value. The
 slopes of ALiBi are those of the query heads.
 """

@@ -1,8 +1,4 @@
-"""GPT-2 with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
-by a group of query heads.
-
-Everything is transformers' own GPT-2 but the size of the fused projection [Q | K | V] and where it is split.
-"""
+"""Everything is transformers' own GPT-2 but the size of the fused projection [Q | K | V] and where it is split."""
 
 from types import FunctionType
 from typing import Any

@@ -1,8 +1,5 @@
-"""GPT-Neo with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
-by a group of query heads.
-
-Everything is transformers' own GPT-Neo but the size of the key and value projections, how they are cut into heads, and
-that heads come out of the cache repeated.
+"""Everything is transformers' own GPT-Neo but the size of the key and value projections, how they are cut into heads,
+and that heads come out of the cache repeated.
 """
 
 from typing import Any

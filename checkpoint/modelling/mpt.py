@@ -1,8 +1,5 @@
-"""MPT with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
-by a group of query heads.
-
-Everything is transformers' own MPT but the size of the fused projection [Q | K | V], how it is cut into heads, and that
-heads come out of the cache repeated. The slopes of ALiBi are those of the query heads.
+"""Everything is transformers' own MPT but the size of the fused projection [Q | K | V], how it is cut into heads, and
+that heads come out of the cache repeated. The slopes of ALiBi are those of the query heads.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""OPT with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
-by a group of query heads.
-
-Everything is transformers' own OPT but the forward pass of attention, which in OPT cuts keys and values into as many
+"""Everything is transformers' own OPT but the forward pass of attention, which in OPT cuts keys and values into as many
 heads as queries.
 """
 

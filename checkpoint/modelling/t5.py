@@ -1,7 +1,4 @@
-"""T5 with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
-by a group of query heads, in the attention modules that `grouped_attention` names.
-
-Everything is transformers' own T5 but the size of the key and value projections. Relative positions are those of the
+"""Everything is transformers' own T5 but the size of the key and value projections. Relative positions are those of the
 query heads.
 """
 

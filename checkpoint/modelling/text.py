@@ -11,10 +11,16 @@ import ast
 import inspect
 import re
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-_LICENCE = "# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0)."
+_HEAD = '''# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
+"""{words} with grouped-query attention (arXiv 2305.13245): `num_key_value_heads` heads of keys and values, each read
+by a group of query heads{where}.
+
+{doc}
+"""
+'''
+_CHOSEN = ", in the attention modules that `grouped_attention` names"
 
 
 @dataclass(frozen=True)
@@ -44,40 +50,27 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Of a file: its docstring, what it imports ("Tensor": "from torch import Tensor") and what it defines, by name."""
-
-    doc: str
-    imports: dict[str, str]
-    definitions: dict[str, str]
-
-    def renamed(self, old: str, new: str) -> _Parts:
-        """The same for another model type."""
-
-        def rename(text: str) -> str:
-            text = re.sub(rf"(?<![a-zA-Z]){MODELS[old].words}(?![A-Za-z])", MODELS[new].words, text)
-            classes = MODELS[old].classes
-            text = re.sub(rf"(?<![a-z]){classes}(?=[A-Z])", MODELS[new].classes, text)
-            return re.sub(rf"(?<=[._]){old}\b", new, text)
-
-        imports, definitions = (
-            {rename(name): rename(text) for name, text in kind.items()} for kind in (self.imports, self.definitions)
-        )
-        return _Parts(rename(self.doc), imports, definitions)
-
-
-@cache
-def _parts(name: str) -> _Parts:
+def _texts(name: str) -> list[str]:
+    """The file that a type is like, which may be like another, with its own names; then its own, where it has one."""
     like, path = MODELS[name].like, Path(__file__).parent / f"{name}.py"
-    made = _parts(like).renamed(like, name) if like else _Parts("", {}, {})
-    return _below(made, path.read_text(encoding="utf-8")) if path.is_file() else made
+    own = [path.read_text(encoding="utf-8")] if path.is_file() else []
+    return [_renamed(text, like, name) for text in _texts(like)] + own if like else own
 
 
-def _below(parts: _Parts, text: str) -> _Parts:
-    """What a file has of its own in place of what it takes; what is new stands before what follows it in the file."""
+def _renamed(text: str, old: str, new: str) -> str:
+    words, classes = MODELS[old].words, MODELS[old].classes
+    text = re.sub(rf"(?<![a-zA-Z]){words}(?![A-Za-z])", MODELS[new].words, text)
+    text = re.sub(rf"(?<![a-z]){classes}(?=[A-Z])", MODELS[new].classes, text)
+    return re.sub(rf"(?<=[._]){old}\b", new, text)
+
+
+def _below(definitions: dict[str, str], imports: dict[str, str], text: str) -> dict[str, str]:
+    """Definitions with those of a file in place of others; what is new stands before what follows it in the file.
+
+    Its imports ("Tensor": "from torch import Tensor") are added.
+    """
     lines, body = text.splitlines(keepends=True), ast.parse(text).body
-    imports, own, end = dict(parts.imports), {}, body[0].end_lineno or 0
+    own, end = {}, body[0].end_lineno or 0
     for node in body[1:]:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names if not str(node.module).startswith("gqa.") else ():
@@ -85,13 +78,12 @@ def _below(parts: _Parts, text: str) -> _Parts:
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
             own[node.name] = "".join(lines[end : node.end_lineno])
         end = node.end_lineno or 0
-    order, following = list(parts.definitions), ""
+    order, following = list(definitions), ""
     for key in reversed(own):
         if key not in order:
             order.insert(order.index(following) if following else len(order), key)
         following = key
-    definitions = {key: own.get(key) or parts.definitions[key] for key in order}
-    return _Parts("".join(lines[: body[0].end_lineno]), imports, definitions)
+    return {key: own.get(key) or definitions[key] for key in order}
 
 
 def auto_classes(model_type: str) -> dict[str, str]:
@@ -108,14 +100,18 @@ def auto_classes(model_type: str) -> dict[str, str]:
 
 def text_of(name: str) -> str:
     """The file for a model type of transformers (without `gqa_`), with a class for each that transformers has of it."""
-    parts, text = _parts(name), ""
+    texts, text = _texts(name), ""
+    definitions: dict[str, str] = {}
+    imports: dict[str, str] = {}
+    for file in texts:
+        definitions = _below(definitions, imports, file)
     for model in dict.fromkeys(auto_classes(name).values()):
         text += f"\n\nclass GQA{model}(Grouped, source.{model}):\n    pass\n"
-    for key, definition in reversed(parts.definitions.items()):
+    for key, definition in reversed(definitions.items()):
         if re.search(rf"\b{key}\b", text):
             text = f"\n\n{definition.strip()}\n{text}"
     sections: tuple[dict[str, list[str]], ...] = ({}, {})  # of Python's own, and of others
-    for key, line in parts.imports.items():
+    for key, line in imports.items():
         if re.search(rf"\b{key}\b", text):
             module, _, imported = line.partition(" import ")
             sections[module not in ("from types", "from typing")].setdefault(module, []).append(imported)
@@ -123,4 +119,10 @@ def text_of(name: str) -> str:
         "".join(f"{module} import {', '.join(sorted(names))}\n" for module, names in sorted(section.items()))
         for section in sections
     )
-    return f"{_LICENCE}\n{parts.doc}\n" + "\n".join(written) + text
+    where = _CHOSEN if "grouped_attention" in text else ""
+    return (
+        _HEAD.format(words=MODELS[name].words, where=where, doc=ast.get_docstring(ast.parse(texts[-1])))
+        + "\n"
+        + "\n".join(written)
+        + text
+    )
