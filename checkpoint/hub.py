@@ -82,17 +82,14 @@ def _from_hub(
     model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object]
 ) -> Checkpoint:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         info = HfApi().model_info(model, revision=revision)
     except Exception as error:
-        if not is_unreachable(error):
-            raise
-        with suppress(LocalEntryNotFoundError):
-            return _cached(model, revision)
+        if is_unreachable(error) and (cached := _cached(model, revision)):
+            return cached
         raise
-    name, present = model.split("/")[-1], {sibling.rfilename for sibling in info.siblings or []}
+    present = {sibling.rfilename for sibling in info.siblings or []}
     if "config.json" not in present:
         raise RefusedError(f"{model} has no config.json; {_WANTED}")
 
@@ -106,11 +103,12 @@ def _from_hub(
         raise CorruptError(f"the index of {model} names {min(missing)}, which is not there; tell its owner")
     if headers_only and files[0].endswith(".bin"):
         raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    cached = all(isinstance(try_to_load_from_cache(model, file, revision=info.sha), str) for file in files)
-    if files[0].endswith(".safetensors") and (headers_only or not cached):
+    here = all(isinstance(try_to_load_from_cache(model, file, revision=info.sha), str) for file in files)
+    if files[0].endswith(".safetensors") and (headers_only or not here):
         with ThreadPoolExecutor(8) as pool:
             tables = dict(zip(files, pool.map(partial(_remote_table, model, info.sha), files), strict=True))
         tensors, config = merge_tables(tables, index), read("config.json")
+        name = model.split("/")[-1]
         headers = Checkpoint(name, None, config, tensors, tuple(files), revision=info.sha, hub_id=model)
         if headers_only:
             return headers
@@ -123,20 +121,22 @@ def _from_hub(
     directory = Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in needed]))
     if directory.name != info.sha:
         raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
-    return read_checkpoint(directory, name, revision=info.sha, hub_id=model)
+    return read_checkpoint(directory, info.sha, model)
 
 
-def _cached(model: str, revision: str | None) -> Checkpoint:
-    """The model as the cache holds it. Raises LocalEntryNotFoundError when anything of it is not there."""
+def _cached(model: str, revision: str | None) -> Checkpoint | None:
+    """The model as the cache holds it; None when anything of it is not there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    directory = Path(snapshot_download(model, revision=revision, ignore_patterns=_NO_SIDE_FILES, local_files_only=True))
-    present = {path.name for path in directory.iterdir()}
-    files, _ = weight_files(present, partial(read_json, directory))
-    if not files or not present.issuperset([*files, "config.json"]):
-        raise LocalEntryNotFoundError(f"not all of {model} is in the cache")
-    return read_checkpoint(directory, model.split("/")[-1], revision=directory.name, hub_id=model)
+    how: Any = {"ignore_patterns": _NO_SIDE_FILES, "local_files_only": True}
+    with suppress(LocalEntryNotFoundError):
+        directory = Path(snapshot_download(model, revision=revision, **how))
+        present = {path.name for path in directory.iterdir()}
+        files, _ = weight_files(present, partial(read_json, directory))
+        if files and present.issuperset([*files, "config.json"]):
+            return read_checkpoint(directory, directory.name, model)
+    return None
 
 
 def _remote_table(model: str, commit: str | None, file: str) -> list[TensorSpec]:

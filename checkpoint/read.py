@@ -179,9 +179,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def read_checkpoint(
-    directory: Path, name: str | None = None, *, revision: str | None = None, hub_id: str | None = None
-) -> Checkpoint:
+def read_checkpoint(directory: Path, revision: str | None = None, hub_id: str | None = None) -> Checkpoint:
     """Read config, index and headers of a local directory. Raises RefusedError or CorruptError with one line."""
     try:
         present = {p.name for p in directory.iterdir()}
@@ -205,7 +203,8 @@ def read_checkpoint(
         raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None
     except (PermissionError, FileNotFoundError) as error:
         raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from None
-    tensors, name = merge_tables(tables, index), name or directory.resolve().name
+    tensors = merge_tables(tables, index)
+    name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     return Checkpoint(
         name, directory, config, tensors, tuple(files), kept, left_out, revision, hub_id, _pickled=pickled
     )  # fmt: skip

@@ -186,13 +186,10 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
         raise RefusedError(refusal) from None
     try:
         yield
-    finally:  # it is removed while it is held (a waiting run notices), or after, where that is not possible
-        if os.name == "posix":
-            path.unlink(missing_ok=True)
+    finally:
+        with suppress(OSError):  # it is removed while it is held (a waiting run notices), where that is possible
+            path.unlink()
         lock.release()
-        if os.name != "posix":
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

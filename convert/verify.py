@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,7 +30,7 @@ def verify(
     Raises OutputError: a result that fails is removed by the caller.
     """
     try:
-        written = read_checkpoint(work, plan.checkpoint.name)
+        written = replace(read_checkpoint(work), name=plan.checkpoint.name)
         again = make_plan(written, plan.groups)
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
