@@ -197,23 +197,21 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     quiet = options["quiet"] or not main
     how = evaluate.Options(
         device=evaluate.usable_device(options["device"]), compare=options["kl"],
-        **{name: options[name] for name in ("batch_size", "dtype", "attention", "compile", "trust_remote_code")},
-        baseline_cache=options["baseline_cache"],
+        **{name: options[name] for name in ("batch_size", "dtype", "attention", "compile", "baseline_cache")},
     )  # fmt: skip
-    subjects = open_subjects(names, how.trust_remote_code, options["revision"])
+    subjects = open_subjects(names, options["trust_remote_code"], options["revision"])
     harness = _find_tasks(subjects, options, quiet) if options["tasks"] else None
-    rows = [evaluate.Row(subject) for subject in subjects]
     results: dict[str, Any] = {
         "command": shlex.join(["gqa-eval", *sys.argv[1:]]),
         **evaluate.environment(how.device, ["lm_eval"] if options["tasks"] else []),
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
-        "models": [row.record for row in rows],
+        "models": [subject.record for subject in subjects],
     }
     batches, steps, repeats = options["batches"], options["steps"], options["repeats"]
     contexts = evaluate.decode_contexts(subjects, options["contexts"], steps) if options["decode"] else ()
     if options["memory"]:
         context = choose_context(subjects, options["context"], options["beyond_positions"])
-        results["memory"] = evaluate.fit(rows, options["memory"], options["tensor_parallel"], context)
+        results["memory"] = evaluate.fit(subjects, options["memory"], options["tensor_parallel"], context)
     with ExitStack() as stack:
 
         def bar(total: int, unit: str, name: str) -> Any:
@@ -222,14 +220,14 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
         if options["data"]:
             text = read_text(subjects, options)
             results["text"] = {"data": options["data"], **text.record()}
-            evaluate.measure_quality(rows, text, how, lambda name: bar(text.tokens // share, "tok", name))
+            evaluate.measure_quality(subjects, text, how, lambda name: bar(text.tokens // share, "tok", name))
         if not main:  # the rest is not split
             return {}
         if contexts:
-            runs = bar(len(rows) * len(batches) * len(contexts) * repeats, "run", "decoding")
-            evaluate.time_decoding(rows, how, batches, contexts, steps, repeats, runs)
+            runs = bar(len(subjects) * len(batches) * len(contexts) * repeats, "run", "decoding")
+            evaluate.time_decoding(subjects, how, batches, contexts, steps, repeats, runs)
     if harness:
-        evaluate.run_tasks(rows, how, harness, options["shots"], options["limit"])
+        evaluate.run_tasks(subjects, how, harness)
     return results
 
 
@@ -241,7 +239,8 @@ def _find_tasks(subjects: list[Subject], options: dict[str, Any], quiet: bool) -
         raise RefusedError("--tasks names no task; `lm-eval ls tasks` lists them")
     for subject in subjects:
         _ = subject.tokenizer
-    return Harness(names, options["include_tasks"], quiet or not sys.stderr.isatty())
+    quiet = quiet or not sys.stderr.isatty()
+    return Harness(names, options["include_tasks"], options["shots"], options["limit"], quiet)
 
 
 def _gate(results: dict[str, Any], limit: float | None) -> None:
@@ -256,7 +255,3 @@ def _gate(results: dict[str, Any], limit: float | None) -> None:
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says, 3 where --fail-above finds more."""
     run(command, "gqa-eval", "no report was written")
-
-
-if __name__ == "__main__":
-    main()

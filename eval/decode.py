@@ -13,11 +13,13 @@ and then no faster with fewer heads (`benchmarks/attention.py --dtype bfloat16` 
 
 from __future__ import annotations
 
+import inspect
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +27,9 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import Progress, unwatched
-from gqa.eval.memory import check_length, last_logits, model_cache, model_name, random_tokens, vocabulary_size
+from gqa.convert.heads.kv_cache import KVCache
 
+SEED = 0
 WARM_UP_STEPS = 2
 BANDWIDTH_REPEATS = 7
 BANDWIDTH_BYTES = 1 << 28  # far more than a processor's caches hold
@@ -41,40 +44,24 @@ class Decoded:
     seconds_per_token: float
 
 
-@dataclass(frozen=True)
-class DecodePoint:
-    """One model at one batch size and context length."""
-
-    batch: int
-    context: int  # tokens of each prompt
-    prefill_seconds: float  # until the first token is known (TTFT), the median of the repeats
-    seconds_per_token: float  # of one decode step, which gives every sequence a token, the median of the repeats
-    fastest: float  # of the repeats' seconds per token
-    slowest: float
-    tokens_per_second: float  # of the whole batch
-    bytes_per_step: int  # that must be read for one step: all weights once, and the KV cache of the context
-    cache_bytes: int  # the KV cache's part of them
-    roofline_seconds: float  # what reading them takes at the measured memory bandwidth
-    attention: str  # the loaded model's attn_implementation
-    dtype: str
-    turns: tuple[int, ...]  # when each repeat ran among those of all models: (0, 2) beside another model's (1, 3)
-
-
 def measure_decode(
     models: Mapping[str, PreTrainedModel],
+    caches: Mapping[str, KVCache],
     batches: Sequence[int],
     contexts: Sequence[int],
     steps: int,
     repeats: int,
     progress: Progress = unwatched,
-) -> dict[str, list[DecodePoint]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Time prefill and greedy decoding of every model at every batch size and context length.
 
     The models take turns (A, B, A, B ...) after a warm-up of each, so that noise hits all alike, on the same random
-    prompts. They are used as they are loaded: device, dtype and attention implementation are theirs.
+    prompts. They are used as they are loaded: device, dtype and attention implementation are theirs. What they cannot
+    do is for `evaluate.decode_contexts` to refuse.
 
     Args:
         models: By name; all of them stay loaded.
+        caches: Of each, by formula.
         batches: Numbers of sequences.
         contexts: Tokens of each prompt.
         steps: Decode steps of a run, each of one token per sequence, after the prefill has given the first.
@@ -82,21 +69,15 @@ def measure_decode(
         progress: Called with 1 after each of them.
 
     Returns:
-        Points by model, in the order of batches and, within one, of contexts.
+        Points by model, in the order of batches and, within one, of contexts; JSON-ready.
 
     Raises:
-        RefusedError: Before anything is timed, where a model has fewer positions than a context and the steps need,
-            its key/value heads are not known, or a number is not positive.
+        RefusedError: A model returns no cache to decode with.
         torch.OutOfMemoryError: A batch does not fit on the GPU.
     """
-    if min(steps, repeats, *batches, *contexts, 1) < 1:
-        raise RefusedError("batch sizes, contexts, steps and repeats must be 1 or more")
-    for model in models.values():
-        check_length(model, max(contexts, default=1) + steps)
-    caches = {name: model_cache(model) for name, model in models.items()}
     bandwidth = {device: memory_bandwidth(device) for device in {model.device for model in models.values()}}
-    vocabulary = min(map(vocabulary_size, models.values()), default=1)
-    points: dict[str, list[DecodePoint]] = {name: [] for name in models}
+    vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in models.values())
+    points: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     for batch, context in product(batches, contexts):
         prompts = random_tokens(vocabulary, batch, context)
         for model in models.values():
@@ -107,31 +88,29 @@ def measure_decode(
             progress(1)
         for name, model in models.items():
             own = {turn: run for turn, (whose, run) in enumerate(runs) if whose == name}
-            cache_bytes = batch * caches[name].bytes_at(context)
-            points[name].append(_point(model, batch, context, own, cache_bytes, bandwidth[model.device]))
+            cache_bytes = batch * in_dtype(caches[name], model).bytes_at(context)
+            found = _point(model, own, cache_bytes, bandwidth[model.device])
+            points[name].append({"batch": batch, "context": context, **found})
     return points
 
 
-def _point(
-    model: PreTrainedModel, batch: int, context: int, runs: Mapping[int, Decoded], cache_bytes: int, bandwidth: float
-) -> DecodePoint:
+def _point(model: PreTrainedModel, runs: Mapping[int, Decoded], cache_bytes: int, bandwidth: float) -> dict[str, Any]:
+    """What its `runs` say of a model at one batch size and context length, seconds being medians of them."""
     seconds = [run.seconds_per_token for run in runs.values()]
     bytes_per_step = weights_read(model) + cache_bytes
-    return DecodePoint(
-        batch=batch,
-        context=context,
-        prefill_seconds=statistics.median(run.prefill_seconds for run in runs.values()),
-        seconds_per_token=statistics.median(seconds),
-        fastest=min(seconds),
-        slowest=max(seconds),
-        tokens_per_second=batch / statistics.median(seconds),
-        bytes_per_step=bytes_per_step,
-        cache_bytes=cache_bytes,
-        roofline_seconds=bytes_per_step / bandwidth,
-        attention=str(model.config._attn_implementation),
-        dtype=str(model.dtype).removeprefix("torch."),
-        turns=tuple(runs),
-    )
+    return {
+        "prefill_seconds": statistics.median(run.prefill_seconds for run in runs.values()),  # to the first token (TTFT)
+        "seconds_per_token": statistics.median(seconds),  # of one decode step, which gives every sequence a token
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "tokens_per_second": len(runs[min(runs)].tokens) / statistics.median(seconds),  # of the whole batch
+        "bytes_per_step": bytes_per_step,  # to be read for one: all weights once, and the KV cache of the context
+        "cache_bytes": cache_bytes,
+        "roofline_seconds": bytes_per_step / bandwidth,  # what reading them takes
+        "attention": str(model.config._attn_implementation),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "turns": tuple(runs),  # when each run was among those of all models: (0, 2) beside another model's (1, 3)
+    }
 
 
 @torch.inference_mode()
@@ -146,18 +125,51 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
     Raises:
         RefusedError: The model returns no cache to decode with.
     """
-    only_last = last_logits(model)
     start = clock(model.device)
-    output = model(input_ids=ids, use_cache=True, **only_last)
-    tokens = [output.logits[:, -1:].argmax(-1)]
-    prefilled = clock(model.device)
-    cache = output.get("past_key_values")
-    if cache is None:
-        raise RefusedError(f"{model_name(model)} returns no key/value cache: there is no decoding to time")
+    token, cache = _read(model, ids)
+    prefilled, tokens = clock(model.device), [token]
     for _ in range(steps):
-        output = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True, **only_last)
-        tokens.append(output.logits[:, -1:].argmax(-1))
+        token, cache = _read(model, token, cache)
+        tokens.append(token)
     return Decoded(torch.cat(tokens, dim=1), prefilled - start, (clock(model.device) - prefilled) / steps)
+
+
+def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+    """The greedy tokens (batch, 1) after `ids` (batch, T), and the cache that holds them. Raises RefusedError."""
+    only_last = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
+    more = {"logits_to_keep": 1} if only_last else {}
+    output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+    if not hasattr(output.get("past_key_values"), "layers"):
+        raise RefusedError(f"{type(model).__name__} returns no key/value cache with layers: there is nothing to time")
+    return output.logits[:, -1:].argmax(-1), output.past_key_values
+
+
+@torch.inference_mode()
+def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
+    """Bytes of memory that transformers' own cache object holds for `batch` sequences of `tokens`.
+
+    All tokens but the last are a prefill and the last is a decode step: right after a prefill a sliding-window layer is
+    a view that keeps the whole prompt's memory alive, from the first step on it has a tensor of its window. What is
+    summed is the memory behind the key and value tensors of all layers, each counted once. Raises RefusedError.
+    """
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+    cache: Any = None
+    for part in random_tokens(vocabulary, batch, tokens).to(model.device).split([tokens - 1, 1], dim=1):
+        if part.shape[1]:
+            _, cache = _read(model, part, cache)
+    parts = [getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values")]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts if isinstance(t, Tensor)}
+    return sum(storages.values())
+
+
+def random_tokens(vocabulary: int, batch: int, tokens: int) -> Tensor:
+    """Token ids (batch, tokens), always the same."""
+    return torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(SEED))
+
+
+def in_dtype(cache: KVCache, model: PreTrainedModel) -> KVCache:
+    """A checkpoint's cache as it is where the model computes in another dtype than it is stored in."""
+    return replace(cache, bytes_per_number=model.dtype.itemsize)
 
 
 def weights_read(model: PreTrainedModel) -> int:

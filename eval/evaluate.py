@@ -6,7 +6,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,11 +22,11 @@ from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.attention_error import attention_errors
-from gqa.eval.decode import measure_decode
-from gqa.eval.memory import largest_batch, largest_context, measured_cache_bytes, model_cache
+from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
+from gqa.eval.memory import what_fits
 from gqa.eval.perplexity import Text, clusters, perplexity
 from gqa.eval.report import nearest
-from gqa.eval.scoring import LiveBaseline, Scores, score
+from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import by_context, kl_statistics, paired_ratio
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import Subject
@@ -47,17 +47,8 @@ class Options:
     device: str = "cpu"
     attention: str | None = None  # transformers' choice: sdpa where the model's class has it
     compile: bool = False
-    trust_remote_code: bool = False
     compare: bool = False  # distributions and attention outputs against the baseline
     baseline_cache: Path | None = None
-
-
-class Row:
-    """One checkpoint with everything that was measured of it: `record` is JSON-ready."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject, self.record = subject, subject.record()
-        self.scores: Scores | None = None
 
 
 def usable_device(asked: str | None) -> str:
@@ -71,7 +62,7 @@ def load(subject: Subject, options: Options) -> PreTrainedModel:
     with _explained(subject.name, options, "its weights", advice):
         return load_model(
             subject.path, dtype=options.dtype, device=options.device, attention=options.attention,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=subject.trust_remote_code,
         )  # fmt: skip
 
 
@@ -98,63 +89,68 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in map(str.strip, str(error).splitlines()) if line), explain(error))
 
 
-def measure_quality(rows: Sequence[Row], text: Text, options: Options, bars: Bars = lambda name: unwatched) -> None:
-    """Add to each row the perplexity on the same windows and, with `options.compare`, how it differs from the first's.
+def measure_quality(
+    subjects: Sequence[Subject], text: Text, options: Options, bars: Bars = lambda name: unwatched
+) -> Scores:
+    """Add to each record the perplexity on the same windows and, with `options.compare`, how it differs from the
+    first's, whose scores are returned.
 
     One model is in memory at a time; two while they are compared in lockstep, which `options.baseline_cache` avoids:
     then distributions are compared with what is stored, and attention outputs are not.
     """
-    first, others = rows[0], rows[1:]
-    stored = live = None
+    first, *others = subjects
+    stored = live = own = None
     if options.compare and options.baseline_cache:
         stored = _stored_baseline(first, text, options, bars)
-        first.scores = Scores.of(text.windows, stored.nats)
+        own = Scores.of(text.windows, stored.nats)
     elif options.compare and others:
         live = _head(first, options)
     else:
-        first.scores = _score(first, _head(first, options), text, options, bars)
-    baseline = LiveBaseline(live) if live else stored
-    for row in others:
-        head = _head(row, options)
-        row.scores = _score(row, head, text, options, bars, baseline=baseline)
+        own = _score(first, _head(first, options), text, options, bars)
+    baseline = live_baseline(live) if live else stored
+    for subject in others:
+        head = _head(subject, options)
+        scores = _score(subject, head, text, options, bars, baseline=baseline)
         if live:
-            first.scores = first.scores or _baseline_scores(first, live, row.scores, text, options)
-            errors = attention_errors(live.model, head.model, some_windows(text))
-            row.record["attention_error"] = [asdict(e) for e in errors]
+            own = own or _baseline_scores(first, live, scores, text, options)
+            subject.record["attention_error"] = attention_errors(live.model, head.model, some_windows(text))
+        subject.record.update(summary(scores, text, own))
+        if stored:
+            subject.record["against_baseline"]["stored_baseline"] = stored.record
         del head  # before the next one is loaded
-    for row in rows:
-        assert row.scores is not None
-        row.record |= summary(row.scores, text, None if row is first else first.scores)
-        if stored and row is not first:
-            row.record["against_baseline"]["stored_baseline"] = stored.record
+    assert own is not None
+    first.record.update(summary(own, text))
+    return own
 
 
-def _head(row: Row, options: Options) -> ChunkedHead:
-    model = load(row.subject, options)
-    row.record |= {"dtype": str(model.dtype).removeprefix("torch."), "attention": model.config._attn_implementation}
+def _head(subject: Subject, options: Options) -> ChunkedHead:
+    model = load(subject, options)
+    subject.record.update(
+        {"dtype": str(model.dtype).removeprefix("torch."), "attention": model.config._attn_implementation}
+    )
     return ChunkedHead(model, options.compile)
 
 
-def _score(row: Row, head: ChunkedHead, text: Text, options: Options, bars: Bars, **more: Any) -> Scores:
+def _score(subject: Subject, head: ChunkedHead, text: Text, options: Options, bars: Bars, **more: Any) -> Scores:
     tried = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
-    with _explained(row.subject.name, options, tried, "give a smaller --batch-size or --context"):
-        return score(head, text.windows, batch_size=options.batch_size, progress=bars(row.subject.name), **more)
+    with _explained(subject.name, options, tried, "give a smaller --batch-size or --context"):
+        return score(head, text.windows, batch_size=options.batch_size, progress=bars(subject.name), **more)
 
 
-def _baseline_scores(row: Row, head: ChunkedHead, compared: Scores, text: Text, options: Options) -> Scores:
+def _baseline_scores(subject: Subject, head: ChunkedHead, compared: Scores, text: Text, options: Options) -> Scores:
     """The baseline's own, as they were found in lockstep with another model."""
     assert compared.baseline_nats is not None
     if not np.isfinite(compared.baseline_nats).all():
-        return _score(row, head, text, options, lambda name: unwatched)  # refuses, and says where
+        return _score(subject, head, text, options, lambda name: unwatched)  # refuses, and says where
     return Scores.of(text.windows, compared.baseline_nats)
 
 
-def _stored_baseline(row: Row, text: Text, options: Options, bars: Bars) -> StoredBaseline:
+def _stored_baseline(subject: Subject, text: Text, options: Options, bars: Bars) -> StoredBaseline:
     """The recording in the cache; where there is none of this model and text, the baseline is run once to make it."""
-    directory, subject = options.baseline_cache, row.subject
+    directory = options.baseline_cache
     assert directory is not None
     dtype, key = baseline_key(subject, text, options)
-    row.record |= {"dtype": dtype, "attention": options.attention}
+    subject.record.update({"dtype": dtype, "attention": options.attention})
     if found := StoredBaseline.open(directory, key):
         return found
     if ranks().num_processes > 1:
@@ -165,12 +161,9 @@ def _stored_baseline(row: Row, text: Text, options: Options, bars: Bars) -> Stor
     needed, free = text.tokens * subject.vocabulary * 2, shutil.disk_usage(nearest(directory)).free
     if needed > free:
         raise OutputError(f"--baseline-cache needs {needed:,} bytes in {directory}, where {free:,} are free")
-    head = _head(row, options)
+    head = _head(subject, options)
     recorder = Recorder(directory, key, text.tokens, head.vocabulary)
-    recorder.finish(_score(row, head, text, options, bars, record=recorder).nats)
-    made = StoredBaseline.open(directory, key)
-    assert made is not None
-    return made
+    return recorder.finish(_score(subject, head, text, options, bars, record=recorder).nats)
 
 
 def baseline_key(subject: Subject, text: Text, options: Options) -> tuple[str, str]:
@@ -187,34 +180,29 @@ def some_windows(text: Text) -> list[Any]:
 
 def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[str, Any]:
     """What scores say, alone and against a baseline's, JSON-ready."""
-    found: dict[str, Any] = {
-        "quality": asdict(perplexity(scores, text)),
-        "by_context": by_context(scores.nats, scores.context),
-    }
+    found = {"quality": perplexity(scores, text), "by_context": by_context(scores.nats, scores.context)}
     if baseline is None:
         return found
     compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, np.array(clusters(scores, text.windows)))
-    if scores.kl is not None:
-        assert scores.same_top is not None
+    if scores.kl is not None and scores.same_top is not None:
         compared |= kl_statistics(scores.kl, scores.same_top, scores.nats, baseline.nats)
     return found | {"against_baseline": compared}
 
 
-def fit(rows: Sequence[Row], memory: int, devices: int, context: int) -> dict[str, Any]:
-    """Add to each row the largest batch and context that fit into the memory of each of `devices` that share it."""
-    for row in rows:
-        cache, weights = row.subject.cache, row.subject.weight_bytes
-        if not cache:
+def fit(subjects: Sequence[Subject], memory: int, devices: int, context: int) -> dict[str, Any]:
+    """Add to each record the largest batch and context that fit into the memory of each of `devices` that share it."""
+    for subject in subjects:
+        if not subject.cache:
             continue
         found: dict[str, Any] = {"batch": None, "longest": None}
         try:
-            if (query := row.record["heads"]["query"]) % devices:
+            if (query := subject.record["heads"]["query"]) % devices:
                 raise RefusedError(f"{devices} ranks are not possible for {query} query heads: they must divide them")
-            found["batch"] = largest_batch(cache, weights, memory, context, devices)
-            found["longest"] = largest_context(cache, weights, memory, devices)
+            fitting = what_fits(subject.cache, subject.weight_bytes, memory, context, devices)
+            found["batch"], found["longest"] = fitting
         except RefusedError as error:  # of this conversion; the ranks may suit another
             found["impossible"] = str(error)
-        row.record["kv_cache"]["fits"] = found
+        subject.record["kv_cache"]["fits"] = found
     return {"bytes": memory, "ranks": devices, "context": context}
 
 
@@ -234,29 +222,29 @@ def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, st
 
 
 def time_decoding(
-    rows: Sequence[Row], options: Options, batches: Sequence[int], contexts: Sequence[int], steps: int, repeats: int,
-    progress: Progress = unwatched,
+    subjects: Sequence[Subject], options: Options, batches: Sequence[int], contexts: Sequence[int], steps: int,
+    repeats: int, progress: Progress = unwatched,
 ) -> None:  # fmt: skip
-    """Add to each row how fast its model decodes, and its cache as it is measured; all models are in memory at once,
-    since they take turns. `progress` is that of `measure_decode`.
+    """Add to each record how fast its model decodes, and its cache as it is measured; all models are in memory at once,
+    since they take turns. Arguments as of `measure_decode`.
     """
-    models = {row.subject.name: load(row.subject, options) for row in rows}
+    models = {subject.name: load(subject, options) for subject in subjects}
+    caches = {subject.name: subject.cache for subject in subjects if subject.cache}
     tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
     with _explained(", ".join(models), options, tried, "give smaller --batches or --contexts, or fewer checkpoints"):
-        points = measure_decode(models, batches, contexts, steps, repeats, progress)
-    for row in rows:
-        model, found, tokens = models[row.subject.name], points[row.subject.name], contexts[0]
-        row.record["decode"] = {"steps": steps, "repeats": repeats, "points": [asdict(point) for point in found]}
-        held, formula = measured_cache_bytes(model, tokens, 1), model_cache(model).bytes_at(tokens)
-        row.record["kv_cache"]["measured"] = {"tokens": tokens, "bytes": held, "formula": formula}
+        points = measure_decode(models, caches, batches, contexts, steps, repeats, progress)
+    for subject in subjects:
+        model, tokens = models[subject.name], contexts[0]
+        subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}
+        held, formula = measured_cache_bytes(model, tokens, 1), in_dtype(caches[subject.name], model).bytes_at(tokens)
+        subject.record["kv_cache"]["measured"] = {"tokens": tokens, "bytes": held, "formula": formula}
 
 
-def run_tasks(rows: Sequence[Row], options: Options, harness: Harness, shots: int | None, limit: int | None) -> None:
-    """Add to each row what the harness finds; arguments as of `Harness.run`."""
-    for row in rows:
-        model, size = load(row.subject, options), options.batch_size
-        found = harness.run(model, row.subject.tokenizer, batch_size=size, shots=shots, limit=limit)
-        row.record["tasks"] = found
+def run_tasks(subjects: Sequence[Subject], options: Options, harness: Harness) -> None:
+    """Add to each record what the harness finds."""
+    for subject in subjects:
+        model = load(subject, options)
+        subject.record["tasks"] = harness.run(model, subject.tokenizer, options.batch_size)
 
 
 def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:

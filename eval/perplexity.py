@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,65 +70,46 @@ def make_text(
     """
     if stride and stride > context:
         raise RefusedError(f"--stride {stride:,} is more than the context of {context:,}: it would leave gaps unscored")
-    if protocol == "rolling":
-        found, sizes = _rolling(texts, tokenizer, context, max_tokens)
-    else:
-        found, sizes = _joined(texts, tokenizer, protocol, context, stride or context, max_tokens)
-    needed = 2 * context if protocol == "llama.cpp" else context
-    if sizes.tokens < needed:
+    rolling, needed = protocol == "rolling", 2 * context if protocol == "llama.cpp" else context
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if rolling and prefix is None:
+        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; use --stride")
+    taken = _taken(((text, encode(tokenizer, text) if rolling or max_tokens else []) for text in texts), max_tokens)
+    documents = len(taken)
+    if not rolling:
+        joined = "\n\n".join(text for text, _ in taken)
+        taken = [(joined, encode(tokenizer, joined))]
+    if (tokens := sum(len(ids) for _, ids in taken)) < needed:
         raise RefusedError(
-            f"the text has {sizes.tokens:,} tokens, less than {'two windows' if needed > context else 'one window'} of "
+            f"the text has {tokens:,} tokens, less than {'two windows' if needed > context else 'one window'} of "
             f"{context:,}; give more text or a smaller --context"
         )
-    return Text(tuple(found), protocol, context, sizes.documents, sizes.bytes, sizes.words, stride)
-
-
-@dataclass
-class _Sizes:
-    """Of the text so far."""
-
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    words: int = 0
-
-    def add(self, text: str, tokens: int) -> None:
-        self.tokens, self.documents = self.tokens + tokens, self.documents + 1
-        self.bytes, self.words = self.bytes + len(text.encode()), self.words + count_words(text)
-
-
-def _rolling(texts: Iterable[str], tokenizer: Any, context: int, max_tokens: int | None) -> tuple[list[Window], _Sizes]:
-    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if prefix is None:
-        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; use --stride")
     windows: list[Window] = []
-    sizes = _Sizes()
-    for text in texts:
-        ids = encode(tokenizer, text)
-        windows += rolling_windows(ids, context, prefix, sizes.documents)
-        sizes.add(text, len(ids))
-        if max_tokens and sizes.tokens >= max_tokens:
+    for number, (_, ids) in enumerate(taken):
+        if rolling:
+            windows += rolling_windows(ids, context, prefix, number)
+        elif protocol == "strided":
+            windows += strided_windows(ids, context, stride or context)
+        else:
+            windows += llama_cpp_windows(ids, context, ids[0] if ids[0] == tokenizer.bos_token_id else None)
+    return Text(tuple(windows), protocol, context, documents, *_sizes(text for text, _ in taken), stride)
+
+
+def _taken(found: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:
+    """Texts with their token ids (and what goes with them), up to the text that reaches `max_tokens`."""
+    taken, tokens = [], 0
+    for one in found:
+        taken.append(one)
+        tokens += len(one[1])
+        if max_tokens and tokens >= max_tokens:
             break
-    return windows, sizes
+    return taken
 
 
-def _joined(
-    texts: Iterable[str], tokenizer: Any, protocol: Protocol, context: int, stride: int, max_tokens: int | None
-) -> tuple[list[Window], _Sizes]:
-    kept, tokens = [], 0
-    for text in texts:
-        kept.append(text)
-        if max_tokens:
-            tokens += len(encode(tokenizer, text))
-            if tokens >= max_tokens:
-                break
-    joined = "\n\n".join(kept)
-    ids = encode(tokenizer, joined)
-    sizes = _Sizes(len(ids), len(kept), len(joined.encode()), count_words(joined))
-    if protocol == "strided":
-        return list(strided_windows(ids, context, stride)), sizes
-    bos = tokenizer.bos_token_id if ids and ids[0] == tokenizer.bos_token_id else None
-    return list(llama_cpp_windows(ids, context, bos)), sizes
+def _sizes(texts: Iterable[str]) -> tuple[int, int]:
+    """Bytes and words."""
+    sizes = [(len(text.encode()), count_words(text)) for text in texts]
+    return sum(size for size, _ in sizes), sum(words for _, words in sizes)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -146,24 +127,24 @@ def make_pairs(
     What is longer than the context is cut to it. Where the tokenizer itself puts `start` before a target, it is not
     scored: the decoder is given it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError.
     """
+
+    def found() -> Iterator[tuple[str, list[int], str]]:
+        for source, target in pairs:
+            ids = tokenizer(text_target=target, verbose=False)["input_ids"]
+            if ids := ids[ids[:1] == [start] :]:
+                yield target, ids, source
+
     windows: list[Window] = []
-    sizes, cut = _Sizes(), 0
-    for number, (source, target) in enumerate(pairs):
+    cut, taken = 0, _taken(found(), max_tokens)
+    for number, (_, ids, source) in enumerate(taken):
         encoder: list[int] = tokenizer(source, verbose=False)["input_ids"]
-        ids: list[int] = tokenizer(text_target=target, verbose=False)["input_ids"]
-        ids = ids[ids[:1] == [start] :]
-        if not ids:
-            continue
         cut += max(len(encoder), len(ids)) > context
         if len(encoder) > context:  # the tokenizer cuts before its own last tokens
             encoder = tokenizer(source, truncation=True, max_length=context, verbose=False)["input_ids"]
         windows.append(Window((start, *ids[:context]), len(ids[:context]), number, tuple(encoder)))
-        sizes.add(target, len(ids))
-        if max_tokens and sizes.tokens >= max_tokens:
-            break
     if not windows:
         raise RefusedError("there is no pair of a source and a target text; give more with --data")
-    return Text(tuple(windows), "pairs", context, sizes.documents, sizes.bytes, sizes.words, cut=cut)
+    return Text(tuple(windows), "pairs", context, len(taken), *_sizes(text for text, *_ in taken), cut=cut)
 
 
 def count_words(text: str) -> int:
@@ -171,33 +152,25 @@ def count_words(text: str) -> int:
     return len(re.split(r"\s+", text))
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """`tokens` are those scored; per word and per byte only where every token of the text is."""
-
-    nats: float
-    nats_per_token: float
-    tokens: int
-    token_perplexity: float
-    token_perplexity_error: float
-    word_perplexity: float | None = None
-    byte_perplexity: float | None = None
-    bits_per_byte: float | None = None
-
-
-def perplexity(scores: Scores, text: Text) -> Perplexity:
-    """Sums divided once: exp(nats / tokens), exp(nats / words), exp(nats / bytes), nats / (ln 2 bytes).
+def perplexity(scores: Scores, text: Text) -> dict[str, float | None]:
+    """Sums divided once: exp(nats / tokens), exp(nats / words), exp(nats / bytes), nats / (ln 2 bytes). `tokens` are
+    those scored; per word and per byte only where every token of the text is.
 
     The error of the token perplexity is llama-perplexity's: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
     total, tokens = scores.total_nats, scores.tokens
-    mean = total / tokens
-    value = exp(mean)
-    error = value * float(scores.nats.std(dtype="float64")) / math.sqrt(tokens - 1) if tokens > 1 else math.nan
-    if not text.whole:
-        return Perplexity(total, mean, tokens, value, error)
-    per_byte = total / text.bytes
-    return Perplexity(total, mean, tokens, value, error, exp(total / text.words), exp(per_byte), per_byte / math.log(2))
+    mean, per_byte = total / tokens, total / text.bytes
+    spread = float(scores.nats.std(dtype="float64"))
+    return {
+        "nats": total,
+        "nats_per_token": mean,
+        "tokens": tokens,
+        "token_perplexity": exp(mean),
+        "token_perplexity_error": exp(mean) * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
+        "word_perplexity": exp(total / text.words) if text.whole else None,
+        "byte_perplexity": exp(per_byte) if text.whole else None,
+        "bits_per_byte": per_byte / math.log(2) if text.whole else None,
+    }
 
 
 def exp(value: float) -> float:

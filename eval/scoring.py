@@ -6,15 +6,19 @@ same numbers whatever the batch size or the number of ranks was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
 from gqa.checkpoint.devices import free_memory
@@ -43,9 +47,9 @@ class Scores:
     @classmethod
     def of(cls, windows: Sequence[Window], nats: NDArray[np.float32], **compared: Any) -> Scores:
         """Scores of `windows`, whose context and window numbers follow from them."""
-        counts = [window.scored for window in windows]
-        context = np.concatenate([_contexts(window) for window in windows])
-        return cls(nats, context, np.repeat(np.arange(len(counts), dtype=np.int32), counts), **compared)
+        context = np.concatenate([np.arange(len(w.ids) - w.scored, len(w.ids), dtype=np.int32) for w in windows])
+        window = np.repeat(np.arange(len(windows), dtype=np.int32), [window.scored for window in windows])
+        return cls(nats, context, window, **compared)
 
     @property
     def total_nats(self) -> float:
@@ -66,27 +70,24 @@ class PaddedWindows:
     rows: NDArray[np.int64]  # where each prediction stands in Scores
 
 
-class Baseline(Protocol):
-    """What a model is compared with: a model in lockstep, or log-probabilities on disk."""
-
-    def start(self, batch: PaddedWindows) -> None: ...
-
-    def log_probabilities(self, batch: PaddedWindows, piece: slice) -> Tensor:
-        """(n, V) float32 for some of the batch's predictions."""
-        ...
+# Of some rows (n,) of a batch's predictions, (n, V) float32: what a model, or what is stored of one, says of them.
+Predictions = Callable[[slice], Tensor]
+Baseline = Callable[[PaddedWindows], Predictions]  # log-probabilities of what a model is compared with
 
 
-class LiveBaseline:
+def _logits(head: ChunkedHead, batch: PaddedWindows) -> Predictions:
+    hidden = head.hidden(**batch.inputs).flatten(0, 1)
+    return lambda piece: head.logits(hidden[batch.flat[piece]]).float()
+
+
+def live_baseline(head: ChunkedHead) -> Baseline:
     """The baseline's model, run over the same batches."""
 
-    def __init__(self, head: ChunkedHead) -> None:
-        self._head = head
+    def start(batch: PaddedWindows) -> Predictions:
+        logits = _logits(head, batch)
+        return lambda piece: logits(piece).log_softmax(-1)
 
-    def start(self, batch: PaddedWindows) -> None:
-        self._hidden = self._head.hidden(**batch.inputs).flatten(0, 1)
-
-    def log_probabilities(self, batch: PaddedWindows, piece: slice) -> Tensor:
-        return self._head.logits(self._hidden[batch.flat[piece]]).float().log_softmax(-1)
+    return start
 
 
 @torch.inference_mode()
@@ -111,130 +112,105 @@ def score(
     """
     state = ranks()
     ends = np.cumsum([0, *(window.scored for window in windows)]).tolist()
-    places = [slice(start, end) for start, end in pairwise(ends)]  # of each window's predictions in the scores
-    found = _empty(ends[-1], baseline is not None)
-    mine = list(batches(windows, batch_size))[state.process_index :: state.num_processes]
-    for indices in mine:
-        batch = _make_batch([windows[i] for i in indices], [places[i] for i in indices], head.model.device)
-        _score_batch(head, batch, found, baseline, record)
-        if bad := [i for i in indices if not np.isfinite(found["nats"][places[i]]).all()]:
-            _refuse_not_finite(head, windows, min(bad))
-        progress(len(batch.rows))
-    if state.num_processes > 1:
-        _gather(found, [places[i] for batch in mine for i in batch])
-    return Scores.of(windows, **found)
+    places = [range(start, end) for start, end in pairwise(ends)]  # of each window's predictions in the scores
+    parts = []
+    for indices in list(batches(windows, batch_size))[state.process_index :: state.num_processes]:
+        rows = np.concatenate([places[i] for i in indices])
+        batch = _make_batch([windows[i] for i in indices], rows, head.model.device)
+        found = _score_batch(head, batch, baseline, record)
+        if (bad := ~np.isfinite(found["nats"])).any():
+            number = np.repeat(indices, [windows[i].scored for i in indices])[bad].min()
+            raise RefusedError(_not_finite(head.model, windows, number))
+        parts.append((rows, found))
+        progress(len(rows))
+    parts = gather_object(parts)  # every rank's
+    order = np.concatenate([rows for rows, _ in parts]).argsort()
+    whole = {key: np.concatenate([found[key] for _, found in parts])[order] for key in parts[0][1]}
+    return Scores.of(windows, **whole)
 
 
-def _empty(count: int, compared: bool) -> dict[str, NDArray[Any]]:
-    found: dict[str, NDArray[Any]] = {"nats": np.full(count, np.nan, np.float32)}
-    if compared:
-        found |= {"kl": np.zeros(count, np.float32), "baseline_nats": np.zeros(count, np.float32)}
-        found["same_top"] = np.zeros(count, np.bool_)
-    return found
+def padded(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:
+    """What a model reads of windows, each (B, T), padded on the right: with causal attention no scored position sees
+    padding, so no mask is needed. An encoder reads both directions: its padding is masked.
+    """
+
+    def side_by_side(lines: Iterable[Sequence[int]]) -> Tensor:
+        return pad_sequence([torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True).to(device)
+
+    ids = side_by_side(window.ids[:-1] for window in windows)
+    if not any(window.source for window in windows):
+        return {"input_ids": ids}
+    source, mask = (w.source for w in windows), ([1] * len(w.source) for w in windows)
+    return {"input_ids": side_by_side(source), "attention_mask": side_by_side(mask), "decoder_input_ids": ids}
 
 
-def _contexts(window: Window) -> NDArray[np.int32]:
-    last = len(window.ids) - 1
-    return np.arange(last - window.scored + 1, last + 1, dtype=np.int32)
-
-
-def _make_batch(windows: Sequence[Window], places: Sequence[slice], device: torch.device) -> PaddedWindows:
-    """Padded on the right: with causal attention no scored position sees padding, so no mask is needed."""
-    width = max(len(w.ids) for w in windows) - 1
-    ids = torch.zeros((len(windows), width), dtype=torch.long)
-    flat, targets = [], []
-    for line, window in enumerate(windows):
-        count = len(window.ids) - 1
-        ids[line, :count] = torch.tensor(window.ids[:-1])
-        flat.append(torch.arange(count - window.scored, count) + line * width)
-        targets.append(torch.tensor(window.ids[-window.scored :]))
-    inputs = {"input_ids": ids}
-    if any(window.source for window in windows):
-        inputs = _with_encoder(windows, ids)
+def _make_batch(windows: Sequence[Window], rows: NDArray[np.int64], device: torch.device) -> PaddedWindows:
+    lengths = [len(window.ids) - 1 for window in windows]
+    starts = [line * max(lengths) for line in range(len(windows))]
+    flat = [
+        torch.arange(start + length - window.scored, start + length)
+        for start, length, window in zip(starts, lengths, windows, strict=True)
+    ]
+    targets = [number for window in windows for number in window.ids[-window.scored :]]
     return PaddedWindows(
-        {name: tensor.to(device) for name, tensor in inputs.items()},
-        torch.cat(flat).to(device), torch.cat(targets).to(device), np.r_[tuple(places)],
+        padded(windows, device), torch.cat(flat).to(device), torch.tensor(targets, device=device), rows
     )  # fmt: skip
-
-
-def _with_encoder(windows: Sequence[Window], ids: Tensor) -> dict[str, Tensor]:
-    """The encoder reads both directions: its padding is masked."""
-    width = max(len(w.source) for w in windows)
-    source, mask = torch.zeros((len(windows), width), dtype=torch.long), torch.zeros(len(windows), width)
-    for line, window in enumerate(windows):
-        source[line, : len(window.source)] = torch.tensor(window.source)
-        mask[line, : len(window.source)] = 1
-    return {"input_ids": source, "attention_mask": mask.long(), "decoder_input_ids": ids}
 
 
 def _score_batch(
     head: ChunkedHead,
     batch: PaddedWindows,
-    found: dict[str, NDArray[Any]],
     baseline: Baseline | None,
     record: Callable[[NDArray[np.int64], Tensor], None] | None,
-) -> None:
-    hidden = head.hidden(**batch.inputs).flatten(0, 1)
-    if baseline:
-        baseline.start(batch)
-    device = batch.targets.device
+) -> dict[str, NDArray[Any]]:
+    """What `Scores` holds, of the batch's predictions."""
+    ours, theirs = _logits(head, batch), baseline(batch) if baseline else None
+    device, parts = batch.targets.device, []
     for piece in chunks(len(batch.rows), head.vocabulary, device, free_memory(device)):
-        rows, targets = batch.rows[piece], batch.targets[piece]
-        logits = head.logits(hidden[batch.flat[piece]]).float()
-        if baseline is None and record is None:
-            found["nats"][rows] = nats(logits, targets).cpu().numpy()
+        targets, logits = batch.targets[piece], ours(piece)
+        if not theirs and not record:
+            parts.append({"nats": nats(logits, targets)})
             continue
         q = logits.log_softmax(-1)
-        found["nats"][rows] = _at(q, targets)
+        parts.append({"nats": _at(q, targets)})
         if record:
-            record(rows, q)
-        if baseline:
-            p = baseline.log_probabilities(batch, piece)
-            found["baseline_nats"][rows] = _at(p, targets)
-            found["kl"][rows] = kl_divergence(p, q).cpu().numpy()
-            found["same_top"][rows] = (p.argmax(-1) == q.argmax(-1)).cpu().numpy()
+            record(batch.rows[piece], q)
+        if theirs:
+            p = theirs(piece)
+            parts[-1] |= {"kl": kl_divergence(p, q), "same_top": p.argmax(-1) == q.argmax(-1)}
+            parts[-1]["baseline_nats"] = _at(p, targets)
+    return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
 
 
-def _at(log_probabilities: Tensor, targets: Tensor) -> NDArray[np.float32]:
-    picked: NDArray[np.float32] = -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1).cpu().numpy()
-    return picked
+def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:
+    return -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
-def _gather(found: dict[str, NDArray[Any]], mine: Sequence[slice]) -> None:
-    """Put every rank's windows together, in the order of the text: what one rank alone would have found."""
-    from accelerate.utils import gather_object
-
-    for part in gather_object([[(place, {key: values[place] for key, values in found.items()}) for place in mine]]):
-        for place, values in part:
-            for key, value in values.items():
-                found[key][place] = value
-
-
-def _refuse_not_finite(head: ChunkedHead, windows: Sequence[Window], bad: int) -> NoReturn:
-    batch = _make_batch([windows[bad]], [slice(0, windows[bad].scored)], head.model.device)
-    where = first_not_finite(head.model, batch.inputs)
-    raise RefusedError(
-        f"{head.model.name_or_path}: the logits of window {bad} (document {windows[bad].document}) are not finite; "
-        + (f"the first module whose output is not finite is {where}" if where else "all modules' outputs are finite")
+def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:
+    where = first_not_finite(model, padded([windows[bad]], model.device))
+    return f"{model.name_or_path}: the logits of window {bad} (document {windows[bad].document}) are not finite; " + (
+        f"the first module whose output is not finite is {where}" if where else "all modules' outputs are finite"
     )
 
 
-def first_not_finite(model: torch.nn.Module, inputs: dict[str, Tensor]) -> str | None:
+def first_not_finite(model: nn.Module, inputs: dict[str, Tensor]) -> str | None:
     """The first module, in the order of execution, that turns finite inputs into NaN or Inf."""
     names: list[str] = []
 
-    def watch(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
-        def hook(module: torch.nn.Module, given: Any, output: Any) -> None:
-            tensors = (part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point())
-            if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-                names.append(name)
+    def see(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tensors = (part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point())
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            names.append(name)
 
-        return hook
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
-    try:
+    with watched(((name, module) for name, module in model.named_modules() if name), see):
         model(**inputs, use_cache=False)
-    finally:
-        for handle in hooks:
-            handle.remove()
     return names[0] if names else None
+
+
+@contextmanager
+def watched(modules: Iterable[tuple[str, nn.Module]], see: Callable[..., None]) -> Iterator[None]:
+    """A context in which `see(name, module, args, kwargs, output)` is called after each run of one of the modules."""
+    with ExitStack() as stack:
+        for name, module in modules:
+            stack.callback(module.register_forward_hook(partial(see, name), with_kwargs=True).remove)
+        yield

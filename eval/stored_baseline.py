@@ -23,7 +23,7 @@ from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.write import write_text
 from gqa.corpus.likelihood import kl_divergence
 from gqa.corpus.windows import Window
-from gqa.eval.scoring import PaddedWindows
+from gqa.eval.scoring import PaddedWindows, Predictions
 
 _DATA, _META = "log_probabilities.f16", "baseline.json"
 
@@ -68,7 +68,7 @@ class Recorder:
         self._sum += float(as_float64(lost).sum())
         self._worst = max(self._worst, float(lost.max()))
 
-    def finish(self, nats: NDArray[np.float32]) -> None:
+    def finish(self, nats: NDArray[np.float32]) -> StoredBaseline:
         self._data.flush()
         np.save(self._directory / "nats.npy", nats)
         record = {
@@ -79,10 +79,11 @@ class Recorder:
             "kl_lost_maximum": self._worst,
         }
         write_text(self._directory / _META, json.dumps(record, indent=2) + "\n")
+        return StoredBaseline(self._directory, record)
 
 
 class StoredBaseline:
-    """A finished recording, in the place of a model (`scoring.Baseline`)."""
+    """A finished recording, in the place of a model (a `scoring.Baseline`)."""
 
     def __init__(self, directory: Path, record: dict[str, Any]) -> None:
         shape = (record["tokens"], record["vocabulary"])
@@ -95,17 +96,9 @@ class StoredBaseline:
         """The recording in `directory`; None where there is none of this model, text and dtype."""
         try:
             record = json.loads((directory / _META).read_text())
-        except (OSError, ValueError):
-            return None
-        if record.get("fingerprint") != key:
-            return None
-        try:
-            return cls(directory, record)
+            return cls(directory, record) if record["fingerprint"] == key else None
         except (OSError, ValueError, KeyError):  # cut short, or of another version: to be made again
             return None
 
-    def start(self, batch: PaddedWindows) -> None:
-        self._device = batch.targets.device
-
-    def log_probabilities(self, batch: PaddedWindows, piece: slice) -> Tensor:
-        return torch.from_numpy(self._data[batch.rows[piece]]).to(self._device).float()
+    def __call__(self, batch: PaddedWindows) -> Predictions:
+        return lambda piece: torch.from_numpy(self._data[batch.rows[piece]]).to(batch.targets.device).float()

@@ -77,8 +77,9 @@ class Subject:
         except RefusedError:
             return None
 
+    @cached_property
     def record(self) -> dict[str, Any]:
-        """What is known without running the model."""
+        """What is known without running the model, JSON-ready; whoever measures adds to it."""
         found: dict[str, Any] = {
             "name": self.name,
             "path": self.path,

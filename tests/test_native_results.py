@@ -33,7 +33,7 @@ from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.plan import make_plan
 from gqa.convert.recast.targets import RECASTINGS, checkpoint_cache
-from gqa.eval.memory import measured_cache_bytes
+from gqa.eval.decode import measured_cache_bytes
 
 # ------------------------------------------------------------------------------------------------------- refused
 

@@ -20,9 +20,9 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval import scoring
 from gqa.eval.attention_error import attention_errors
-from gqa.eval.evaluate import Options, Row, measure_quality
+from gqa.eval.evaluate import Options, measure_quality
 from gqa.eval.perplexity import count_words, encode, make_pairs, make_text, perplexity
-from gqa.eval.scoring import LiveBaseline, score
+from gqa.eval.scoring import live_baseline, score
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import open_subjects
 
@@ -57,11 +57,11 @@ def test_sums_and_sizes(text, scores):
     assert text.tokens == scores.tokens == sum(map(len, ids))
     assert text.bytes == sum(len(t.encode()) for t in texts(5))
     found = perplexity(scores, text)
-    assert found.token_perplexity == pytest.approx(math.exp(scores.total_nats / text.tokens))
-    assert found.bits_per_byte == pytest.approx(scores.total_nats / text.bytes / math.log(2))
-    assert found.byte_perplexity == pytest.approx(2**found.bits_per_byte)
-    assert found.word_perplexity == pytest.approx(math.exp(scores.total_nats / text.words))
-    assert 5 < found.token_perplexity < 30  # it was trained on such text
+    assert found["token_perplexity"] == pytest.approx(math.exp(scores.total_nats / text.tokens))
+    assert found["bits_per_byte"] == pytest.approx(scores.total_nats / text.bytes / math.log(2))
+    assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
+    assert found["word_perplexity"] == pytest.approx(math.exp(scores.total_nats / text.words))
+    assert 5 < found["token_perplexity"] < 30  # it was trained on such text
 
 
 @torch.no_grad()
@@ -89,10 +89,10 @@ def test_scores_are_the_harness(source, text, scores):
     found = perplexity(scores, text)
     words = [(value, count_words(t)) for value, t in zip(likelihoods, texts(5), strict=True)]
     sizes = [(value, len(t.encode())) for value, t in zip(likelihoods, texts(5), strict=True)]
-    assert found.word_perplexity == pytest.approx(weighted_perplexity(words), rel=1e-5)
-    assert found.byte_perplexity == pytest.approx(weighted_perplexity(sizes), rel=1e-6)
-    assert found.bits_per_byte == pytest.approx(bits_per_byte(sizes), rel=1e-6)
-    assert found.word_perplexity != pytest.approx(weighted_perplexity(sizes), rel=1e-1)
+    assert found["word_perplexity"] == pytest.approx(weighted_perplexity(words), rel=1e-5)
+    assert found["byte_perplexity"] == pytest.approx(weighted_perplexity(sizes), rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(bits_per_byte(sizes), rel=1e-6)
+    assert found["word_perplexity"] != pytest.approx(weighted_perplexity(sizes), rel=1e-1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
@@ -150,11 +150,11 @@ def test_uniform_predictions_have_the_vocabulary_as_perplexity(directory, text):
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     model = load(path)
     found = perplexity(score(ChunkedHead(model), text.windows, batch_size=8), text)
-    assert found.token_perplexity == pytest.approx(UNIFORM_VOCABULARY, rel=1e-6)
+    assert found["token_perplexity"] == pytest.approx(UNIFORM_VOCABULARY, rel=1e-6)
 
 
 def test_a_model_against_itself(source, text, scores):
-    found = score(ChunkedHead(source), text.windows, batch_size=4, baseline=LiveBaseline(ChunkedHead(source)))
+    found = score(ChunkedHead(source), text.windows, batch_size=4, baseline=live_baseline(ChunkedHead(source)))
     assert found.kl.max() == 0
     assert found.same_top.all()
     assert np.array_equal(found.nats, found.baseline_nats)
@@ -163,7 +163,7 @@ def test_a_model_against_itself(source, text, scores):
 
 @torch.no_grad()
 def test_comparison_with_torch_on_whole_logits(source, grouped, text):
-    found = score(ChunkedHead(grouped), text.windows[:3], batch_size=2, baseline=LiveBaseline(ChunkedHead(source)))
+    found = score(ChunkedHead(grouped), text.windows[:3], batch_size=2, baseline=live_baseline(ChunkedHead(source)))
     expected, same = [], []
     for window in text.windows[:3]:
         ids = torch.tensor([window.ids[:-1]])
@@ -177,7 +177,7 @@ def test_comparison_with_torch_on_whole_logits(source, grouped, text):
 
 
 def test_stored_baseline(source, grouped, text, directory):
-    live = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=LiveBaseline(ChunkedHead(source)))
+    live = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=live_baseline(ChunkedHead(source)))
     place, key = directory / "stored", fingerprint(str(SOURCE), text.windows, "float32")
     assert StoredBaseline.open(place, key) is None
     recorder = Recorder(place, key, text.tokens, UNIFORM_VOCABULARY)
@@ -214,8 +214,7 @@ def test_a_probability_below_the_range_of_float16_is_stored(directory):
     stored = StoredBaseline.open(directory / "underflow", "key")
     assert stored.record["kl_lost_maximum"] == 0
     batch = SimpleNamespace(targets=torch.zeros(1), rows=np.array([0]))
-    stored.start(batch)
-    assert stored.log_probabilities(batch, slice(None)).tolist() == [[0.0, torch.finfo(torch.float16).min]]
+    assert stored(batch)(slice(None)).tolist() == [[0.0, torch.finfo(torch.float16).min]]
 
 
 SPLIT = ["llama", "gemma2", "cohere", "granite", "mixtral", "gpt_oss", "phi3", "falcon", "olmo2", "t5gemma", "gemma3"]
@@ -259,10 +258,10 @@ def test_protocols_give_different_numbers_of_the_same_model(source):
     for protocol, options in {"rolling": {}, "strided": {"stride": 32}, "llama.cpp": {}}.items():
         made = make_text(texts(5), tokenizer(), protocol=protocol, context=64, **options)
         found[protocol] = perplexity(score(ChunkedHead(source), made.windows, batch_size=16), made)
-    assert found["llama.cpp"].token_perplexity < found["rolling"].token_perplexity  # more is read before
-    assert found["strided"].token_perplexity < found["rolling"].token_perplexity
-    assert found["llama.cpp"].bits_per_byte is None
-    assert found["strided"].word_perplexity is None
+    assert found["llama.cpp"]["token_perplexity"] < found["rolling"]["token_perplexity"]  # more is read before
+    assert found["strided"]["token_perplexity"] < found["rolling"]["token_perplexity"]
+    assert found["llama.cpp"]["bits_per_byte"] is None
+    assert found["strided"]["word_perplexity"] is None
 
 
 @torch.no_grad()
@@ -277,26 +276,26 @@ def test_llama_cpp_protocol_by_hand(source):
             total -= float(logits[position, chunk[position + 1]])
             count += 1
     found = perplexity(score(ChunkedHead(source), made.windows, batch_size=4), made)
-    assert (found.tokens, found.token_perplexity) == (count, pytest.approx(math.exp(total / count), rel=1e-5))
+    assert (found["tokens"], found["token_perplexity"]) == (count, pytest.approx(math.exp(total / count), rel=1e-5))
 
 
 def test_attention_errors(source, directory, text):
-    assert all(e.own == e.accumulated == 0 for e in attention_errors(source, source, text.windows[:2]))
+    assert all(e["own"] == e["accumulated"] == 0 for e in attention_errors(source, source, text.windows[:2]))
     other, pooled = load(SOURCE), load(SOURCE)
     weight = other.model.layers[3].self_attn.v_proj.weight.data
     weight *= 1.5
     found = attention_errors(pooled, other, text.windows[:2])
-    assert [e.module for e in found] == [f"model.layers.{i}.self_attn" for i in range(6)]
-    assert [e.own for e in found] == [0, 0, 0, pytest.approx(0.5, rel=1e-5), 0, 0]  # V scaled: the output scaled
-    assert [e.accumulated > 0 for e in found] == [False, False, False, True, True, True]
-    assert found[3].accumulated == pytest.approx(0.5, rel=1e-5)
+    assert [e["module"] for e in found] == [f"model.layers.{i}.self_attn" for i in range(6)]
+    assert [e["own"] for e in found] == [0, 0, 0, pytest.approx(0.5, rel=1e-5), 0, 0]  # V scaled: the output scaled
+    assert [e["accumulated"] > 0 for e in found] == [False, False, False, True, True, True]
+    assert found[3]["accumulated"] == pytest.approx(0.5, rel=1e-5)
 
 
 def test_attention_errors_of_a_conversion_grow_with_depth(source, grouped, text):
     found = attention_errors(source, grouped, text.windows[:4])
-    assert all(0.1 < e.own < 1.5 for e in found)
-    assert found[0].own == pytest.approx(found[0].accumulated)
-    assert found[-1].accumulated > found[-1].own
+    assert all(0.1 < e["own"] < 1.5 for e in found)
+    assert found[0]["own"] == pytest.approx(found[0]["accumulated"])
+    assert found[-1]["accumulated"] > found[-1]["own"]
 
 
 def test_encoder_decoder(directory):
@@ -332,14 +331,14 @@ def test_a_text_with_bos_in_front_gets_no_second_one():
 
 
 def test_measure_quality_of_several(directory, text):
-    subjects = open_subjects([str(SOURCE), str(converted(directory, 4)), str(converted(directory, 2))])
-    plain, compared = ([Row(subject) for subject in subjects] for _ in range(2))
+    names = [str(SOURCE), str(converted(directory, 4)), str(converted(directory, 2))]
+    plain, compared = open_subjects(names), open_subjects(names)
     measure_quality(plain, text, Options(dtype="float32"))
     measure_quality(compared, text, Options(dtype="float32", compare=True))
     for one, other in zip(plain, compared, strict=True):
         assert one.record["quality"]["nats"] == pytest.approx(other.record["quality"]["nats"], rel=1e-6)
-    ratios = [row.record["against_baseline"]["ratio"] for row in compared[1:]]
-    losses = [row.record["quality"]["nats_per_token"] for row in compared]
+    ratios = [one.record["against_baseline"]["ratio"] for one in compared[1:]]
+    losses = [one.record["quality"]["nats_per_token"] for one in compared]
     assert ratios == [pytest.approx(math.exp(loss - losses[0]), rel=1e-6) for loss in losses[1:]]
     assert 1 < ratios[0] < ratios[1]
     assert "against_baseline" not in compared[0].record

@@ -148,7 +148,7 @@ def test_what_tasks_print_is_not_a_result(
     definition = CHOICE.format(data=tasks() / "questions.jsonl").replace("local_choice", "noisy")
     (tmp_path / "noisy.yaml").write_text(f"{definition}process_docs: !function noise.noise\n")
     for quiet in (False, True):
-        found = Harness(["noisy"], tmp_path, quiet).run(load(SOURCE), tokenizer(), batch_size=1)
+        found = Harness(["noisy"], tmp_path, quiet=quiet).run(load(SOURCE), tokenizer(), 1)
         assert found["noisy"]["documents"] == 3
         out, err = capsys.readouterr()
         assert (out, "noise" in err) == ("", not quiet)

@@ -225,10 +225,8 @@ def _share(study: Study, record: Row, speeds: dict[int, Row]) -> Shared:
     """The source's evaluation, which is added to the record too."""
     subject, options, evaluation = study.subject, study.options, study.evaluation
     start = time.perf_counter()
-    source = evaluate.Row(subject)
-    evaluate.measure_quality([source], study.text, evaluation)
-    assert source.scores is not None
-    quality, cache = source.record["quality"], evaluation.baseline_cache
+    scores = evaluate.measure_quality([subject], study.text, evaluation)
+    quality, cache = subject.record["quality"], evaluation.baseline_cache
     record["source"] = {
         "groups": study.heads,
         "query_heads": study.plan.config.main.query,
@@ -245,7 +243,7 @@ def _share(study: Study, record: Row, speeds: dict[int, Row]) -> Shared:
     versions = {f"version_{name.replace('-', '_')}": number for name, number in environment["versions"].items()}
     key = evaluate.baseline_key(subject, study.text, evaluation)[1]
     return Shared(
-        options, study.directory / WORK, study.text, np.asarray(source.scores.nats), (cache, key) if cache else None,
+        options, study.directory / WORK, study.text, np.asarray(scores.nats), (cache, key) if cache else None,
         study.steps, speeds, {**identity, "device": environment["device"], **versions, **git()},
     )  # fmt: skip
 

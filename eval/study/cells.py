@@ -114,7 +114,7 @@ class Bench:
         errors = attention_errors(self.source, model, some_windows(self.shared.text))
         if not errors:
             return {}
-        own, accumulated = [e.own for e in errors], [e.accumulated for e in errors]
+        own, accumulated = ([error[kind] for error in errors] for kind in ("own", "accumulated"))
         return {
             "merge_error": sum(own) / len(own), "merge_error_accumulated": sum(accumulated) / len(accumulated),
             "merge_errors": own, "merge_errors_accumulated": accumulated,

@@ -26,8 +26,10 @@ def measure_speeds(
     They are timed in turns, each as a conversion whose weights are means.
     """
     found: dict[str, dict[str, Any]] = {}
+    caches = {}
     for count in groups:
         plan = make_plan(subject.checkpoint, count)
+        caches[str(count)] = plan.cache_after
         after, before = plan.cache_after.bytes_per_token, plan.cache_before.bytes_per_token
         found[str(count)] = {"kv_bytes_per_token": after, "kv_share": after / before}
     if not (options.decode and groups):
@@ -40,12 +42,13 @@ def measure_speeds(
         convert_checkpoint(options.model, count, place, overwrite=True)
         models[str(count)] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
         shutil.rmtree(place)
-    for name, (point,) in measure_decode(models, [options.decode_batch], [context], STEPS, REPEATS).items():
+    timed = measure_decode(models, caches, [options.decode_batch], [context], STEPS, REPEATS)
+    for name, (point,) in timed.items():
         found[name] |= {
-            "decode_seconds_per_token": point.seconds_per_token,
-            "decode_fastest": point.fastest,
-            "decode_slowest": point.slowest,
-            "decode_tokens_per_second": point.tokens_per_second,
+            "decode_seconds_per_token": point["seconds_per_token"],
+            "decode_fastest": point["fastest"],
+            "decode_slowest": point["slowest"],
+            "decode_tokens_per_second": point["tokens_per_second"],
             "decode_tokens_before": context,
         }
     return found
