@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
 
 PROVENANCE = "gqa_conversion.json"
+UPTRAINING = "gqa_uptraining.json"
 SOURCE_CARD = "# The source model's card"
 
 
@@ -36,6 +38,14 @@ def without_place(word: str) -> str:
     """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
     option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
     return option + (Path(path).name if Path(path).is_absolute() else path)
+
+
+def read_record(checkpoint: Checkpoint, name: str) -> Any:
+    """What a conversion or a training left beside the weights; None where there is nothing that can be read."""
+    try:
+        return json.loads(checkpoint.path(name).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ from typing import Any
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import read_auto_config
-from gqa.checkpoint.provenance import PROVENANCE
+from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
-from gqa.uptrain.card import UPTRAINING
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,8 @@ class Subject:
             "model_type": self.config.model_type,
             "parameters": self.checkpoint.parameters,
             "weight_bytes": self.weight_bytes,
-            "provenance": self._told(PROVENANCE),
-            "training": self._told(UPTRAINING),
+            "provenance": read_record(self.checkpoint, PROVENANCE),
+            "training": read_record(self.checkpoint, UPTRAINING),
         }
         if self.cache:
             heads = read_config(as_it_is(self.checkpoint).config, self.name).main
@@ -101,13 +99,6 @@ class Subject:
                 "remark": self.cache.remark,
             }
         return found
-
-    def _told(self, name: str) -> Any:
-        """What gqa-convert or gqa-uptrain left beside the weights; None where there is nothing that can be read."""
-        try:
-            return json.loads((Path(self.path) / name).read_text())
-        except (OSError, ValueError):
-            return None
 
 
 def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None) -> list[Subject]:

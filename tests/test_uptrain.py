@@ -325,13 +325,13 @@ def test_a_teacher_is_loaded_on_every_rank(place: Path, tmp_path: Path, monkeypa
     """Older transformers leave it empty on all but one where FSDP is told to load the model once."""
     import gqa.uptrain.setup as module
 
-    load, told = module._load, []
+    load, told = module.load_model, []
 
-    def note(checkpoint: Any, options: Any, device: str, dtype: str) -> Any:
-        told.append((dtype, os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")))
-        return load(checkpoint, options, device, dtype)
+    def note(name: str, **how: Any) -> Any:
+        told.append((how["dtype"], os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")))
+        return load(name, **how)
 
-    monkeypatch.setattr(module, "_load", note)
+    monkeypatch.setattr(module, "load_model", note)
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     assert command(tmp_path / "out", steps=1, teacher=place / "teacher").code == 0
     assert told == [("float32", "true"), ("auto", None)]

@@ -24,11 +24,10 @@ from gqa.checkpoint.names import stored_tensors
 from gqa.checkpoint.provenance import without_place
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.uptrain.export import _write_weights, check_exportable
 from gqa.uptrain.lora import merged
-from gqa.uptrain.run import uptrain
+from gqa.uptrain.run import _write_weights, uptrain
 from gqa.uptrain.scope import attention_parameters
-from gqa.uptrain.setup import prepare
+from gqa.uptrain.setup import check_exportable, prepare
 
 pytestmark = pytest.mark.usefixtures("alone")
 

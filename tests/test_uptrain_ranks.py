@@ -124,3 +124,11 @@ def test_the_launcher_says_the_precision(runs: Runs, tmp_path: Path) -> None:
         out = tmp_path / expected
         runs.finish(*runs.words(out, steps=1, precision=given), ACCELERATE_MIXED_PRECISION="bf16")
         assert json.loads((out / "gqa_uptraining.json").read_text())["options"]["precision"] == expected
+
+
+def test_trackers_end_nothing_that_ranks_share(runs: Runs, tmp_path: Path) -> None:
+    """accelerate's own end of training takes the processes' group away, and the result is not written yet."""
+    notes = (
+        "import unittest.mock, accelerate.tracking as t; t.LOGGER_TYPE_TO_CLASS['notes'] = unittest.mock.MagicMock()"
+    )
+    runs.finish(*runs.words(tmp_path / "out", steps=1, report_to="notes"), ranks=2, before=notes)

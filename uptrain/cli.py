@@ -19,7 +19,6 @@ Examples:
   torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8 --data 'shards/*.parquet' --tokens 1B --precision bf16 -o OUT
 """
 _HOW = [
-    click.option("--resume", is_flag=True, help="Continue from the last state in DIR-state."),
     click.option("--dry-run", is_flag=True, help="Print what would be trained on what, and stop."),
     click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, the rest on stderr."),
     click.option("-v", "--verbose", is_flag=True, help="Tracebacks of defects."),
@@ -31,7 +30,7 @@ _HOW = [
 @click.argument("model", metavar="MODEL")
 @with_options(click_options(), _HOW)
 @version_option
-def command(resume: bool, dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+def command(dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
     """Train the converted checkpoint MODEL further, on a fraction of the data, and write a plain checkpoint.
 
     Runs on one CPU or GPU as it is, on many through `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
@@ -44,7 +43,7 @@ def command(resume: bool, dry_run: bool, as_json: bool, quiet: bool, verbose: bo
     from gqa.uptrain.summary import plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
-    setup = prepare(TrainOptions(**options), resume)
+    setup = prepare(TrainOptions(**options))
     main = setup.accelerator.is_main_process
 
     def say(text: str) -> None:

@@ -60,16 +60,24 @@ def stack(blocks: list[Block]) -> Batch:
 def open_dataloader(options: TrainOptions, tokenizer: Any, block_size: int) -> Dataloader:
     """Raises RefusedError and CorpusError."""
     sources = parse_sources(options.data, **_how(options))
-    if options.streaming:
-        return _open_stream(options, sources, tokenizer, block_size)
-    text = concatenate([tokenise(source, tokenizer) for source in sources])
-    weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
-    chosen = select(
-        text, block_size=block_size, seed=options.seed, heldout_fraction=options.heldout_fraction, weights=weights,
-        boundaries=options.mask_documents, **_length(options),
+    if not options.streaming:
+        text = concatenate([tokenise(source, tokenizer) for source in sources])
+        weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
+        chosen = select(
+            text, block_size=block_size, seed=options.seed, heldout_fraction=options.heldout_fraction, weights=weights,
+            boundaries=options.mask_documents, **_length(options),
+        )  # fmt: skip
+        steps = _steps(chosen.blocks.n_blocks, options, block_size)
+        return Dataloader(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
+    if options.alpha is not None and options.pretraining_tokens is None:
+        raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
+    steps = _steps(n_blocks_for(_ENDLESS, block_size, **_length(options)), options, block_size)
+    blocks = StreamedBlocks(
+        sources, tokenizer, block_size=block_size, n_blocks=steps * options.batch_size,
+        heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
     )  # fmt: skip
-    steps = _steps(chosen.blocks.n_blocks, options, block_size)
-    return Dataloader(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
+    told = f"a stream of {', '.join(source.spec for source in sources)}"
+    return Dataloader(blocks, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told)
 
 
 def open_sampled(
@@ -90,19 +98,6 @@ def open_sampled(
     blocks = sampled_blocks(load, device, checkpoint, block_size, count, options.seed)
     told = f"{blocks.n_blocks:,} blocks of {block_size:,} that {checkpoint.name} writes"
     return Dataloader(blocks, options.batch_size, steps, blocks.fingerprint, told)
-
-
-def _open_stream(options: TrainOptions, sources: tuple[Source, ...], tokenizer: Any, block_size: int) -> Dataloader:
-    """A stream's length is not known: --alpha needs the pre-training tokens to become a number of steps."""
-    if options.alpha is not None and options.pretraining_tokens is None:
-        raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
-    steps = _steps(n_blocks_for(_ENDLESS, block_size, **_length(options)), options, block_size)
-    blocks = StreamedBlocks(
-        sources, tokenizer, block_size=block_size, n_blocks=steps * options.batch_size,
-        heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
-    )  # fmt: skip
-    told = f"a stream of {', '.join(source.spec for source in sources)}"
-    return Dataloader(blocks, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told)
 
 
 def _length(options: TrainOptions) -> dict[str, Any]:
@@ -148,19 +143,16 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     """What no step trains on; nothing where nothing says what is held out. Raises RefusedError and CorpusError."""
     if options.heldout:
         return [parse_source(options.heldout, field=options.field, separator=options.separator)]
-    if options.data == ("stdlib:train",) and not options.heldout_fraction:
-        return [parse_source("stdlib:heldout")]
-    if options.heldout_fraction:
-        parts = [
-            source.part("heldout", options.heldout_fraction) for source in parse_sources(options.data, **_how(options))
-        ]
-        if found := [part for part in parts if next(part.read(), None)]:
-            return found
-        raise RefusedError(
-            f"--heldout-fraction {options.heldout_fraction:g} holds out no document of {', '.join(options.data)}; give "
-            "more, or text of its own with --heldout"
-        )
-    return []
+    if not options.heldout_fraction:
+        return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
+    sources = parse_sources(options.data, **_how(options))
+    parts = [source.part("heldout", options.heldout_fraction) for source in sources]
+    if found := [part for part in parts if next(part.read(), None)]:
+        return found
+    raise RefusedError(
+        f"--heldout-fraction {options.heldout_fraction:g} holds out no document of {', '.join(options.data)}; give "
+        "more, or text of its own with --heldout"
+    )
 
 
 def _how(options: TrainOptions) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Log:
         from tqdm import tqdm
 
         self._accelerator, self._path, self._steps = setup.accelerator, setup.metrics, setup.dataloader.steps
-        self._flops = 6 * setup.parameters  # per token: forward and backward of every weight
+        self._flops = 6 * setup.model.num_parameters()  # per token: forward and backward of every weight
         self._main, self._terminal = self._accelerator.is_main_process, sys.stderr.isatty()
         if self._main:
             _cut(self._path, first)
@@ -113,16 +113,9 @@ class Log:
         self._bar.close()
 
 
-def _cut(path: Path, step: int) -> None:
-    """Keep what a file of records tells of steps up to `step`; a run may have been killed in the middle of a line."""
-    kept = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            if json.loads(line)["step"] > step:
-                break
-        except (ValueError, KeyError, TypeError):
-            break
-        kept.append(f"{line}\n")
+def _cut(path: Path, steps: int) -> None:
+    """Keep the first `steps` lines of a file, which are of as many steps."""
+    kept = path.read_text().splitlines(keepends=True)[:steps] if path.is_file() else []
     with replacing(path) as fresh:
         fresh.write_text("".join(kept))
 

@@ -81,7 +81,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
     with _trackers(setup):
         with setup.memory_explained():
             model, optimizer = accelerator.prepare(training, make_optimizer(training, options))
-            progress = _resume(setup) if setup.resume else Progress()
+            progress = _resume(setup) if options.resume else Progress()
         if progress.step == 0 and setup.heldout:
             progress.heldout_before = heldout_loss(setup, model)
         log = Log(setup, progress.step, quiet)
@@ -246,14 +246,13 @@ def _agree(accelerator: Accelerator, signalled: list[int], due: bool) -> tuple[i
 @contextmanager
 def _trackers(setup: Setup) -> Iterator[None]:
     """Those of --report-to are open, and closed also where the run stops."""
-    if setup.options.report_to:
-        described = {name: str(value) for name, value in setup.options.binding().items()}
-        setup.accelerator.init_trackers("gqa-uptrain", config=described)
+    described = {name: str(value) for name, value in setup.options.binding().items()}
+    setup.accelerator.init_trackers("gqa-uptrain", config=described)
     try:
         yield
     finally:
-        if setup.options.report_to:
-            setup.accelerator.end_training()
+        for tracker in setup.accelerator.trackers:  # accelerate's own end would end what the ranks have in common too
+            tracker.finish()
 
 
 @contextmanager

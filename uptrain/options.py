@@ -131,6 +131,7 @@ class TrainOptions:
     revision: str | None = _option(None, "Branch, tag or commit of a hub id.")
     trust_remote_code: bool = _option(False, "Run code that a checkpoint brings (dangerous).")
     overwrite: bool = _option(False, "Replace the checkpoint at DIR once the new one is complete.", free=True)
+    resume: bool = _option(False, "Continue from the last state in DIR-state.", free=True)
 
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""

@@ -1,19 +1,45 @@
-"""A run from its start to a trained checkpoint. `uptrain` is what the command calls."""
+"""A run from its start to a trained checkpoint: its weights under the names, in the dtypes and the files of the
+checkpoint that it came from, and everything else byte for byte. So nothing that read that one has to learn anything to
+read this one. `uptrain` is what the command calls.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.provenance import without_place
-from gqa.checkpoint.write import finite
-from gqa.uptrain.card import provenance
-from gqa.uptrain.export import ADAPTER, METRICS, export
+from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.names import stored_tensors
+from gqa.checkpoint.provenance import UPTRAINING
+from gqa.checkpoint.read import Checkpoint, holds_weights, read_checkpoint, stored_as
+from gqa.checkpoint.shards import new_shard, shard_names, write_index
+from gqa.checkpoint.write import (
+    OutputDirectory,
+    copy_file,
+    copy_range,
+    finite,
+    require_space,
+    write_tensor,
+    write_text,
+)
 from gqa.uptrain.loop import AfterStep, Progress, Weights, train
 from gqa.uptrain.lora import merged, save_adapter
 from gqa.uptrain.setup import Setup
+from gqa.uptrain.summary import card, record_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METRICS = "gqa_uptraining.jsonl"
+ADAPTER = "adapter"
+_WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
 def uptrain(
@@ -21,13 +47,13 @@ def uptrain(
 ) -> tuple[Progress, dict[str, Any]]:
     """Train and write the checkpoint to `options.output`; returns how it went and the record that is written there.
 
-    `words` are those of the command. Raises what `train` and `export` raise.
+    `words` are those of the command. Raises what `train` raises, and OutputError.
     """
     with held(setup):
         progress, weights = train(setup, quiet=quiet, after_step=after_step)
-        record = finite(provenance(setup.checkpoint, words, facts(setup, progress)))
+        record = finite(record_of(setup, progress, words))
         if setup.accelerator.is_main_process:
-            _write(setup, weights, record)
+            _export(setup, weights, record)
         setup.accelerator.wait_for_everyone()
     return progress, record
 
@@ -39,43 +65,70 @@ def held(setup: Setup) -> Iterator[None]:
         yield
 
 
-def _write(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
-    options, extra = setup.options, {METRICS: setup.metrics}
+def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
+    """Write what the model's state dict has become, verified by loading it again; then the states are not needed.
+
+    The directory appears at once, complete.
+    """
+    options, source = setup.options, setup.checkpoint
+    extra = {METRICS: setup.metrics}
     if options.keep_adapter:
         names = {name for name, p in setup.model.named_parameters() if p.requires_grad}
         directory = setup.states.directory / ADAPTER
         save_adapter(weights, names, directory)
         extra |= {f"{ADAPTER}/{path.name}": path for path in directory.iterdir()}
-    export(
-        setup.model, merged(weights), setup.checkpoint, options.output, record, overwrite=options.overwrite,
-        extra=extra, trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
+    with OutputDirectory(options.output, source.directory, options.overwrite) as output:
+        work = output.work
+        require_space(source.nbytes, output.out)
+        _write_weights(stored_tensors(setup.model, merged(weights)), source, work)
+        for name in source.side_files:
+            if name not in _WRITTEN and not holds_weights(name) and not name.startswith(f"{ADAPTER}/"):
+                copy_file(source.path(name), work / name)
+        for name, path in extra.items():
+            copy_file(path, work / name)
+        write_text(work / UPTRAINING, json.dumps(record, indent=2) + "\n")
+        write_text(work / "README.md", card(source, output.out.name, record))
+        copy_file(source.path("config.json"), work / "config.json")
+        _verify(work, source, options.trust_remote_code)
+        output.commit()
     if not options.keep_state:
         shutil.rmtree(setup.states.directory)
 
 
-def facts(setup: Setup, progress: Progress) -> dict[str, Any]:
-    """What was trained on what, JSON-ready."""
-    options, dataloader = setup.options, setup.dataloader
-    told = {
-        name: [without_place(v) for v in value] if isinstance(value, list)
-        else without_place(value) if isinstance(value, str) else value
-        for name, value in options.binding().items()
-    }  # fmt: skip
-    return {
-        "data": told["data"],
-        "alpha": options.alpha,
-        "tokens": progress.tokens,
-        "steps": progress.step,
-        "skipped_steps": progress.skipped,
-        "teacher": told["teacher"],
-        "losses": {
-            "training": progress.loss,
-            "heldout_before": progress.heldout_before,
-            "heldout_after": progress.heldout_after,
-        },
-        "data_summary": dataloader.summary,
-        "data_fingerprint": dataloader.fingerprint,
-        "ranks": setup.accelerator.num_processes,
-        "options": told | {"block_size": setup.block_size},
-    }
+def _write_weights(stored: dict[str, Tensor], source: Checkpoint, work: Path) -> None:
+    """The files of the source with their tensors in their order; what the class does not read stays as it is.
+
+    Raises OutputError where a number has become too large for its dtype.
+    """
+    parts = [list(part) for _, part in groupby(source.tensors.values(), key=lambda spec: spec.file)]
+    shards = dict(zip(shard_names(len(parts)), parts, strict=True))
+    for file, specs in shards.items():
+        with new_shard(work / file, specs) as target:
+            for spec in specs:
+                if spec.name in stored:
+                    write_tensor(target, _cast(stored.pop(spec.name), spec))
+                elif source.has_range(spec):
+                    with source.path(spec.file).open("rb") as stream:
+                        copy_range(stream, target, spec.begin, spec.nbytes)
+                else:
+                    write_tensor(target, source.read(spec))
+    write_index(work, shards)
+
+
+def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    cast = stored_as(tensor.detach().cpu(), spec.dtype)
+    if cast.is_floating_point() and not bool(cast.isfinite().all()) and bool(tensor.isfinite().all()):
+        raise OutputError(f"{spec.name} has become too large for {spec.dtype}, in which {spec.file} stores it")
+    return cast
+
+
+def _verify(work: Path, source: Checkpoint, trust_remote_code: bool) -> None:
+    try:
+        written = read_checkpoint(work)
+        load_model(str(work), trust_remote_code=trust_remote_code)
+    except RefusedError as error:
+        raise OutputError(f"the result does not verify: {error}") from None
+    expected = {name: (spec.dtype, spec.shape) for name, spec in source.tensors.items()}
+    actual = {name: (spec.dtype, spec.shape) for name, spec in written.tensors.items()}
+    if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:
+        raise OutputError(f"the result does not verify: {listing(wrong)} not as in {source.name}")

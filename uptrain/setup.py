@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,16 @@ from accelerate.utils import (
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import out_of_memory
-from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.names import stored_shapes, tied_names
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.corpus.sources import is_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
-from gqa.uptrain.export import check_exportable
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.state import States
@@ -44,11 +44,10 @@ MAX_BLOCK = 2048
 class Setup:
     """A run that is ready to start: everything that can be refused has been checked.
 
-    `micro` is the number of blocks of one forward pass on one process; `resume` says to start from the newest state.
+    `micro` is the number of blocks of one forward pass on one process.
     """
 
     options: TrainOptions
-    resume: bool
     accelerator: Accelerator
     checkpoint: Checkpoint
     model: PreTrainedModel
@@ -68,23 +67,13 @@ class Setup:
         """The log of every step."""
         return self.states.directory / "metrics.jsonl"
 
-    @property
-    def trainable_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
-    @contextmanager
-    def memory_explained(self) -> Iterator[None]:
+    def memory_explained(self) -> AbstractContextManager[None]:
         """Where memory ends, RefusedError tells the batch that was tried and what to lower."""
-        with memory_told(
+        return memory_told(
             f"training, {self.micro} blocks of {self.block_size} tokens at a time on {self.accelerator.device}",
             f"lower --micro-batch (now {self.micro}) or --block-size (now {self.block_size}), or give --checkpointing, "
             "--train lora or --optimizer adafactor",
-        ):
-            yield
+        )
 
 
 @contextmanager
@@ -98,10 +87,10 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
         raise RefusedError(f"out of memory while {what}; {advice}") from None
 
 
-def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedModel | None = None) -> Setup:
+def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
-    `teacher` is the model that `options.teacher` names, where it is in memory already.
+    `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already.
     """
     micro = options.check(ranks().num_processes)
     checkpoint = open_model(options.model, options.revision)
@@ -109,22 +98,28 @@ def prepare(options: TrainOptions, resume: bool = False, teacher: PreTrainedMode
     require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out, micro)
     states = States(_beside(out, "state"), options.keep_last)
-    if not resume and states.all():
+    if options.resume:
+        states.latest(whole=False)
+    elif states.all():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
-    if resume:
-        states.latest(whole=False)
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
         model = _model(checkpoint, options, accelerator)
         block_size = find_block_size(model.config, tokenizer, checkpoint, options)
         if options.teacher is not None:
-            teacher = _teacher(open_model(options.teacher), model, tokenizer, options, accelerator, teacher)
+            original = open_model(options.teacher)
+            load = partial(_load, original, options, str(accelerator.device))
+            teacher = (teacher or load("auto")).requires_grad_(False)
+            _check_teacher(teacher, original, model, tokenizer, options)
     with accelerator.main_process_first():  # one process tokenises, the others find it done
-        dataloader = _dataloader(options, tokenizer, accelerator, block_size)
+        if is_self(options.data[0]):
+            dataloader = open_sampled(options, load, str(accelerator.device), original, block_size)
+        else:
+            dataloader = open_dataloader(options, tokenizer, block_size)
         heldout = open_heldout(options, tokenizer, block_size)
-    return Setup(options, resume, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
+    return Setup(options, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
 
 
 def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerator:
@@ -164,7 +159,8 @@ def _beside(out: Path, purpose: str) -> Path:
 def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator) -> PreTrainedModel:
     """In float32, with what does not train frozen. Sharded models stay on the CPU until they are shards."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    model = _load(checkpoint, options, "cpu" if sharded else str(accelerator.device), dtype="float32")
+    device = "cpu" if sharded else str(accelerator.device)
+    model = _load(checkpoint, options, device, "float32", whole=False)
     if model.config.is_encoder_decoder:
         raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
     check_exportable(model, checkpoint)
@@ -184,11 +180,34 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     return model
 
 
-def _load(checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str) -> PreTrainedModel:
-    return load_model(
-        str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
-        trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
+def _load(
+    checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, whole: bool = True
+) -> PreTrainedModel:
+    """`whole` on every rank: FSDP's option to load on one and send to the others is for the model that it shards, and
+    older transformers leave every other model empty too.
+    """
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.pop(name, None) if whole else None
+    try:
+        return load_model(
+            str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
+    finally:
+        if before is not None:
+            os.environ[name] = before
+
+
+def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
+    """Raise RefusedError, before anything is trained, where what a model's class stores is not what its source has."""
+    stored, tied = stored_shapes(model), tied_names(model)
+    known = {name: spec.shape for name, spec in source.tensors.items()}
+    odd = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
+    if odd or not known.keys() & stored.keys():
+        raise RefusedError(
+            f"{type(model).__name__} would store {listing(odd or stored)} otherwise than {source.name} does; load it "
+            "with transformers, save it again and train that"
+        )
 
 
 def _check_compiler() -> None:
@@ -216,16 +235,9 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     return options.block_size or min(positions or MAX_BLOCK, MAX_BLOCK)
 
 
-def _teacher(
-    checkpoint: Checkpoint,
-    model: PreTrainedModel,
-    tokenizer: Any,
-    options: TrainOptions,
-    accelerator: Accelerator,
-    loaded: PreTrainedModel | None,
-) -> PreTrainedModel:
-    """In its own dtype, without gradients, whole on every device."""
-    teacher = loaded or _load_whole(checkpoint, options, str(accelerator.device), dtype="auto")
+def _check_teacher(
+    teacher: PreTrainedModel, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any, options: TrainOptions
+) -> None:
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
     if ours != theirs:
         raise RefusedError(
@@ -237,25 +249,3 @@ def _teacher(
             f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's; give the checkpoint "
             "from which the model was converted"
         )
-    return teacher.requires_grad_(False)
-
-
-def _dataloader(options: TrainOptions, tokenizer: Any, accelerator: Accelerator, block_size: int) -> Dataloader:
-    if not is_self(options.data[0]):
-        return open_dataloader(options, tokenizer, block_size)
-    assert options.teacher is not None
-    writer, device = open_model(options.teacher), str(accelerator.device)
-    return open_sampled(options, partial(_load_whole, writer, options, device), device, writer, block_size)
-
-
-def _load_whole(checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str) -> PreTrainedModel:
-    """As `_load`, on every rank: FSDP's option to load on one and send to the others is for the model that it shards,
-    and older transformers leave every other model empty too.
-    """
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    before = os.environ.pop(name, None)
-    try:
-        return _load(checkpoint, options, device, dtype)
-    finally:
-        if before is not None:
-            os.environ[name] = before

@@ -105,7 +105,7 @@ class States:
         try:
             record: dict[str, Any] = json.loads((path / RECORD).read_text())
             files = record["files"].items() if whole else ()
-            damaged = [name for name, known in files if not _is_as(path / name, known)]
+            damaged = [name for name, known in files if not (path / name).is_file() or _describe(path / name) != known]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RefusedError(f"the state {path} cannot be read ({explain(error)}); {older}") from None
         if damaged:
@@ -122,10 +122,6 @@ def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> N
         changed.append("the content of the data")
     if changed:
         raise RefusedError(f"{path} was saved by another run: {'; '.join(changed)}; start without --resume, or as then")
-
-
-def _is_as(path: Path, known: list[Any]) -> bool:
-    return path.is_file() and path.stat().st_size == known[0] and _describe(path) == known
 
 
 def _describe(path: Path) -> list[Any]:

@@ -1,9 +1,24 @@
-"""A run in words, before and after, and as a record for programs."""
+"""What a run says: a plan and a result for people, and what a trained checkpoint says about itself, a model card for
+people and a provenance file for programs.
+"""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from typing import Any
 
+from gqa.checkpoint.provenance import (
+    PROVENANCE,
+    UPTRAINING,
+    format_card,
+    read_record,
+    source_card,
+    stamp,
+    versions,
+    without_place,
+)
+from gqa.checkpoint.read import Checkpoint
 from gqa.convert.summary import size
 from gqa.uptrain.loop import Progress
 from gqa.uptrain.schedule import warmup_steps
@@ -12,11 +27,15 @@ from gqa.uptrain.setup import Setup
 
 def plan_record(setup: Setup) -> dict[str, Any]:
     """What would be trained on what, JSON-ready."""
-    options, dataloader = setup.options, setup.dataloader
+    options, dataloader, model = setup.options, setup.dataloader, setup.model
+    parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    # Of one process without sharding; activations come on top. Adafactor keeps rows and columns only.
+    optimizer = 8 if options.optimizer == "adamw" else 1
+    teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
     return {
         "model": setup.checkpoint.hub_id or setup.checkpoint.name,
-        "parameters": setup.parameters,
-        "trained_parameters": setup.trainable_parameters,
+        "parameters": parameters,
+        "trained_parameters": trained,
         "data": dataloader.summary,
         "steps": dataloader.steps,
         "tokens": dataloader.steps * dataloader.tokens_per_step,
@@ -26,15 +45,8 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": len(setup.heldout) * setup.block_size,
-        "memory_bytes": _memory(setup),
+        "memory_bytes": 4 * parameters + (4 + optimizer) * trained + teacher,
     }
-
-
-def _memory(setup: Setup) -> int:
-    """Weights, gradients, optimiser and teacher, of one process without sharding; activations come on top."""
-    teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
-    optimizer = 8 if setup.options.optimizer == "adamw" else 1  # Adafactor keeps rows and columns only
-    return 4 * setup.parameters + (4 + optimizer) * setup.trainable_parameters + teacher
 
 
 def plan_text(setup: Setup) -> str:
@@ -67,3 +79,57 @@ def result_text(setup: Setup, progress: Progress) -> str:
     if progress.skipped:
         lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
     return "\n".join([*lines, f"written     {setup.options.output}: loads with plain transformers, verified"])
+
+
+def record_of(setup: Setup, progress: Progress, words: Sequence[str]) -> dict[str, Any]:
+    """What was trained on what and how it went, with the provenance of what it was trained from inside; JSON-ready.
+
+    `words` are those of the command.
+    """
+    source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
+    told = {
+        name: without_place(value) if isinstance(value, str) else value for name, value in options.binding().items()
+    }
+    told |= {"data": [*map(without_place, options.data)], "block_size": setup.block_size}
+    return {
+        **stamp("gqa-uptrain", shlex.join(["gqa-uptrain", *map(without_place, words)])),
+        "model": source.hub_id or source.name,
+        "revision": source.revision,
+        "data": told["data"],
+        "alpha": options.alpha,
+        "tokens": progress.tokens,
+        "steps": progress.step,
+        "skipped_steps": progress.skipped,
+        "teacher": told["teacher"],
+        "losses": {
+            "training": progress.loss,
+            "heldout_before": progress.heldout_before,
+            "heldout_after": progress.heldout_after,
+        },
+        "data_summary": dataloader.summary,
+        "data_fingerprint": dataloader.fingerprint,
+        "ranks": setup.accelerator.num_processes,
+        "options": told,
+        "conversion": read_record(source, PROVENANCE),
+        "trained_before": read_record(source, UPTRAINING),
+        "versions": versions("torch", "transformers", "accelerate"),
+    }
+
+
+def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
+    """README.md: the source card's metadata kept, what was trained on how much, and the source's card below it."""
+    metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
+    metadata.pop("model-index", None)  # results of other weights
+    tagged = {**metadata, "tags": [*metadata.get("tags", []), "gqa-uptrain"]}
+    losses, heldout = record["losses"], ""
+    if losses["heldout_before"] is not None:
+        before, after = losses["heldout_before"], losses["heldout_after"]
+        heldout = f"; held-out loss {before:.4f} before, {after:.4f} after (nats per token)"
+    teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
+    share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
+    told = (
+        f"`{record['model']}` trained further{teacher}: {record['tokens']:,} tokens{share} of "
+        f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
+        f"`{UPTRAINING}`)."
+    )
+    return format_card(tagged, [f"# {name}", "", told], record["command"], text)

@@ -6,7 +6,7 @@ DDP and FSDP work by hooks on a module's forward, so everything that touches par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -148,22 +148,12 @@ def _outputs(model: PreTrainedModel, match: str | None) -> Iterator[dict[str, Te
     def keep(name: str, module: nn.Module, given: Any, output: Any) -> None:
         found[name] = (output[0] if isinstance(output, tuple) else output).flatten(0, 1)
 
-    handles = [
-        module.register_forward_hook(partial(keep, name))
-        for name, module in model.named_modules()
-        if match and _is_matched(module, match)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules() if match else ():
+            layer, kind = isinstance(module, GradientCheckpointingLayer), type(module).__name__
+            if layer if match == "hidden" else kind.endswith("Attention"):
+                hooks.enter_context(module.register_forward_hook(partial(keep, name)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_matched(module: nn.Module, match: str) -> bool:
-    if match == "hidden":
-        return isinstance(module, GradientCheckpointingLayer)
-    return type(module).__name__.endswith("Attention")
 
 
 def matching_error(ours: dict[str, Tensor], theirs: dict[str, Tensor], counted: Tensor | None = None) -> Tensor:
@@ -172,18 +162,11 @@ def matching_error(ours: dict[str, Tensor], theirs: dict[str, Tensor], counted: 
     Raises RefusedError where the two models have other modules or widths.
     """
     odd = [name for name in {*ours, *theirs} if name not in ours or name not in theirs]
-    odd = odd or [name for name, value in ours.items() if value.shape != theirs[name].shape]
-    if odd or not ours:
-        raise RefusedError(
-            f"--match: model and teacher do not correspond in {listing(odd)}; do without"
-            if odd
-            else "--match: the model has no modules that are known to be matched; do without"
-        )
-    errors = torch.stack([_relative_error(ours[name].float(), value.float()) for name, value in theirs.items()])
-    per_token = errors.mean(0)
+    if odd := odd or [name for name, value in ours.items() if value.shape != theirs[name].shape]:
+        raise RefusedError(f"--match: model and teacher do not correspond in {listing(odd)}; do without")
+    if not ours:
+        raise RefusedError("--match: the model has no modules that are known to be matched; do without")
+    pairs = ((ours[name].float(), value.float()) for name, value in theirs.items())
+    errors = [(a - b).square().sum(-1) / b.square().sum(-1).clamp_min(1e-12) for a, b in pairs]
+    per_token = torch.stack(errors).mean(0)
     return (per_token if counted is None else per_token.where(counted, 0.0)).sum()
-
-
-def _relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
-    """(N, D) twice -> (N,)."""
-    return (ours - theirs).square().sum(-1) / theirs.square().sum(-1).clamp_min(1e-12)

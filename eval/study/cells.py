@@ -200,8 +200,8 @@ def train_along(
     """
     shared, options = bench.shared, bench.options.training_of(cells[-1], directory)
     resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
-    teacher = bench.teacher if options.teacher else None
-    setup = replace(prepare(options, resume, teacher), heldout=[])
+    setup = prepare(replace(options, resume=resume), bench.teacher if options.teacher else None)
+    setup = replace(setup, heldout=[])
 
     def after_step(step: int, record: dict[str, Any], weights: Callable[[], Weights]) -> None:
         due = [cell for cell in cells if shared.steps[cell.alpha] == step]
