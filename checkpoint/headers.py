@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
@@ -80,7 +81,13 @@ def parse_header(text: bytes, file: str, file_size: int) -> list[TensorSpec]:
     """The same from the header's bytes, for a file of `file_size` bytes in all."""
     if sum(text.count(mark) for mark in (b"[", b"{", b",")) > _MAX_MARKS:
         raise _broken(file, f"its header holds more than {MAX_TENSORS} tensors would; not safetensors?")
-    header = _parse_json(text, file)
+    # As the format's own reader takes it: Python's is laxer.
+    strict: dict[str, Any] = {
+        "object_pairs_hook": partial(_unique, file),
+        "parse_constant": _no_number,
+        "parse_int": _integer,
+    }
+    header = parse_json(text, f"{file}: its header", **strict)
     metadata = header.pop("__metadata__", None)
     strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not strings:
@@ -99,32 +106,27 @@ def parse_header(text: bytes, file: str, file_size: int) -> list[TensorSpec]:
     return specs
 
 
-def _parse_json(text: bytes, file: str) -> dict[str, Any]:
-    """JSON as the format's own reader takes it: Python's is laxer (NaN, half of a surrogate pair, duplicate names)."""
-
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-            raise _broken(file, f"duplicate {listing(twice)} in its header", "save the file again")
-        return result
-
+def parse_json(text: bytes, name: str, **hooks: Any) -> dict[str, Any]:
+    """A JSON object in UTF-8 that can be written again. Raises CorruptError with the `name` of what it is."""
     try:
-        header = json.loads(
-            text.decode("utf-8"),
-            object_pairs_hook=without_duplicates,
-            parse_constant=_no_number,
-            parse_int=_integer,
-        )
-        if b"\\u" in text:
-            json.dumps(header, ensure_ascii=False).encode("utf-8")
+        value = json.loads(text.decode("utf-8"), **hooks)
+        if b"\\u" in text:  # half of a surrogate pair is a string that no file can hold
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except CorruptError:
         raise
     except (ValueError, RecursionError) as error:
-        raise _broken(file, f"its header is not JSON ({error}); not safetensors?") from None
-    if not isinstance(header, dict):
-        raise _broken(file, f"its header is a JSON {type(header).__name__}, not an object; not safetensors?")
-    return header
+        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); {_AGAIN}") from None
+    if not isinstance(value, dict):
+        raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; {_AGAIN}")
+    return value
+
+
+def _unique(file: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise _broken(file, f"duplicate {listing(twice)} in its header", "save the file again")
+    return result
 
 
 def _no_number(text: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
-from gqa.checkpoint.headers import TensorSpec, read_header
+from gqa.checkpoint.headers import TensorSpec, parse_json, read_header
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +55,7 @@ class ModelClass:
 class Checkpoint:
     """A checkpoint as it lies on disk (or, for a dry run from the hub, as its headers describe it).
 
-    way: How it is seen as one of another class, `native` or `custom modelling code`; None where it is not.
+    source: What is stored, where it is seen as one of another class; `way`, how: `native` or `custom modelling code`.
     added: Text files that the result has besides those of the source.
     """
 
@@ -69,6 +68,7 @@ class Checkpoint:
     left_out: tuple[str, ...] = ()
     revision: str | None = None
     hub_id: str | None = None
+    source: Checkpoint | None = None
     way: str | None = None
     added: Mapping[str, str] = field(default_factory=dict)
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
@@ -118,12 +118,8 @@ class Checkpoint:
         """Its class; of a checkpoint seen as one of another class both, its own first."""
         named = self.config.get("architectures")
         architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-        return (ModelClass(str(self.config.get("model_type")), architecture),)
-
-    @property
-    def origin(self) -> Checkpoint:
-        """What is stored, however it is seen."""
-        return self
+        seen = self.source.classes if self.source else ()
+        return (*seen, ModelClass(str(self.config.get("model_type")), architecture))
 
 
 def stored_as(tensor: Tensor, dtype: str) -> Tensor:
@@ -167,16 +163,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     path = member_path(directory, name)
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CorruptError(f"{name} has {path.stat().st_size} bytes, at most {MAX_JSON_BYTES} are allowed; is it one?")
-    try:
-        text = path.read_bytes()
-        value = json.loads(text.decode("utf-8"))
-        if b"\\u" in text:  # half of a surrogate pair is a string that no file can hold
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); download it again") from None
-    if not isinstance(value, dict):
-        raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; download it again")
-    return value
+    return parse_json(path.read_bytes(), name)
 
 
 def read_checkpoint(directory: Path, revision: str | None = None, hub_id: str | None = None) -> Checkpoint:

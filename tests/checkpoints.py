@@ -230,8 +230,8 @@ def run(*words: object, program: str = "gqa-convert") -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
-def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa-convert", advice: str = "; ") -> None:
-    """One line for people that says what was given and what to do, and no traceback."""
+def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa-convert", advice: str = "; ") -> str:
+    """One line for people that says what was given and what to do, and no traceback; it is returned."""
     assert result.code == code, result
     assert result.out == ""
     assert "Traceback" not in result.err
@@ -242,6 +242,15 @@ def check_refused(result: Result, *says: str, code: int = 2, program: str = "gqa
     for words in says:
         assert words in result.err, (words, result.err)
     assert advice in result.err, "what is to be done?"
+    return result.err
+
+
+def refusal(model: Path, *words: object) -> str:
+    """The line with which the command refuses a model; nothing was written beside it."""
+    before = snapshot(model.parent)
+    said = check_refused(run(*words, model), advice="")
+    assert snapshot(model.parent) == before
+    return said
 
 
 def leftovers(directory: Path) -> list[str]:

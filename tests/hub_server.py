@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from checkpoints import Result
+from checkpoints import Result, check_refused
 
 _CONTROLLED = re.compile(r"HF_|HUGGING|TRANSFORMERS_|XDG_|.*_PROXY$", re.IGNORECASE)
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".onnx", ".pth")
@@ -328,14 +328,9 @@ class Machine:
 
     def refused(self, *words: object, code: int = 2, **environment: str) -> str:
         """The one line that a failing command says; nothing is left in the working directory."""
-        result = self.run("--groups", 2, *words, **environment)
-        assert result.code == code, result
-        assert result.out == ""
-        assert result.err.startswith("gqa-convert: ")
-        assert result.err.count("\n") == 1, result.err
-        assert "Traceback" not in result.err
+        said = check_refused(self.run("--groups", 2, *words, **environment), code=code, advice="")
         assert list(self.work.iterdir()) == []
-        return result.err
+        return said
 
     def push(self, directory: Path, repo: str, private: bool = True, **environment: str) -> str:
         """What `gqa.checkpoint.hub.push` returns or raises, as one text."""

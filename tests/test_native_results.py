@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import edit_json, run, snapshot
+from checkpoints import edit_json, refusal, run
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -51,16 +51,6 @@ def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     edit_json(directory / "config.json", lambda raw: raw.update(config))
     return directory
-
-
-def refusal(directory: Path, *words: object) -> str:
-    """The one line that the command ends with; nothing was written."""
-    before = snapshot(directory.parent)
-    result = run(*words, directory)
-    assert result.code == 2, result
-    assert result.err.count("\n") == 1, result.err
-    assert snapshot(directory.parent) == before
-    return result.err
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,12 @@ def sampled_blocks(
     """
     from datasets.config import HF_DATASETS_CACHE
 
-    known = as_it_is(checkpoint)
+    known, origin = as_it_is(checkpoint), checkpoint.source or checkpoint
     start = first_token(read_config(known.config, known.name).text, known.name)
     lead = 0 if _begins(checkpoint, start) else 1
     # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
-    batch, whole = _batch(known, size, dtype), digest_of(checkpoint.origin, checkpoint.origin.tensors)
+    batch, whole = _batch(known, size, dtype), digest_of(origin, origin.tensors)
     told = f"{whole} {start} {lead} {seed} {size} {batch} {dtype}"
     name = hashlib.sha256(told.encode()).hexdigest()[:32]
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"

@@ -14,7 +14,7 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.recast.view import Recipe, way_to
+from gqa.convert.recast.view import CUSTOM_CODE, NATIVE, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,7 +158,8 @@ class Recasting:
 
     @property
     def way(self) -> str:
-        return way_to(self.target)
+        """How a model becomes one of the other type: with a class of transformers, or with one beside its weights."""
+        return NATIVE if self.architecture else CUSTOM_CODE
 
     def drops(self, name: str) -> bool:
         """Whether a stored tensor is no parameter."""

@@ -22,7 +22,7 @@ from gqa.convert.heads.modules import attention_modules
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.parts import Recasting
 from gqa.convert.recast.tokenizer_files import tokenizer_edits
-from gqa.convert.recast.view import CUSTOM_CODE, make_view
+from gqa.convert.recast.view import CUSTOM_CODE, View
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,12 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
+    """The checkpoint as one of the target, its tensors in the order of the bytes that they are made of."""
     recipes = recasting.recipes(checkpoint, config)
     told, files = tokenizer_edits(checkpoint, recasting.source, recasting.target)
     files |= [file_of(recasting.target)] if recasting.way == CUSTOM_CODE else []
-    return make_view(checkpoint, raw | told, recipes, files)
+    place = {name: index for index, name in enumerate(checkpoint.tensors)}
+    ordered = sorted(recipes, key=lambda name: place[recipes[name].sources[0].name])
+    tensors = {name: recipes[name].spec(name) for name in ordered}
+    seen = {"config": raw | told, "tensors": tensors, "source": checkpoint, "way": recasting.way, "added": files}
+    return View(**vars(checkpoint) | seen, recipes=recipes)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import CorruptError, RefusedError
 from gqa.checkpoint.headers import TensorSpec, byte_size
-from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, ModelClass
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
 
 
 NATIVE, CUSTOM_CODE = "native", "custom modelling code"
-
-
-def way_to(model_type: str) -> str:
-    """How a model becomes one of another type: with a class of transformers, or with one that goes with the weights."""
-    return CUSTOM_CODE if model_type in MODEL_TYPES else NATIVE
 
 
 @dataclass(frozen=True)
@@ -95,22 +89,3 @@ class View(Checkpoint):
     def parameters(self) -> int:
         """Of the source, as far as it is used: masks that it stores are none, nor are zeros that the target adds."""
         return sum({spec.name: spec.numel for r in self.recipes.values() for spec in r.sources}.values())
-
-    @property
-    def classes(self) -> tuple[ModelClass, ...]:
-        return (*self.source.classes, *super().classes)
-
-    @property
-    def origin(self) -> Checkpoint:
-        return self.source
-
-
-def make_view(
-    source: Checkpoint, config: dict[str, Any], recipes: Mapping[str, Recipe], files: Mapping[str, str]
-) -> View:
-    """The view, its tensors in the order of the bytes that they are made of."""
-    place = {name: index for index, name in enumerate(source.tensors)}
-    ordered = sorted(recipes.items(), key=lambda item: place[item[1].sources[0].name])
-    tensors = {name: recipe.spec(name) for name, recipe in ordered}
-    seen = {"config": config, "tensors": tensors, "way": way_to(config["model_type"]), "added": files}
-    return View(**vars(source) | seen, source=source, recipes=recipes)
