@@ -97,6 +97,14 @@ def test_a_layer_without_keys_and_values_is_refused(source: Path) -> None:
         plan_conversion(source, 2)
 
 
+@pytest.mark.parametrize("method", ["procrustes", "aligned", "calibrated"])
+def test_heads_without_the_output_projection_are_not_aligned(source: Path, method: str) -> None:
+    change(source, {}, removed=("model.layers.1.self_attn.o_proj.weight",))
+    plan_conversion(source, 2)
+    with pytest.raises(CorruptError, match=r"layers\.1\.self_attn has k_proj, q_proj, v_proj but no o_proj"):
+        plan_conversion(source, 2, method=method)
+
+
 def test_what_several_parts_state_is_edited_in_each(tmp_path: Path) -> None:
     """The number of heads, and the dtype."""
     source = write_checkpoint(build(TINY["qwen2_vl"], 4), tmp_path / "source")

@@ -18,7 +18,7 @@ from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
-from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Part, Parts, Rule, Separate
+from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Part, Parts, Rule, Separate, Untouched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,7 +163,7 @@ def module_changes(
             names = [name.replace("{head}", str(head)) for head in range(count)]
         outputs = tuple(f"{module.path}.{name}" for name in names)
         changes.append(Change(rule, tuple(specs), outputs, heads, target, module.path))
-    _check_keys_and_values(module, changes, config)
+    _check_projections(module, rules, changes, config)
     for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
     return [change for change in changes if target != heads.kv]
@@ -188,9 +188,12 @@ def _check_unchanged(
     )
 
 
-def _check_keys_and_values(module: AttentionModule, changes: Sequence[Change], config: ModelConfig) -> None:
+def _check_projections(
+    module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], config: ModelConfig
+) -> None:
+    """Raises where one that a rule names is missing, packed, or of another dtype than the others."""
     parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
-    wanted = {rule.tensor for rule in config.family.rules if rule.projection}
+    wanted = {rule.tensor for rule in rules if rule.projection and not isinstance(rule.layout, Untouched)}
     if config.heads(module.layer).keys_only:
         wanted = {name for name in wanted if not name.startswith("v_")}
     if missing := wanted - set(parts):
