@@ -64,6 +64,7 @@ def plan_conversion(
         check_grouping(made, grouping)
         return made
 
+    # As `check` it refuses from the headers of a hub id, before weights are fetched; then it plans what was fetched.
     return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=plan))
 
 

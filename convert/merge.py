@@ -206,7 +206,11 @@ def _slices(spec: TensorSpec, size: int) -> Iterator[TensorSpec]:
 
 
 def _compute(job: _Job, change: Change) -> list[Tensor]:
-    """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype."""
+    """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
+
+    `HeadMaps` multiplies so and gives heads in the dtype that they had. What is rounded later is wide before: to the
+    dtype of --dtype, or after sums in `join` (`ReadsValues`).
+    """
     import torch
 
     read, sources = job.plan.checkpoint.read, change.sources

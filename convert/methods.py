@@ -1,4 +1,4 @@
-"""How the heads of a group become one: every method is one registered function, and nothing else names it.
+"""How the heads of a group become one: every method is one entry, registered here.
 
 `mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control. The
 others look at the model: their maps are found first (`gqa.convert.align.find_maps`) and then applied, and their

@@ -1,4 +1,4 @@
-"""Reopen what was written and hold it against the plan. `verify_load` is the only place that runs a model."""
+"""Reopen what was written and hold it against the plan. Only `verify_load` runs the model."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Wanted:
 
     inputs, outputs: (N, T, H * e) what the source's W_O is given on the source's own stream, and (N, T, D) what its
         attention gives there.
-    drift: (N, T, D) what W_O should give beside that, see `gqa.convert.align.calibration`.
+    drift: (N, T, D) what W_O should give beside that, see `Calibrator._drift`.
     counts: (N, T) how much an error counts, see `position_weights`.
     """
 

@@ -62,9 +62,9 @@ class Family:
     attention, cross_attention: Names below a layer of its attention modules.
     rules: Of the tensors below them that depend on KV heads; `unchanged` are others (patterns), that do not, besides
         those that a symmetry names.
-    kv_fields: Config fields that count KV heads, dotted below the owner: the first is always written, the others are
-        kept in proportion where the config has them.
-    layers: The config field that counts layers; `heads` of (config, layer) are those of one.
+    kv_fields: Keys of config.json that count KV heads, dotted below the owner: the first is always written, the others
+        are kept in proportion where the config has them.
+    layers: The attribute of transformers' config that counts layers; `heads` of (config, layer) are those of one.
     edits: Of (G, heads, config), what is written instead of `kv_fields`, or None where there cannot be G heads.
     when: Values of config fields that tell it from other families of its model types.
     refusal: Why a config of these types cannot be converted, or None.

@@ -1,7 +1,7 @@
 """KV-cache size from the config: what a conversion saves.
 
 bytes = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a sliding-window layer holds at
-most its window (ecosystem.md, section 2, "Memory and speed").
+most its window.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class ReadsValues:
     """Doge's `dt_proj` (Hk, Hk * d): row per KV head, columns read the concatenated values.
 
     Rows merge as keys do; every column block that read a value head now reads the group's one, so the blocks of a
-    group are summed (families.md, measured). Upwards each copy carries its share.
+    group are summed. Upwards each copy carries its share.
     """
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
