@@ -104,7 +104,8 @@ class Calibrator:
         own = pair.original(module)
         wanted = self._wanted(own)
         if pair.symmetry:
-            found = closed_form(Task(pair, own, streams.converted, wanted), options.ridge, options.search)
+            task = Task(pair, pair.symmetry, own, streams.converted, wanted)
+            found = closed_form(task, options.ridge, options.search)
         else:  # refinement starts from the mean
             heads, groups = pair.heads(module)
             found = LayerResult(module, mean(heads.kv, groups), float("nan"))

@@ -102,6 +102,7 @@ class Task:
     """
 
     pair: Pair
+    symmetry: Symmetry
     own: Layer
     stream: Tensor
     wanted: Wanted
@@ -109,21 +110,6 @@ class Task:
     @property
     def module(self) -> AttentionModule:
         return self.own.module
-
-    @property
-    def symmetry(self) -> Symmetry:
-        assert self.pair.symmetry is not None
-        return self.pair.symmetry
-
-    @property
-    def rotary(self) -> Rotary:
-        """On texts of this length, by which some embeddings choose their speeds."""
-        text, dim = self.pair.plan.config.text, self.pair.heads(self.module)[0].key_dim
-        return self.symmetry.rotary(text, self.module.layer, dim, self.stream.shape[1])
-
-    @property
-    def free_keys(self) -> bool:
-        return self.symmetry.free_keys(self.pair.plan.config.text)
 
     def w_o(self) -> Tensor:
         """The source's W_O transposed, (H, e, D)."""
@@ -145,17 +131,20 @@ def closed_form(task: Task, strength: float, search: bool = False) -> LayerResul
     With `search` heads are regrouped, all of them being moved together with what belongs to them.
     """
     heads, groups = task.pair.heads(task.module)
-    w_o, rotary = task.w_o(), task.rotary
+    text, w_o = task.pair.plan.config.text, task.w_o()
+    # On texts of this length, by which some embeddings choose their speeds.
+    rotary = task.symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.shape[1])
+    free_keys = task.symmetry.free_keys(text)
     moments = Moments.zeros(heads, 1 if search else groups)
     values = _watch_source(task, moments, rotary, w_o)
     moments, order = moments.averaged(task.wanted.counts.numel()), None
     if search:
-        order = find_order(moments, w_o.double(), groups, rotary, task.free_keys)
+        order = find_order(moments, w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         values = {start: batch[:, order] for start, batch in values.items()}
         w_o, task = w_o[query_order(order, heads.query)], task.reordered(order)
-    keys = moments.shared_keys(rotary) if task.free_keys else []
+    keys = moments.shared_keys(rotary) if free_keys else []
     seen = _seen_values(task, head_maps(heads, groups, keys, [], order), values)
     found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o.double())
     return _refit(task, head_maps(heads, groups, keys, found, order), strength, w_o.double().flatten(0, 1))

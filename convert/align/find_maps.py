@@ -82,8 +82,17 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
     blocks = None if work.complete else options.text.blocks(plan.checkpoint, options.device, progress.update)
     with work.held():
         if blocks is not None:
-            with _memory_told(options):
+            try:
                 _run_layers(plan, work, blocks, options, progress)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                batch, length = options.batch, options.text.length
+                raise RefusedError(
+                    f"out of memory on {options.device} with {batch} blocks of {length} tokens in a layer at a time "
+                    f"({options.refinement.batch} to refine it); lower --calibration-length or --refine-batch, give "
+                    "--calibration-dtype bfloat16, or another --device"
+                ) from None
         yield work
 
 
@@ -103,19 +112,3 @@ def _run_layers(plan: Plan, work: Work, blocks: Tensor, options: MapsOptions, pr
                 progress.warn(f"layer {layer}: {result.warning}")
         work.finish(layer, calibrator.layers, calibrator.streams)
         progress.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
-
-
-@contextmanager
-def _memory_told(options: MapsOptions) -> Iterator[None]:
-    """Raises RefusedError, with what was tried and what takes less, where memory is too small."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        batch, length = options.batch, options.text.length
-        raise RefusedError(
-            f"out of memory on {options.device} with {batch} blocks of {length} tokens in a layer at a time "
-            f"({options.refinement.batch} to refine it); lower --calibration-length or --refine-batch, give "
-            "--calibration-dtype bfloat16, or another --device"
-        ) from None
