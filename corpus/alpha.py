@@ -141,10 +141,7 @@ def _shares(weights: Sequence[float]) -> list[Fraction]:
 def _groups(text: TokenisedText, heldout: NDArray[np.bool_], weights: Sequence[float] | None) -> list[Ints]:
     """The documents that training may see: of each source where sources have weights, else all together."""
     sizes = (len(text),) if weights is None else text.sizes
-    if weights is not None and len(weights) != len(sizes):
-        raise CorpusError(f"{len(weights)} weights are given for {len(sizes)} sources")
-    bounds = np.cumsum([0, *sizes])
-    groups = [np.flatnonzero(~heldout[a:b]) + a for a, b in pairwise(bounds)]
+    groups = [np.flatnonzero(~heldout[a:b]) + a for a, b in pairwise(np.cumsum([0, *sizes]))]
     if not all(map(len, groups)):
         raise CorpusError("all documents are held out and none is left to train on; hold out a smaller fraction")
     return groups

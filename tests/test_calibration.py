@@ -114,12 +114,6 @@ def test_what_an_error_of_scores_does_without_a_mask() -> None:
     assert significance_of(q, k, v, None, 0.3, roots, False)[0, :, 0].min() > 1e-6
 
 
-def test_the_refit_lowers_the_error(source: Path) -> None:
-    """An endless ridge leaves the block-diagonal start."""
-    for refitted, start in zip(layer_errors(source), layer_errors(source, ridge=1e9), strict=True):
-        assert refitted < 0.9 * start
-
-
 def test_each_layer_is_given_what_the_converted_ones_before_it_give(source: Path) -> None:
     """The stream of the calibrator is what the converted model computes."""
     calibrator = Calibrator(plan_of(source), Ids().ids(), on_ids())
@@ -422,15 +416,6 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
         convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
     assert "\n" not in str(told.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_calibrated_on_its_own_samples(tmp_path: Path) -> None:
-    """The whole recipe from a checkpoint alone, by the command; the same file twice."""
-    words = ("-g", 4, "--calibration-tokens", 256, "--calibration-length", 32, "-q")
-    for name in ("a", "b"):
-        done = checkpoints.run(SOURCE, "-o", tmp_path / name, *words, program="gqa-calibrate")
-        assert (done.code, done.err) == (0, "")
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

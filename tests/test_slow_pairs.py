@@ -123,11 +123,6 @@ def test_queries_and_keys_are_turned_back(name: str, length: int, tmp_path: Path
         assert torch.equal(unturned(turned, rotary)[..., others], turned[..., others])
 
 
-def test_what_is_not_slow_stays() -> None:
-    heads = torch.randn(1, 2, 5, 4)
-    assert torch.equal(unturned(heads, Rotary(4)), heads)
-
-
 def _spread(heads: Tensor) -> float:
     """(B, H, T, d): how much positions differ from one another."""
     return float((heads - heads[:, :, :1]).abs().max())

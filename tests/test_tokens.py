@@ -12,7 +12,6 @@ import pytest
 from documents import Counted, lines, texts_of, tokenised, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
@@ -20,7 +19,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.corpus.document import Document
 from gqa.corpus.sources import Source, parse_source
-from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, adds_bos, block_of, concatenate, tokenise
+from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, adds_bos, concatenate, tokenise
 
 MODEL = Path(__file__).parent.parent / "examples/stdlib-mha"
 BOS, EOS = 1, 2
@@ -124,31 +123,6 @@ def test_blocks_of_any_lengths(lengths: list[int], size: int) -> None:
         assert blocks[b]["position_ids"].tolist() == [
             t - max(b * size, starts[owner[t]]) for t in range(b * size, (b + 1) * size)
         ]
-
-
-def test_block_of_takes_no_more_than_its_size() -> None:
-    block = block_of([[5, 6], [7, 8, 9]], 4, boundaries=True)
-    assert {name: ids.tolist() for name, ids in block.items()} == {
-        "input_ids": [5, 6, 7, 8],
-        "document_ids": [0, 0, 1, 1],
-        "position_ids": [0, 1, 0, 1],
-    }
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_neither_ranks_nor_batches_change_a_block(text: TokenisedText, ranks: int, batch: int) -> None:
-    """Rank r of R reads blocks r, r + R, ...; taking turns gives what one rank reads, through a DataLoader."""
-    single = Blocks(text, np.arange(400), 128)
-
-    def of_rank(rank: int) -> list[list[int]]:
-        mine = range(rank, len(single), ranks)
-        loader = DataLoader(Blocks(text, np.arange(400), 128), batch_size=batch, sampler=mine)
-        return [row.tolist() for rows in loader for row in rows["input_ids"]]
-
-    read = [of_rank(rank) for rank in range(ranks)]
-    turns = [read[b % ranks][b // ranks] for b in range(len(single))]
-    assert turns == [single[b]["input_ids"].tolist() for b in range(len(single))]
 
 
 def test_several_sources_as_one(tokenizer: Any, tmp_path: Path) -> None:

@@ -16,17 +16,6 @@ def shown(windows):
     return [(list(w.ids), w.scored) for w in windows]
 
 
-def test_rolling_windows_by_hand():
-    assert shown(rolling_windows(range(10), 4, P)) == [
-        ([P, 0, 1, 2, 3], 4),
-        ([3, 4, 5, 6, 7], 4),
-        ([5, 6, 7, 8, 9], 2),  # what is left has left context
-    ]
-    assert shown(rolling_windows(range(3), 4, P)) == [([P, 0, 1, 2], 3)]
-    assert shown(rolling_windows(range(8), 4, P)) == [([P, 0, 1, 2, 3], 4), ([3, 4, 5, 6, 7], 4)]
-    assert shown(rolling_windows([], 4, P)) == []
-
-
 def test_strided_windows_by_hand():
     assert shown(strided_windows(range(10), 4, 2)) == [
         ([0, 1, 2, 3], 3),  # nothing predicts the first
