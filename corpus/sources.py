@@ -30,9 +30,6 @@ _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
 _WEIGHTED = re.compile(r"(.+)@([^@/]+)")
 
-_SELF = re.compile(r"self(?::(\d+(?:\.\d+)?)([KkMmBb]?))?")
-_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-
 
 def is_self(spec: str) -> bool:
     """Whether a source is what a model writes itself: `self`, `self:1M`, `self:1M@2`. Who samples it knows how."""
@@ -41,10 +38,17 @@ def is_self(spec: str) -> bool:
 
 def self_tokens(spec: str) -> int | None:
     """The tokens that `self:1M` asks for; None for `self`. Raises CorpusError."""
-    match = _SELF.fullmatch(split_weight(spec)[0])
-    if match is None or (match[1] and not float(match[1])):
+    name, given, count = split_weight(spec)[0].partition(":")
+    tokens = read_count(count)
+    if name != "self" or (given and not tokens):
         raise CorpusError(f"{spec} is not understood; give self or the tokens that the model is to write, like self:1M")
-    return int(float(match[1]) * _COUNTS[match[2].lower()]) if match[1] else None
+    return tokens
+
+
+def read_count(text: str) -> int | None:
+    """A number of tokens like 65536, 500M or 1B; None for what is no such number above zero."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    return int(float(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def check_calibrated(tiny: Tiny, model: PreTrainedModel, plan: Plan, expected: T
     calibrator = Calibrator(plan, ids, on_ids())
     results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
     assert all(result.error < 1e-8 for result in results)
-    hidden = after_layers(tiny, model, calibrator.path, ids)
+    hidden = after_layers(tiny, model, calibrator.pair.source.prefix, ids)
     assert relative(calibrator.streams.source, hidden) < SAME
     assert relative(calibrator.streams.converted, hidden) < RECOVERED
     calibrated = {result.module.path: result.maps for result in results}

@@ -6,7 +6,6 @@ be continued. Imports no torch.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -15,7 +14,7 @@ import click
 
 from gqa.checkpoint.console import Option
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.sources import is_self, self_tokens
+from gqa.corpus.sources import is_self, read_count, self_tokens
 from gqa.uptrain.schedule import Schedule
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -28,10 +27,9 @@ class Count(click.ParamType[int]):
     name = "count"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", str(value).strip().upper())
-        if match is None or float(match[1]) == 0:
+        if (count := read_count(str(value))) is None:
             self.fail(f"{value!r} is not a number of tokens; give one like 65536, 500M or 1B", param, ctx)
-        return int(float(match[1]) * 1000 ** (" KMBT".index(match[2] or " ")))
+        return count
 
 
 def _option(default: Any, help: str | None = None, *flags: str, free: bool = False, **how: Any) -> Any:

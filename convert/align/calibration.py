@@ -56,10 +56,6 @@ class MapsOptions:
         return told
 
     @property
-    def search(self) -> bool:
-        return self.grouping == "search"
-
-    @property
     def training(self) -> Refinement:
         """The refinement, in bfloat16 where nothing is said and the device multiplies it faster."""
         if self.refinement.autocast is not None:
@@ -72,27 +68,22 @@ class Calibrator:
 
     def __init__(self, plan: Plan, blocks: Tensor, options: MapsOptions, streams: Streams | None = None) -> None:
         """`blocks` are (N, T) token ids of calibration text, `streams` what an earlier one had after some layers."""
-        self._pair = Pair(plan, options.device, getattr(torch, options.dtype), options.batch)
+        self.pair = Pair(plan, options.device, getattr(torch, options.dtype), options.batch)
         self._options = options
         with torch.no_grad():
-            fresh = self._pair.arrive(blocks)
+            fresh = self.pair.arrive(blocks)
         self.streams = streams or fresh
 
     @property
     def layers(self) -> int:
-        return len(self._pair.source.layers)
-
-    @property
-    def path(self) -> str:
-        """Of the list of layers in transformers' class."""
-        return self._pair.source.prefix
+        return len(self.pair.source.layers)
 
     @torch.no_grad()
     def run(self, layer: int, progress: Callable[[int], None] = lambda tokens: None) -> LayerResult | None:
         """The maps of one layer, the next in order; None where it has no heads to merge. Both streams go through it,
         and `progress` is called with the number of tokens that did.
         """
-        pair, streams, options = self._pair, self.streams, self._options
+        pair, streams, options = self.pair, self.streams, self._options
         module = pair.module_of(layer)
         if module is None:
             whole = pair.source.load(layer)
@@ -105,7 +96,7 @@ class Calibrator:
         wanted = self._wanted(own)
         if pair.symmetry:
             task = Task(pair, pair.symmetry, own, streams.converted, wanted)
-            found = closed_form(task, options.ridge, options.search)
+            found = closed_form(task, options.ridge, options.grouping == "search")
         else:  # refinement starts from the mean
             heads, groups = pair.heads(module)
             found = LayerResult(module, mean(heads.kv, groups), float("nan"))
@@ -121,7 +112,7 @@ class Calibrator:
 
     def _wanted(self, own: Layer) -> Wanted:
         """What attention should give; the source's stream goes through the source's layer."""
-        pair, stream = self._pair, self.streams.source
+        pair, stream = self.pair, self.streams.source
         drift, counts = self._drift(own), position_weights(self.streams.converted)
         inputs, outputs = [], []
         for seen in pair.feed.observe(own, stream):
@@ -138,7 +129,7 @@ class Calibrator:
         Zero where attention's output is not simply added to its stream (a norm comes after it, for one), which is
         tried: what the stream has more must do the same as the same more from attention.
         """
-        pair, streams = self._pair, self.streams
+        pair, streams = self.pair, self.streams
         difference = streams.source - streams.converted
         scale = float(getattr(pair.plan.config.text, "residual_multiplier", None) or 1.0)
         hidden = streams.source[:1].to(pair.source.device)
@@ -165,10 +156,10 @@ class Calibrator:
         self, merged: Layer, wanted: Wanted, progress: Callable[[int], None]
     ) -> tuple[dict[str, Tensor], float]:
         """The converted module's trained tensors by their stored names, and the error that is left."""
-        names = self._pair.trainable(merged.module, merged.attention)
+        names = self.pair.trainable(merged.module, merged.attention)
         start = {name: merged.attention.get_parameter(name).detach() for name in names}
-        calls = Calls.of(seen.call for seen in self._pair.feed.observe(merged, self.streams.converted, "call"))
+        calls = Calls.of(seen.call for seen in self.pair.feed.observe(merged, self.streams.converted, "call"))
         targets, how = wanted.outputs + wanted.drift, self._options.training
         with torch.enable_grad():
             best, _, error = refine(merged.attention, start, calls, targets, wanted.counts, how, progress)
-        return self._pair.stored({names[name]: tensor for name, tensor in best.items()}), error
+        return self.pair.stored({names[name]: tensor for name, tensor in best.items()}), error

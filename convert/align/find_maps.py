@@ -69,7 +69,7 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
     work = Work(output, options.describe(plan), overwrite)
     if plan.merging.how.needs == "weights":
         with work.held():
-            for number, (module, maps) in enumerate(plan.merging.how.find(plan, options.search)):
+            for number, (module, maps) in enumerate(plan.merging.how.find(plan, options.grouping == "search")):
                 work.keep(number, module, maps, {})
                 progress.layer(number + 1, plan.config.layers, float("nan"))
             yield work
