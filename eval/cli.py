@@ -31,33 +31,23 @@ Examples:
 _ABOVE = 3
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
+def numbers(text: str) -> tuple[int, ...]:
     """`1,8,32`."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdigit() and int(part) > 0 for part in parts):
-            self.fail(f"{value!r} is not a list of positive numbers; give them like 1,8,32", param, ctx)
-        return tuple(int(part) for part in parts)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of positive numbers; give them like 1,8,32")
+    return tuple(int(part) for part in parts)
 
 
-class Ratio(click.ParamType[float]):
+def ratio(text: str) -> float:
     """A finite number above 0."""
-
-    name = "ratio"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            ratio = float(value)
-        except ValueError:
-            ratio = math.nan
-        if not 0 < ratio < math.inf:
-            self.fail(f"{value!r} is not a ratio; give one like 1.05", param, ctx)
-        return ratio
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise click.BadParameter(f"{text!r} is not a ratio; give one like 1.05")
+    return found
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -84,8 +74,8 @@ _MEASURE = [
                  "keep the baseline's distributions here (2 bytes x vocabulary x tokens), so that it runs once for "
                  "many commands; attention outputs are not compared then."),
     click.option("--decode", is_flag=True, help="Time prefill and decoding."),
-    click.option("--batches", type=Numbers(), default="1,8", show_default=True, help="Of --decode."),
-    click.option("--contexts", type=Numbers(), help="Of --decode.  [default: a half, all of the positions, 4096 at "
+    click.option("--batches", type=numbers, default="1,8", show_default=True, help="Of --decode."),
+    click.option("--contexts", type=numbers, help="Of --decode.  [default: a half, all of the positions, 4096 at "
                  "most]"),
     click.option("--steps", type=_POSITIVE, default=32, show_default=True, help="Of --decode."),
     click.option("--repeats", type=_POSITIVE, default=5, show_default=True, help="Of --decode."),
@@ -97,7 +87,7 @@ _MEASURE = [
     click.option("--limit", type=_POSITIVE, help="Of --tasks: documents of each."),
     click.option("--include-tasks", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
                  help="Of --tasks: directory of definitions of your own."),
-    click.option("--fail-above", type=Ratio(), metavar="RATIO", help="Exit with 3 where a perplexity is more than "
+    click.option("--fail-above", type=ratio, metavar="RATIO", help="Exit with 3 where a perplexity is more than "
                  "RATIO x the baseline's."),
 ]  # fmt: skip
 _RUN = [
@@ -246,8 +236,8 @@ def _find_tasks(subjects: list[Subject], options: dict[str, Any], quiet: bool) -
 def _gate(results: dict[str, Any], limit: float | None) -> None:
     if limit is None:
         return
-    ratios = {model["name"]: model["against_baseline"]["ratio"] for model in results["models"][1:]}
-    above = [f"{name} {ratio:.4g} x" for name, ratio in ratios.items() if not ratio <= limit]
+    found = {model["name"]: model["against_baseline"]["ratio"] for model in results["models"][1:]}
+    above = [f"{name} {times:.4g} x" for name, times in found.items() if not times <= limit]
     if above:
         fail("gqa-eval", f"{', '.join(above)} the baseline's perplexity, above {limit:g} x", _ABOVE)
 

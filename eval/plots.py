@@ -30,17 +30,10 @@ def look(index: int) -> dict[str, Any]:
 
 
 @contextmanager
-def picture(directory: Path, name: str, width: float = 8, height: float = 5) -> Iterator[Axes]:
-    """One pair of axes, saved as NAME.svg and NAME.png at the end."""
-    with panels(directory, name, width=width, height=height) as (_, axes):
-        yield axes[0, 0]
-
-
-@contextmanager
 def panels(
     directory: Path, name: str, rows: int = 1, columns: int = 1, *, width: float = 8, height: float = 5, **more: Any
 ) -> Iterator[tuple[Figure, Any]]:
-    """(rows, columns) pairs of axes, saved likewise; `more` is for matplotlib's `subplots`."""
+    """(rows, columns) pairs of axes, saved as NAME.svg and NAME.png; `more` is for matplotlib's `subplots`."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure, figure.subplots(rows, columns, squeeze=False, **more)
@@ -52,63 +45,54 @@ def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
     """All pictures that the results have numbers for, as (name, title)."""
     models: list[Results] = results["models"]
     drawn = []
-    if all(m.get("by_context") for m in models):
-        drawn.append(_by_context(models, directory))
-    if any(m.get("attention_error") for m in models):
-        drawn.append(_attention_error(models, directory))
-    if all("decode" in m for m in models):
-        drawn.append(_decode(models, directory))
+    for name, (title, plot) in _PICTURES.items():
+        if any(model.get(name) for model in models):
+            with panels(directory, name) as (_, axes):
+                plot(models, axes[0, 0])
+                axes[0, 0].set_title(title)
+            drawn.append((name, title))
     return drawn
 
 
-def _by_context(models: list[Results], directory: Path) -> tuple[str, str]:
-    title = "Loss by position: does a model fall apart at long range?"
-    with picture(directory, "by_context") as axes:
-        for index, model in enumerate(models):
-            bins = model["by_context"]
-            axes.plot([b["to"] for b in bins], [b["nats"] for b in bins], label=model["name"], **look(index))
-        powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
-        axes.set(xlabel="tokens read before (up to)", ylabel="nats per token", title=title)
-        axes.set_ylim(bottom=0)
-        axes.legend()
-    return "by_context", title
+def _by_context(models: list[Results], axes: Axes) -> None:
+    for index, model in enumerate(models):
+        bins = model["by_context"]
+        axes.plot([b["to"] for b in bins], [b["nats"] for b in bins], label=model["name"], **look(index))
+    powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
+    axes.set(xlabel="tokens read before (up to)", ylabel="nats per token")
+    axes.set_ylim(bottom=0)
+    axes.legend()
 
 
-def _attention_error(models: list[Results], directory: Path) -> tuple[str, str]:
-    title = "Error of each layer's attention output"
-    with picture(directory, "attention_error") as axes:
-        for index, model in enumerate(models):
-            for kind, line in (("own", "-"), ("accumulated", ":")):
-                if errors := [e[kind] for e in model.get("attention_error", [])]:
-                    axes.plot(range(len(errors)), errors, line, label=f"{model['name']}, {kind}", **look(index))
-        axes.set(xlabel="attention module", ylabel="relative error", title=title)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend()
-    return "attention_error", title
+def _attention_error(models: list[Results], axes: Axes) -> None:
+    for index, model in enumerate(models):
+        for kind, line in (("own", "-"), ("accumulated", ":")):
+            if errors := [e[kind] for e in model.get("attention_error", [])]:
+                axes.plot(range(len(errors)), errors, line, label=f"{model['name']}, {kind}", **look(index))
+    axes.set(xlabel="attention module", ylabel="relative error")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
 
 
-def _decode(models: list[Results], directory: Path) -> tuple[str, str]:
-    title = "Time per generated token"
-    with picture(directory, "decode") as axes:
-        for index, model in enumerate(models):
-            points = model["decode"]["points"]
-            for number, batch in enumerate(sorted({p["batch"] for p in points})):
-                line = [p for p in points if p["batch"] == batch]
-                axes.errorbar(
-                    [p["context"] for p in line],
-                    [p["seconds_per_token"] * 1e3 for p in line],
-                    yerr=[[(p["seconds_per_token"] - p["fastest"]) * 1e3 for p in line],
-                          [(p["slowest"] - p["seconds_per_token"]) * 1e3 for p in line]],
-                    linestyle=("-", "--", ":", "-.")[number % 4], capsize=3,
-                    label=f"{model['name']}, batch {batch}", **look(index),
-                )  # fmt: skip
-        powers_of_two(axes, [p["context"] for p in models[0]["decode"]["points"]])
-        axes.set(xlabel="context (tokens)", ylabel="milliseconds per token", title=title)
-        # An outlier's bar may leave the picture; the lines must not be flattened by it.
-        axes.set_ylim(0, 1.4e3 * max(p["seconds_per_token"] for m in models for p in m["decode"]["points"]))
-        axes.legend(ncols=2)
-    return "decode", title
+def _decode(models: list[Results], axes: Axes) -> None:
+    for index, model in enumerate(models):
+        points = model["decode"]["points"]
+        for number, batch in enumerate(sorted({p["batch"] for p in points})):
+            line = [p for p in points if p["batch"] == batch]
+            axes.errorbar(
+                [p["context"] for p in line],
+                [p["seconds_per_token"] * 1e3 for p in line],
+                yerr=[[(p["seconds_per_token"] - p["fastest"]) * 1e3 for p in line],
+                      [(p["slowest"] - p["seconds_per_token"]) * 1e3 for p in line]],
+                linestyle=("-", "--", ":", "-.")[number % 4], capsize=3,
+                label=f"{model['name']}, batch {batch}", **look(index),
+            )  # fmt: skip
+    powers_of_two(axes, [p["context"] for p in models[0]["decode"]["points"]])
+    axes.set(xlabel="context (tokens)", ylabel="milliseconds per token")
+    # An outlier's bar may leave the picture; the lines must not be flattened by it.
+    axes.set_ylim(0, 1.4e3 * max(p["seconds_per_token"] for m in models for p in m["decode"]["points"]))
+    axes.legend(ncols=2)
 
 
 def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
@@ -117,3 +101,11 @@ def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, [f"{tick:,.10g}" for tick in shown])
     axes.xaxis.set_minor_locator(NullLocator())
+
+
+# By what each is called in a record too.
+_PICTURES = {
+    "by_context": ("Loss by position: does a model fall apart at long range?", _by_context),
+    "attention_error": ("Error of each layer's attention output", _attention_error),
+    "decode": ("Time per generated token", _decode),
+}

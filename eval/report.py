@@ -7,6 +7,7 @@ import math
 import string
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,10 +82,8 @@ def shown(record: Any, columns: Iterable[str], missing: str = "") -> tuple[str, 
     return tuple(cells)
 
 
-def number(value: float | None) -> str:
+def number(value: float) -> str:
     """Five digits: more are not the same in every batch size."""
-    if value is None:
-        return ""
     if not 1 <= value < 1e5:
         return f"{value:.4g}"
     return f"{value:,.{4 - int(math.log10(value))}f}"
@@ -276,17 +275,12 @@ def check_output(directory: Path) -> None:
         tempfile.TemporaryFile(dir=nearest(directory)).close()
     except OSError as error:
         raise OutputError(f"no report can be written to {directory}: {error.strerror}") from None
-    taken = [name for name in _FILES if (directory / name).exists()]
-    if taken and not _is_report(directory):
-        raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
-
-
-def _is_report(directory: Path) -> bool:
-    try:
+    found = None
+    with suppress(OSError, ValueError):
         found = json.loads((directory / _FILES[0]).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and {"schema", "command", "models"} <= found.keys()
+    taken = [name for name in _FILES if (directory / name).exists()]
+    if taken and not (isinstance(found, dict) and {"schema", "command", "models"} <= found.keys()):
+        raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
 
 
 _FILES = ("results.json", "report.md", *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))

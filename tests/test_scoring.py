@@ -21,7 +21,7 @@ from gqa.corpus.windows import Window
 from gqa.eval import scoring
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.evaluate import Options, measure_quality
-from gqa.eval.perplexity import count_words, encode, make_pairs, make_text, perplexity
+from gqa.eval.perplexity import count_words, encode, make_text, perplexity
 from gqa.eval.scoring import live_baseline, score
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import open_subjects
@@ -311,14 +311,6 @@ def test_encoder_decoder(directory):
             output = model(input_ids=torch.tensor([window.source]), decoder_input_ids=ids[:, :-1])
         expected.append(torch.nn.functional.cross_entropy(output.logits[0], ids[0, 1:], reduction="none"))
     assert np.allclose(found.nats, torch.cat(expected), atol=1e-5)
-
-
-def test_pairs_score_every_target_token():
-    made = make_pairs([("a b", "def f(x):"), ("c", "return 1")], tokenizer(), 0, 64)
-    targets = [tokenizer()(t)["input_ids"] for t in ("def f(x):", "return 1")]
-    assert [list(w.ids[1:]) for w in made.windows] == targets
-    assert [w.scored for w in made.windows] == [len(t) for t in targets]
-    assert list(made.windows[0].source) == tokenizer()("a b")["input_ids"]
 
 
 def test_a_text_with_bos_in_front_gets_no_second_one():
