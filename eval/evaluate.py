@@ -111,8 +111,11 @@ def measure_quality(
     for subject in others:
         head = _head(subject, options)
         scores = _score(subject, head, text, options, bars, baseline=baseline)
+        if live and own is None and scores.baseline_nats is not None:  # found in lockstep
+            own = Scores.of(text.windows, scores.baseline_nats)
+            if not np.isfinite(own.nats).all():
+                _score(first, live, text, options, bars)  # refuses, and says where
         if live:
-            own = own or _baseline_scores(first, live, scores, text, options)
             subject.record["attention_error"] = attention_errors(live.model, head.model, some_windows(text))
         subject.record.update(summary(scores, text, own))
         if stored:
@@ -135,14 +138,6 @@ def _score(subject: Subject, head: ChunkedHead, text: Text, options: Options, ba
     tried = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
     with _explained(subject.name, options, tried, "give a smaller --batch-size or --context"):
         return score(head, text.windows, batch_size=options.batch_size, progress=bars(subject.name), **more)
-
-
-def _baseline_scores(subject: Subject, head: ChunkedHead, compared: Scores, text: Text, options: Options) -> Scores:
-    """The baseline's own, as they were found in lockstep with another model."""
-    assert compared.baseline_nats is not None
-    if not np.isfinite(compared.baseline_nats).all():
-        return _score(subject, head, text, options, lambda name: unwatched)  # refuses, and says where
-    return Scores.of(text.windows, compared.baseline_nats)
 
 
 def _stored_baseline(subject: Subject, text: Text, options: Options, bars: Bars) -> StoredBaseline:

@@ -51,15 +51,6 @@ def test_printed_numbers_do_not_depend_on_the_batch_size(dtype: str) -> None:
     assert done(f"{line} --context 127").out not in printed
 
 
-def test_a_single_checkpoint() -> None:
-    shown = done("SRC --data TEXT --context 128").out
-    assert "x baseline" in shown
-    found = results("SRC --data TEXT --context 128")
-    (model,) = found["models"]
-    assert "against_baseline" not in model
-    assert f"{model['quality']['token_perplexity']:.4f}" in shown
-
-
 def test_dtypes() -> None:
     found = {
         dtype: results(f"SRC --data TEXT --context 64 --dtype {dtype}")["models"][0]

@@ -51,26 +51,10 @@ LOAD = evaluate.load
         ("SRC --decode --contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
         ("SRC --decode --contexts 1,x", "'1,x' is not a list of positive numbers"),
         ("SRC --data TEXT --device nonsense", "--device nonsense cannot be used"),
+        ("SRC --data TEXT --device cuda:99", "--device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
         ("SRC --data TEXT --device meta", "--device meta cannot be used"),
         ("SRC --data TEXT --attention nonsense", 'attn_implementation="nonsense"` is not supported'),
         ("SRC --tasks ,", "--tasks names no task"),
-    ],
-)
-def test_refusals(line: str, message: str) -> None:
-    (place() / "short.txt").write_text("import os\n")
-    (place() / "empty.txt").write_text(" \n")
-    (place() / "latin.txt").write_bytes("für".encode("latin-1"))
-    assert message in refused(line)
-
-
-def test_a_gpu_that_is_not_there() -> None:
-    """Number 99 is nowhere, whatever GPUs there are."""
-    assert "--device cuda:99 cannot be used: " in refused("SRC --data TEXT --device cuda:99")
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
         ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
         ("T5 --data TEXT --target-field text", "are the same text; name two fields"),
@@ -81,7 +65,10 @@ def test_a_gpu_that_is_not_there() -> None:
         ("T5 --decode", "--decode is for decoders with key/value heads, and t5gemma is none"),
     ],
 )
-def test_encoder_decoder_refusals(line: str, message: str) -> None:
+def test_refusals(line: str, message: str) -> None:
+    (place() / "short.txt").write_text("import os\n")
+    (place() / "empty.txt").write_text(" \n")
+    (place() / "latin.txt").write_bytes("für".encode("latin-1"))
     assert message in refused(line)
 
 
