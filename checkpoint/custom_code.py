@@ -8,12 +8,10 @@ model types asks here for its class.
 
 from __future__ import annotations
 
-import atexit
-import shutil
 import sys
-import tempfile
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -39,18 +37,16 @@ def auto_map(model_type: str) -> dict[str, str]:
 
 
 @cache
-def _folder() -> Path:
-    """Where this process keeps the files that it runs: save_pretrained copies them from there."""
-    folder = tempfile.mkdtemp(prefix="gqa-modelling-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+def _folder() -> TemporaryDirectory[str]:
+    """Where this process keeps the files that it runs, until it ends: save_pretrained copies them from there."""
+    return TemporaryDirectory(prefix="gqa-modelling-", ignore_cleanup_errors=True)
 
 
 @cache
 def _classes(model_type: str) -> dict[str, Any]:
     """What the file defines, run as a module; its classes tell save_pretrained to write the file too."""
     name, text = file_of(model_type)
-    path = _folder() / name
+    path = Path(_folder().name) / name
     path.write_text(text, encoding="utf-8")
     module = ModuleType(f"{modelling.__name__}.{path.stem}")
     sys.modules[module.__name__], module.__file__ = module, str(path)

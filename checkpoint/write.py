@@ -91,9 +91,7 @@ class OutputDirectory:
                 self.out.parent.mkdir(parents=True, exist_ok=True)
                 busy = f"another conversion is writing {self.out}; wait for it or give another -o"
                 held.enter_context(locked(self._sibling("lock"), busy))
-                for leftover in (self.work, self._old):
-                    held.callback(shutil.rmtree, leftover, ignore_errors=True)  # what stays is removed by the next run
-                held.callback(self._restore)
+                held.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
                 self._restore()
                 self._check_existing()  # now nobody else makes it
                 for leftover in (self.work, self._old):
@@ -120,7 +118,9 @@ class OutputDirectory:
         fsync_directory(self.out.parent)
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        self._held.close()
+        with self._held:
+            self._restore()
+            shutil.rmtree(self._old, ignore_errors=True)
         if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutputError(
                 f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"

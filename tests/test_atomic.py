@@ -268,20 +268,29 @@ def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
 
 
-def test_failed_second_rename_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two names cannot be exchanged and the new one cannot be put in place, the old one is."""
+@pytest.mark.parametrize("failing", [("gqa-partial",), ("gqa-partial", "gqa-replaced")])
+def test_failed_second_rename_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[str, ...]
+) -> None:
+    """Where two names cannot be exchanged and the new one cannot be put in place, the old one is; by the next run,
+    where it cannot be put back either.
+    """
     model, out = small(tmp_path / "m"), tmp_path / "out"
     assert run("--groups", 1, "-o", out, model).code == 0
     before, rename = snapshot(tmp_path), Path.rename
 
     def fail(path: Path, target: Path) -> Path:
-        if path.name.endswith("gqa-partial"):
+        if path.name.endswith(failing):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(path, target)
 
     monkeypatch.setattr(writer, "exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", fail)
     assert run("--groups", 2, "--overwrite", "-o", out, model).code == 1
+    monkeypatch.undo()
+    if len(failing) > 1:
+        assert not out.exists()
+        check_refused(run("--groups", 2, "-o", out, model), "exists; choose another output")
     assert snapshot(tmp_path) == before
 
 

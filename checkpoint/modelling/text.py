@@ -19,6 +19,7 @@ by a group of query heads{where}.
 
 {doc}
 """
+
 '''
 _CHOSEN = ", in the attention modules that `grouped_attention` names"
 
@@ -100,11 +101,11 @@ def auto_classes(model_type: str) -> dict[str, str]:
 
 def text_of(name: str) -> str:
     """The file for a model type of transformers (without `gqa_`), with a class for each that transformers has of it."""
-    texts, text = _texts(name), ""
     definitions: dict[str, str] = {}
     imports: dict[str, str] = {}
-    for file in texts:
+    for file in _texts(name):
         definitions = _below(definitions, imports, file)
+    text = ""
     for model in dict.fromkeys(auto_classes(name).values()):
         text += f"\n\nclass GQA{model}(Grouped, source.{model}):\n    pass\n"
     for key, definition in reversed(definitions.items()):
@@ -119,10 +120,5 @@ def text_of(name: str) -> str:
         "".join(f"{module} import {', '.join(sorted(names))}\n" for module, names in sorted(section.items()))
         for section in sections
     )
-    where = _CHOSEN if "grouped_attention" in text else ""
-    return (
-        _HEAD.format(words=MODELS[name].words, where=where, doc=ast.get_docstring(ast.parse(texts[-1])))
-        + "\n"
-        + "\n".join(written)
-        + text
-    )
+    doc, where = ast.get_docstring(ast.parse(file)), _CHOSEN if "grouped_attention" in text else ""
+    return _HEAD.format(words=MODELS[name].words, where=where, doc=doc) + "\n".join(written) + text

@@ -169,7 +169,7 @@ def _of_neox(
     names: What the target calls the layers out of attention, up and down.
     biases: Whether attention always has some.
     folded: Whether the LayerNorms of a layer are folded into what reads them, which stands beside one that is neutral.
-    shift: What its LayerNorms add to their weights is the opposite.
+    shift: What is added to the weights of LayerNorms, where the target's class adds the opposite.
     """
     output, up, down = names
     attention, mlp = f"{_NEOX}.input_layernorm", f"{_NEOX}.post_attention_layernorm"
