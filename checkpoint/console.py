@@ -31,6 +31,24 @@ class ByteSize(click.ParamType[int]):
         return int(min(max(size, 1), 2**62))
 
 
+class Several(click.ParamType[tuple[Any, ...]]):
+    """`1,8,32`: values of another type, one or more."""
+
+    name = "list"
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = click.types.convert_type(kind)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        words = filter(None, map(str.strip, str(value).split(",")))
+        found = dict.fromkeys(self._kind.convert(word, param, ctx) for word in words)
+        if not found:
+            self.fail(f"{value!r} names nothing; give one or more, separated by commas", param, ctx)
+        return tuple(found)
+
+
 def with_options(*groups: Sequence[Option]) -> Option:
     """Groups of click options as one decorator; --help lists them in this order."""
 

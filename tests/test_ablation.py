@@ -11,17 +11,22 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
 import pytest
 from checkpoints import run, snapshot
 from datasets import load_dataset
-from studies import SAME, Noted, ablate, copied, dies, measured, place, rows, study, untimed, words
+from studies import SAME, ablate, copied, dies, measured, place, rows, study, untimed, words
 from training import words_for
 
+from gqa.convert.align.calibration import MapsOptions
+from gqa.eval.perplexity import Text
 from gqa.eval.study import ablation
 from gqa.eval.study import cells as study_cells
 from gqa.eval.study import jobs as study_jobs
-from gqa.eval.study.study import Cell
+from gqa.eval.study.cells import Bench
+from gqa.eval.study.study import Cell, StudyOptions
+from gqa.uptrain.options import TrainOptions
 
 
 def command(program: str, *given: object) -> str:
@@ -208,9 +213,9 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
             raise RuntimeError("the disk\nis on fire")
         return convert(*given, **options)
 
-    def diverging(bench: Any, directory: Path, seconds: float, cells: Any, model: Any, report: Any) -> None:
-        def until(row: Any) -> None:
-            report(row)
+    def diverging(bench: Any, directory: Path, seconds: float, cells: Any, model: Any, done: Any) -> None:
+        def until(cell: Cell, **found: Any) -> None:
+            done(cell, **found)
             raise study_cells.DivergedError("loss was not finite")
 
         train(bench, directory, seconds, cells, model, until)
@@ -240,7 +245,9 @@ def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(study_jobs, "_measure", dies)
     cells = [[Cell(method, 1, 0, "all", "none", alpha) for alpha in (0, 0.1)] for method in ("mean", "first")]
     found: list[Any] = []
-    study_jobs.measure_side_by_side(Noted(), cells, 1, ["cpu"], found.append)  # type: ignore[arg-type]
+    options = StudyOptions(TrainOptions("model", Path()), MapsOptions(), devices=("cpu",))
+    bench = Bench(options, Path(), Text((), "rolling", 64, 0, 0, 0), np.zeros(0, np.float32), "", {}, "cpu")
+    study_jobs.measure_side_by_side(bench, cells, 1, found.append)
     assert active_children() == []
     told = "its process was ended, as it is where memory runs out"
     assert [(Cell.of(row), row["error"]) for row in found] == [

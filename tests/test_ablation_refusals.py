@@ -31,19 +31,19 @@ def refused(out: Path, *says: str, code: int = 2, **options: Any) -> None:
 
 
 REFUSED = {
-    "unknown method": ({"methods": "mean,median"}, ["--methods median is unknown", "calibrated"]),
-    "no method": ({"methods": ","}, ["--methods is empty"]),
+    "unknown method": ({"methods": "mean,median"}, ["'--methods': 'median' is not one of 'mean'", "calibrated"]),
+    "no method": ({"methods": ","}, ["'--methods': ',' names nothing"]),
     "no seeds": ({"methods": "random:0"}, ["'0' is no number of seeds", "random:3"]),
     "groups that do not divide": ({"groups": "1,3"}, ["--groups 3 is not possible", "choose 1, 2 or 4"]),
-    "no groups": ({"groups": "two"}, ["'two' is no list of numbers"]),
-    "alpha above 1": ({"alphas": "0,1.5"}, ["--alphas 1.5", "between 0"]),
+    "no groups": ({"groups": "two"}, ["'--groups': 'two' is not a valid integer"]),
+    "alpha above 1": ({"alphas": "0,1.5"}, ["'--alphas': 1.5 is not in the range 0<=x<=1"]),
     "alpha of less than a step": ({"alphas": "0.0001"}, ["alpha 0.0001 is", "less than one block"]),
     "no data": ({"data": None}, ["no data is named", "--data"]),
     "data that is not there": ({"data": "nowhere.jsonl"}, ["nowhere.jsonl"]),
     "no text but samples": ({"data": "self:1M"}, ["--data self is no text"]),
     "nothing held out": ({"heldout": None}, ["nothing is held out", "--heldout-fraction"]),
-    "unknown weights": ({"train": "some"}, ["--train some is unknown", "lora"]),
-    "unknown teacher": ({"teachers": "parent"}, ["--teachers parent is unknown"]),
+    "unknown weights": ({"train": "some"}, ["'--train': 'some' is not one of", "lora"]),
+    "unknown teacher": ({"teachers": "parent"}, ["'--teachers': 'parent' is not one of"]),
     "no model": ({"model": "nowhere"}, ["nowhere"]),
     "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
     "less text than a window": ({"heldout_fraction": 0.0, "block_size": 4096}, ["--block-size 4096"]),
@@ -134,9 +134,9 @@ def test_an_interrupted_write_keeps_the_rows(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", failing)
         with pytest.raises(OutputError, match="rows that are there are kept"):
-            Rows(out).rewrite({1: {"kv_share": 0.5}})
+            Rows(out).rewrite({"1": {"kv_share": 0.5}})
     assert snapshot(out) == before
-    Rows(out).rewrite({1: {"kv_share": 0.5}})
+    Rows(out).rewrite({"1": {"kv_share": 0.5}})
     assert {row["kv_share"] for row in Rows(out)} == {0.5, 1}
 
 

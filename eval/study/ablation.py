@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -17,24 +16,25 @@ import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
+from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.methods import ALIGNING
-from gqa.convert.plan import Plan, check_grouping, make_plan
+from gqa.convert.plan import check_grouping, make_plan
 from gqa.corpus.sources import parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.perplexity import Text, make_text
-from gqa.eval.study.cells import Bench, Shared, measure_conversion
+from gqa.eval.study.cells import BASELINE, Bench, measure_conversion
 from gqa.eval.study.directory import (
     RECORD,
     SCHEMA,
     SPEEDS,
-    WORK,
     Row,
     Rows,
     held,
     is_foreign,
     read_record,
+    read_speeds,
     write_json,
 )
 from gqa.eval.study.jobs import measure_side_by_side
@@ -51,14 +51,14 @@ from gqa.uptrain.setup import find_block_size
 class Study:
     """A study that can run: everything that can be refused has been checked, and nothing is written.
 
-    plan: of the first method and number of groups; tokens: to train on, and steps: of every alpha above 0; identity:
-    what a directory's study must have in common with this one.
+    config: of the source; tokens: to train on, and steps: of every alpha above 0; identity: what a directory's study
+    must have in common with this one.
     """
 
     options: StudyOptions
     grid: Grid
     subject: Subject
-    plan: Plan
+    config: ModelConfig
     text: Text
     steps: dict[float, int]
     tokens: dict[float, int]
@@ -66,30 +66,23 @@ class Study:
 
     @property
     def heads(self) -> int:
-        return self.plan.config.main.kv
+        return self.config.main.kv
 
     @property
     def cells(self) -> list[Cell]:
         return self.grid.cells(self.heads)
 
     @property
-    def directory(self) -> Path:
-        return self.options.output
-
-    @property
-    def evaluation(self) -> evaluate.Options:
-        kl, cache = self.options.kl, self.directory / WORK / "baseline"
-        return evaluate.Options(
-            batch_size=self.options.eval_batch, dtype=self.options.dtype, device=self.options.devices[0], compare=kl,
-            baseline_cache=cache if kl else None,
-        )  # fmt: skip
+    def left(self) -> list[Cell]:
+        """Those that are to be measured: the others have a row without an error."""
+        done = {Cell.of(row) for row in Rows(self.options.output) if not row["error"]}
+        return [cell for cell in self.cells if cell not in done]
 
 
 def open_study(options: StudyOptions, grid: Grid) -> Study:
     """Check everything. Raises RefusedError and CorpusError, before anything is written."""
-    grid.check()
     subject = open_subjects([options.model])[0]
-    devices = tuple(map(_usable, options.devices or (None,)))
+    devices = tuple(map(evaluate.usable_device, options.devices or (None,)))
     training = replace(options.training, model=subject.path)
     options = replace(options, training=training, devices=devices)
     if subject.config.is_encoder_decoder:
@@ -98,48 +91,36 @@ def open_study(options: StudyOptions, grid: Grid) -> Study:
         raise RefusedError("no data is named: give text to train and calibrate on with --data, like stdlib:train")
     if any(source.partition(":")[0] == "self" for source in training.data):
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
-    plan = _check_plans(subject, grid, options.maps.grouping)
+    config = _check_plans(subject, grid, options.maps.grouping)
     text = _text(subject, options, heldout_sources(training))
-    alphas = [alpha for alpha in grid.alphas if alpha]
-    asked = {alpha: replace(training, alpha=alpha) for alpha in alphas}
-    dataloaders = {}
-    for alpha, one in asked.items():
+    steps, tokens = {}, {}
+    for alpha in filter(None, grid.alphas):
+        one = replace(training, alpha=alpha)
         one.check(1)
         size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
-        dataloaders[alpha] = open_dataloader(one, subject.tokenizer, size)
+        dataloader = open_dataloader(one, subject.tokenizer, size)
+        steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
     sources = parse_sources(training.data, field=training.field)
     identity = {
         "model": without_place(subject.checkpoint.hub_id or subject.name),
-        "fingerprint": fingerprint(subject.checkpoint, attention_modules(subject.checkpoint, plan.config)),
+        "fingerprint": fingerprint(subject.checkpoint, attention_modules(subject.checkpoint, config)),
         **options.binding(),
-        "content of the data": _digest(" ".join(source.identify() for source in sources)),
-        "content of the held-out text": _digest(repr([window.ids for window in text.windows])),
+        "content of the data": text_digest(" ".join(source.identify() for source in sources)).hex(),
+        "content of the held-out text": text_digest(repr([window.ids for window in text.windows])).hex(),
     }
-    steps = {alpha: loader.steps for alpha, loader in dataloaders.items()}
-    tokens = {alpha: loader.steps * loader.tokens_per_step for alpha, loader in dataloaders.items()}
-    study = Study(options, grid, subject, plan, text, steps, tokens, json.loads(json.dumps(identity)))
-    _check_directory(study)
-    return study
+    _check_directory(options.output, identity := json.loads(json.dumps(identity)))
+    return Study(options, grid, subject, config, text, steps, tokens, identity)
 
 
-def _usable(device: str | None) -> str:
-    found = evaluate.usable_device(device)
-    return "cpu" if found.startswith("cpu") else found
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_plans(subject: Subject, grid: Grid, grouping: str) -> Plan:
-    """The first of them. Raises RefusedError for a method or a number of groups that this model cannot have.
+def _check_plans(subject: Subject, grid: Grid, grouping: str) -> ModelConfig:
+    """The source's. Raises RefusedError for a method or a number of groups that this model cannot have.
 
     Other methods than those that align merge neighbours whatever `grouping` says.
     """
     plans = [make_plan(subject.checkpoint, groups, method) for groups in grid.groups for method in grid.methods]
     for plan in plans:
         check_grouping(plan, grouping if plan.merging.method in ALIGNING else "contiguous")
-    return plans[0]
+    return plans[0].config
 
 
 def _text(subject: Subject, options: StudyOptions, sources: Sequence[Any]) -> Text:
@@ -155,13 +136,12 @@ def _text(subject: Subject, options: StudyOptions, sources: Sequence[Any]) -> Te
     return text
 
 
-def _check_directory(study: Study) -> None:
+def _check_directory(directory: Path, identity: Row) -> None:
     """Raises RefusedError where there is something else than this study."""
-    directory = study.directory
     record = read_record(directory)
     if record is None and is_foreign(directory):
         raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")
-    if record and (changed := differences(study.identity, record["identity"])):
+    if record and (changed := differences(identity, record["identity"])):
         raise RefusedError(
             f"{directory} holds another study: {'; '.join(changed)}; give another directory with -o, the same options, "
             "or start over with --overwrite"
@@ -174,96 +154,83 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
     Raises OutputError where rows cannot be kept, StoppedError where a signal came while something was trained: the
     same call continues.
     """
-    start, directory = time.perf_counter(), study.directory
-    with held(directory) as work:
-        record = read_record(directory) or {"schema": SCHEMA, "identity": study.identity, "runs": []}
-        rows, speeds = Rows(directory), _read_speeds(directory)
-        done = rows.done()
-        left = [cell for cell in study.cells if cell not in done]
+    start, options, heads = time.perf_counter(), study.options, str(study.heads)
+    with held(options.output) as work:
+        record = read_record(options.output) or {"schema": SCHEMA, "identity": study.identity, "runs": []}
+        rows, speeds = Rows(options.output), read_speeds(options.output)
+        left = study.left
         timed = [groups for groups in sorted({*study.grid.groups, study.heads}) if str(groups) not in speeds]
         if not left and not timed:
             return rows
-        environment = evaluate.environment(study.options.devices[0])
-        this: Row = {"command": command, **environment, **git(), "cells": 0}
+        this: Row = {"command": command, **evaluate.environment(options.devices[0]), "git": git(), "cells": 0}
         record["runs"].append(this)
+        constant = {name: value for name, value in study.identity.items() if not name.startswith("content")}
+        versions = {f"version_{name.replace('-', '_')}": number for name, number in this["versions"].items()}
+        constant |= {"device": this["device"], **versions, "git": this["git"]}
 
         def save() -> None:
             this["seconds"] = time.perf_counter() - start
-            write_json(directory, RECORD, record)
+            write_json(options.output, RECORD, record)
 
         def keep(row: Row) -> None:
-            rows.add(row)
+            rows.add(row | speeds[str(row["groups"])] | constant)
             this["cells"] += 1
             save()
             told(row)
 
         save()
-        speeds |= measure_speeds(study.subject, study.options, timed, work)
-        by_groups = {int(groups): columns for groups, columns in speeds.items()}
-        rows.rewrite(by_groups)  # before they are known: a run that is killed between times them again
-        write_json(directory, SPEEDS, speeds)
+        speeds |= measure_speeds(study.subject, options, timed, work)
+        rows.rewrite(speeds)  # before they are known: a run that is killed between times them again
+        write_json(options.output, SPEEDS, speeds)
         if left:
-            shared = _share(study, record, by_groups)
+            bench, record["source"] = _measure_source(study, work)
+            record["source"] |= speeds[heads]
             save()
-            _measure(study, shared, left, keep)
-            rows.rewrite(by_groups)
-        else:
-            record["source"].update(by_groups[study.heads])
+            _measure(bench, left, keep)
+            rows.rewrite(speeds)
+        record["source"] |= speeds[heads]
         save()
-        if not set(study.cells) - rows.done():
+        if not study.left:
             shutil.rmtree(work, ignore_errors=True)
     return rows
 
 
-def _read_speeds(directory: Path) -> dict[str, Row]:
-    path = directory / SPEEDS
-    known: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
-    return known
-
-
-def _share(study: Study, record: Row, speeds: dict[int, Row]) -> Shared:
-    """The source's evaluation, which is added to the record too."""
-    subject, options, evaluation = study.subject, study.options, study.evaluation
-    start = time.perf_counter()
-    scores = evaluate.measure_quality([subject], study.text, evaluation)
-    quality, cache = subject.record["quality"], evaluation.baseline_cache
-    record["source"] = {
+def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
+    """What cells are measured with, and the source's numbers."""
+    subject, options, start = study.subject, study.options, time.perf_counter()
+    how = evaluate.Options(
+        batch_size=options.eval_batch, dtype=options.dtype, device=options.devices[0], compare=options.kl,
+        baseline_cache=work / BASELINE if options.kl else None,
+    )  # fmt: skip
+    scores = evaluate.measure_quality([subject], study.text, how)
+    key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
+    bench = Bench(options, work, study.text, np.asarray(scores.nats), key, study.steps, how.device)
+    return bench, {
         "groups": study.heads,
-        "query_heads": study.plan.config.main.query,
+        "query_heads": study.config.main.query,
         "loss": quality["nats_per_token"],
         "perplexity": quality["token_perplexity"],
         "bits_per_byte": quality["bits_per_byte"],
-        "kl_lost_to_rounding": json.loads((cache / "baseline.json").read_text())["kl_lost_mean"] if cache else None,
+        "kl_lost_to_rounding": bench.baseline.record["kl_lost_mean"] if bench.baseline else None,
         "text": study.text.record(),
         "seconds": time.perf_counter() - start,
-        **speeds[study.heads],
     }
-    identity = {name: value for name, value in study.identity.items() if not name.startswith("content")}
-    environment = evaluate.environment(options.devices[0])
-    versions = {f"version_{name.replace('-', '_')}": number for name, number in environment["versions"].items()}
-    key = evaluate.baseline_key(subject, study.text, evaluation)[1]
-    return Shared(
-        options, study.directory / WORK, study.text, np.asarray(scores.nats), (cache, key) if cache else None,
-        study.steps, speeds, {**identity, "device": environment["device"], **versions, **git()},
-    )  # fmt: skip
 
 
-def git() -> Row:
+def git() -> str | None:
     """The commit of this program where it runs from a repository."""
     words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        found = None
-    return {"git": found}
+        return None
 
 
-def _measure(study: Study, shared: Shared, left: list[Cell], keep: Callable[[Row], None]) -> None:
-    units = [list(cells) for _, cells in groupby(left, key=lambda cell: cell.conversion)]
-    options = study.options
-    if options.jobs > 1 or options.devices != (_usable(None),):  # processes of their own see one device each
-        measure_side_by_side(shared, units, max(options.jobs, len(options.devices)), options.devices, keep)
+def _measure(bench: Bench, left: list[Cell], keep: Callable[[Row], None]) -> None:
+    conversions = [list(cells) for _, cells in groupby(left, key=lambda cell: cell.conversion)]
+    jobs, devices = bench.options.jobs, bench.options.devices
+    if jobs > 1 or devices != (evaluate.usable_device(None),):  # processes of their own see one device each
+        measure_side_by_side(bench, conversions, max(jobs, len(devices)), keep)
         return
-    bench = Bench(shared, options.devices[0])
-    for cells in units:
+    for cells in conversions:
         measure_conversion(bench, cells, keep)

@@ -31,42 +31,31 @@ from gqa.eval.perplexity import Text
 from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study.directory import Row, UnwrittenError
-from gqa.eval.study.study import UNMERGED, Cell, Conversion, StudyOptions
+from gqa.eval.study.study import UNMERGED, Cell, StudyOptions
 from gqa.uptrain.loop import DivergedError, StoppedError, Weights, train
 from gqa.uptrain.run import held
 from gqa.uptrain.setup import prepare
 
-CONVERTED = "converted"  # where a conversion is, in the place for its work
-Report = Callable[[Row], None]
+CONVERTED, BASELINE = "converted", "baseline"  # in the place for work: of each conversion, of all
+Done = Callable[..., None]  # gets a cell, and its error or the columns that were found
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What all cells have in common, found out once; goes to every process.
+@dataclass
+class Bench:
+    """What cells are measured with, found out once. Each process has its own, which keeps the source in memory: as
+    teacher, and as what outputs are compared with.
 
-    source_nats: (N,) of the source on `text`; baseline: where its distributions are kept, and their key.
-    steps: of each alpha; speeds: columns of each number of groups; constant: columns of all rows.
+    source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
+    `work`; steps: of each alpha.
     """
 
     options: StudyOptions
     work: Path
     text: Text
     source_nats: NDArray[np.float32]
-    baseline: tuple[Path, str] | None
+    baseline_key: str
     steps: dict[float, int]
-    speeds: dict[int, Row]
-    constant: Row
-
-    def row(self, cell: Cell, error: str | None = None, **found: Any) -> Row:
-        """A cell's row: what it is, what was found, and all options."""
-        return {**cell._asdict(), "error": error, **found, **self.speeds[cell.groups], **self.constant}
-
-
-class Bench:
-    """What one process keeps from cell to cell: the source, as teacher and as what outputs are compared with."""
-
-    def __init__(self, shared: Shared, device: str) -> None:
-        self.shared, self.options, self.device = shared, shared.options, device
+    device: str
 
     def load(self, path: Path | str, dtype: str) -> PreTrainedModel:
         return load_model(str(path), dtype=dtype, device=self.device)
@@ -81,19 +70,19 @@ class Bench:
 
     @cached_property
     def baseline(self) -> StoredBaseline | None:
-        if self.shared.baseline is None:
+        if not self.options.kl:
             return None
-        found = StoredBaseline.open(*self.shared.baseline)
+        found = StoredBaseline.open(self.work / BASELINE, self.baseline_key)
         if found is None:
-            raise OutputError(f"{self.shared.baseline[0]} has lost the source's predictions; run the command again")
+            raise OutputError(f"{self.work} has lost the source's predictions; run the command again")
         return found
 
     def quality(self, model: PreTrainedModel) -> Row:
         """Columns of what a model predicts."""
-        start, text = time.perf_counter(), self.shared.text
-        head, source = ChunkedHead(model), Scores.of(text.windows, self.shared.source_nats)
-        scores = score(head, text.windows, batch_size=self.options.eval_batch, baseline=self.baseline)
-        found = summary(scores, text, source)
+        start, text = time.perf_counter(), self.text
+        size = self.options.eval_batch
+        scores = score(ChunkedHead(model), text.windows, batch_size=size, baseline=self.baseline)
+        found = summary(scores, text, Scores.of(text.windows, self.source_nats))
         own, against = found["quality"], found["against_baseline"]
         return {
             "loss": own["nats_per_token"],
@@ -111,7 +100,7 @@ class Bench:
 
     def merge_errors(self, model: PreTrainedModel) -> Row:
         """Columns of what merging did to each attention module's output."""
-        errors = attention_errors(self.source, model, some_windows(self.shared.text))
+        errors = attention_errors(self.source, model, some_windows(self.text))
         if not errors:
             return {}
         own, accumulated = ([error[kind] for error in errors] for kind in ("own", "accumulated"))
@@ -121,17 +110,17 @@ class Bench:
         }  # fmt: skip
 
 
-def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Report) -> None:
+def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Callable[[Row], None]) -> None:
     """Report a row for each of the cells of one conversion, as soon as it is there; what goes wrong is a row too.
 
     Raises StoppedError, where a signal asked for the end of a training, and what `report` raises where rows cannot be
     kept, UnwrittenError.
     """
-    shared, left, errors = bench.shared, dict.fromkeys(cells), []
+    left, errors = dict.fromkeys(cells), []
 
-    def done(row: Row) -> None:
-        report(row)
-        del left[Cell.of(row)]
+    def done(cell: Cell, error: str | None = None, **found: Any) -> None:
+        report(cell.row(error, **found))
+        del left[cell]
 
     @contextmanager
     def failing(some: Sequence[Cell]) -> Iterator[None]:
@@ -143,16 +132,16 @@ def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Report) -> N
         except Exception as error:
             errors.append(_told(error))
             for cell in [cell for cell in some if cell in left]:
-                done(shared.row(cell, errors[-1]))
+                done(cell, errors[-1])
 
-    work = shared.work / str(cells[0].conversion)
+    work = bench.work / cells[0].conversion
     with failing(cells):
-        seconds = convert(bench, cells[0].conversion, work)
+        seconds = convert(bench, cells[0], work)
         model = bench.load(work / CONVERTED, bench.options.dtype)
         if plain := [cell for cell in cells if not cell.alpha]:
             found = bench.quality(model) | bench.merge_errors(model)
             for cell in plain:
-                done(shared.row(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0))
+                done(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
     for _, some in groupby(list(left), key=lambda cell: cell.training):
         along = list(some)
         with failing(along):
@@ -170,52 +159,46 @@ def _told(error: Exception) -> str:
     return one_line(f"{type(error).__name__}: {explain(error)}")
 
 
-def convert(bench: Bench, conversion: Conversion, work: Path) -> float:
+def convert(bench: Bench, cell: Cell, work: Path) -> float:
     """The seconds that the checkpoint in `work` took; one that a killed study left is taken as it is."""
     options, note = bench.options, work / "seconds.json"
     if note.exists():
         return float(json.loads(note.read_text()))
     start, maps = time.perf_counter(), None
-    method = "mean" if conversion.method in UNMERGED else conversion.method
-    plan = make_plan(open_model(options.model), conversion.groups, method, conversion.seed)
+    method = "mean" if cell.method in UNMERGED else cell.method
+    plan = make_plan(open_model(options.model), cell.groups, method, cell.seed)
     if plan.lacks_maps:  # found in a file of their own: layers that are done are not sought again
         maps = work / "maps.safetensors"
         if not maps.exists():
             work.mkdir(exist_ok=True)
-            find_maps(plan, maps, options.maps_of(conversion, bench.device), Silent())
+            find_maps(plan, maps, options.maps_of(cell, bench.device), Silent())
     convert_checkpoint(
-        options.model, conversion.groups, work / CONVERTED, method=method, seed=conversion.seed, maps=maps,
-        overwrite=True,
-    )  # fmt: skip
+        options.model, cell.groups, work / CONVERTED, method=method, seed=cell.seed, maps=maps, overwrite=True
+    )
     seconds = time.perf_counter() - start
     note.write_text(json.dumps(seconds))
     return seconds
 
 
 def train_along(
-    bench: Bench, directory: Path, seconds: float, cells: Sequence[Cell], model: PreTrainedModel, report: Report
+    bench: Bench, directory: Path, seconds: float, cells: Sequence[Cell], model: PreTrainedModel, done: Done
 ) -> None:
     """One training, measured at the alpha of each of `cells`, which are in ascending order; `model` is overwritten with
     what is measured: the weights as gqa-uptrain would store them. Raises what training raises.
     """
-    shared, options = bench.shared, bench.options.training_of(cells[-1], directory)
+    options = bench.options.training_of(cells[-1], directory)
     resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
     setup = prepare(replace(options, resume=resume), bench.teacher if options.teacher else None)
     setup = replace(setup, heldout=[])
 
     def after_step(step: int, record: dict[str, Any], weights: Callable[[], Weights]) -> None:
-        due = [cell for cell in cells if shared.steps[cell.alpha] == step]
-        if not due:
-            return
-        model.load_state_dict(weights())
-        found, rate = bench.quality(model), record["tokens_per_second"]
-        for cell in due:
-            report(
-                shared.row(
-                    cell, **found, train_tokens=record["tokens"], train_loss=record["loss"], seconds_converting=seconds,
-                    seconds_training=record["tokens"] / rate if rate else None,
-                )
-            )  # fmt: skip
+        due = [cell for cell in cells if bench.steps[cell.alpha] == step]
+        if due:
+            model.load_state_dict(weights())
+            found, rate = bench.quality(model), record["tokens_per_second"]
+            found |= {"train_tokens": record["tokens"], "train_loss": record["loss"], "seconds_converting": seconds}
+            for cell in due:
+                done(cell, **found, seconds_training=record["tokens"] / rate if rate else None)
 
     with held(setup):
         train(setup, after_step=after_step)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, fail, progress_bar, run, version_option, with_options
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, fail, progress_bar, run, version_option, with_options
 from gqa.convert.calibrate_cli import read_refinement, search_options
+from gqa.convert.methods import METHODS
+from gqa.eval.study.study import SCOPES, TEACHERS
 from gqa.uptrain.cli import command as uptrain_command
 
 if TYPE_CHECKING:
     from gqa.eval.study.ablation import Study
+    from gqa.eval.study.directory import Rows
     from gqa.eval.study.study import Grid, StudyOptions
 
 _EPILOG = """\b
@@ -29,45 +30,40 @@ Examples:
 """
 
 
-def _words(text: str) -> tuple[str, ...]:
-    """`mean,first`."""
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+class _Seeded(click.ParamType[tuple[str, int | None]]):
+    """A method, and how many seeds of it where that is said: `random:3`."""
 
+    name = "method"
 
-def _numbers(kind: type[int] | type[float]) -> Callable[[str], tuple[float, ...]]:
-    """`1,2,4` or `0,0.05`, as `kind` reads them."""
-
-    def read(text: str) -> tuple[float, ...]:
-        try:
-            return tuple(sorted({kind(word) for word in _words(text)}))
-        except ValueError:
-            raise click.BadParameter(f"{text!r} is no list of numbers; give them like 1,2,4") from None
-
-    return read
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
+        method, colon, count = str(value).partition(":")
+        click.Choice(tuple(METHODS)).convert(method, param, ctx)
+        if colon and not (count.isdigit() and int(count)):
+            self.fail(f"{count!r} is no number of seeds; give them like random:3", param, ctx)
+        return method, int(count) if colon else None
 
 
 _POSITIVE = click.IntRange(min=1)
 _GRID = [
-    click.option("--methods", type=_words, metavar="METHOD[,...]", default="mean,first,random", show_default=True,
+    click.option("--methods", type=Several(_Seeded()), metavar="METHOD[,...]", default="mean,first,random",
                  help="Of merging heads; METHOD:N for N seeds of one."),
-    click.option("--groups", type=_numbers(int), metavar="N[,...]", default="1,2,4,8", show_default=True,
-                 help="Key/value heads."),
-    click.option("--alphas", type=_numbers(float), metavar="SHARE[,...]", default="0,0.01,0.05,0.1", show_default=True,
+    click.option("--groups", type=Several(_POSITIVE), metavar="N[,...]", default="1,2,4,8", help="Key/value heads."),
+    click.option("--alphas", type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.01,0.05,0.1",
                  help="Shares of the data to train on; 0: none."),
-    click.option("--seeds", type=_POSITIVE, default=1, show_default=True, help="Of random and calibrated heads, and of "
-                 "the order of the data: 0 to N - 1."),
-    click.option("--train", type=_words, metavar="NAME[,...]", default="all", show_default=True,
+    click.option("--seeds", type=_POSITIVE, default=1, help="Of random and calibrated heads, and of the order of the "
+                 "data: 0 to N - 1."),
+    click.option("--train", type=Several(click.Choice(SCOPES)), metavar="NAME[,...]", default="all",
                  help="Which weights: all, attention, kv, lora."),
-    click.option("--teachers", type=_words, metavar="NAME[,...]", default="none", show_default=True,
+    click.option("--teachers", type=Several(click.Choice(TEACHERS)), metavar="NAME[,...]", default="none",
                  help="none; source: learn MODEL's predictions."),
 ]  # fmt: skip
 _DATA = [
     click.option("--data", multiple=True, metavar="SOURCE", help="Text to train on, as for gqa-uptrain; several times "
                  "for several."),
-    click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", show_default=True,
-                 help="Of training; weights and optimiser stay in float32."),
-    click.option("--calibration", metavar="SOURCE[,...]", help="Text for calibrated and refined, as for gqa-convert.  "
-                 "[default: the data]"),
+    click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", help="Of training; weights "
+                 "and optimiser stay in float32."),
+    click.option("--calibration", type=Several(str), metavar="SOURCE[,...]", help="Text for calibrated and refined, as "
+                 "for gqa-convert.  [default: the data]"),
 ]  # fmt: skip
 _OF_UPTRAIN = ("field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup", "batch_size",
                "micro_batch", "block_size", "optimizer", "weight_decay")  # fmt: skip
@@ -76,27 +72,27 @@ _MEASURE = [
                  "so many.  [default: all]"),
     click.option("--context", type=click.IntRange(min=4), help="Tokens of a window.  [default: the model's positions, "
                  "2048 at most]"),
-    click.option("--eval-batch", type=_POSITIVE, default=8, show_default=True, help="Windows at a time."),
+    click.option("--eval-batch", type=_POSITIVE, default=8, help="Windows at a time."),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-                 show_default=True, help="To measure in; auto: as stored."),
-    click.option("--kl/--no-kl", default=True, show_default=True, help="Compare predictions with the source's, which "
-                 "are kept meanwhile (2 bytes x vocabulary x tokens)."),
-    click.option("--decode/--no-decode", default=True, show_default=True, help="Time decoding."),
-    click.option("--decode-batch", type=_POSITIVE, default=8, show_default=True),
+                 help="To measure in; auto: as stored."),
+    click.option("--kl/--no-kl", default=True, help="Compare predictions with the source's, which are kept meanwhile "
+                 "(2 bytes x vocabulary x tokens)."),
+    click.option("--decode/--no-decode", default=True, help="Time decoding."),
+    click.option("--decode-batch", type=_POSITIVE, default=8),
     click.option("--decode-context", type=_POSITIVE, help="Tokens of the prompts.  [default: the model's positions, "
                  "4096 at most]"),
 ]  # fmt: skip
 _RUN = [
     click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
                  help="The study; the same command continues one that was stopped."),
-    click.option("--jobs", type=_POSITIVE, default=1, show_default=True, help="Conversions side by side."),
-    click.option("--devices", type=_words, metavar="NAME[,...]", help="cpu, or cuda:0,cuda:1 ...: jobs take them in "
-                 "turn.  [default: a GPU if there is one]"),
+    click.option("--jobs", type=_POSITIVE, default=1, help="Conversions side by side."),
+    click.option("--devices", type=Several(str), metavar="NAME[,...]", help="cpu, or cuda:0,cuda:1 ...: jobs take them "
+                 "in turn.  [default: a GPU if there is one]"),
     click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
                  "state of a training so often.  [default: only when it is stopped]"),
     click.option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase."),
-    click.option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, show_default=True, help="Nats per "
-                 "token above the source's."),
+    click.option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, help="Nats per token above the "
+                 "source's."),
     click.option("--dry-run", is_flag=True, help="List the cells and what they would cost, and stop."),
     click.option("--overwrite", is_flag=True, help="Remove the study at DIR first."),
     click.option("-v", "--verbose", is_flag=True, help="Tracebacks of defects."),
@@ -104,7 +100,7 @@ _RUN = [
 ]  # fmt: skip
 
 
-@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.command(context_settings=CONTEXT_SETTINGS | {"show_default": True}, epilog=_EPILOG)
 @click.argument("model", metavar="[MODEL]", required=False)
 @with_options(_GRID, _DATA)
 @search_options
@@ -118,7 +114,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     """
     import transformers
 
-    from gqa.eval.study.ablation import open_study, run_study
+    from gqa.eval.study.ablation import open_study
     from gqa.eval.study.cost import cost_table
     from gqa.eval.study.directory import forget
     from gqa.uptrain.loop import StoppedError
@@ -126,33 +122,28 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     transformers.utils.logging.set_verbosity_error()
     failed = 0
     if model is not None:
-        grid, how = _read(model, output, options)
         if options["overwrite"] and not options["dry_run"]:
             forget(output)
-        study = open_study(how, grid)
+        study = open_study(*_read(model, output, options))
         if options["dry_run"]:
             click.echo(cost_table(study).text())
             return
         try:
-            with _bar(study, quiet) as told:
-                rows = run_study(study, command=shlex.join(["gqa-ablate", *sys.argv[1:]]), told=told)
+            rows = _measure(study, quiet)
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
         failed = sum(bool(row["error"]) for row in rows)
     _report(output, options, quiet)
     if failed:
-        fail(
-            "gqa-ablate",
-            f"{failed} of {len(rows)} cells failed, as {output}/report.md says; the same command tries them again",
-            1,
-        )
+        told = f"{failed} of {len(rows)} cells failed, as {output}/report.md says; the same command tries them again"
+        fail("gqa-ablate", told, 1)
 
 
 _at = [option.name for option in command.params].index("precision")
 command.params[_at:_at] = [option for option in uptrain_command.params if option.name in _OF_UPTRAIN]
 
 
-def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, StudyOptions]:
+def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:
     from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.align.calibration_text import CalibrationText
     from gqa.eval.study.study import TRAINING, Grid, StudyOptions
@@ -161,35 +152,21 @@ def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[Grid, Stud
     def of(names: Iterable[str]) -> dict[str, Any]:
         return {name: options[name] for name in names if name in options}
 
-    methods = dict(_seeds(word, options["seeds"]) for word in options["methods"])
+    methods = {method: seeds or options["seeds"] for method, seeds in options["methods"]}
     grid = Grid(methods, **of(("groups", "alphas", "train", "teachers", "seeds")))
-    sources = options["data"] if options["calibration"] is None else _words(options["calibration"])
-    text = CalibrationText(
-        sources, options["calibration_tokens"], options["calibration_length"], field=options["field"]
-    )
+    sources, field = options["calibration"] or options["data"], options["field"]
+    text = CalibrationText(sources, options["calibration_tokens"], options["calibration_length"], field=field)
     maps = MapsOptions(
         text, options["ridge"], read_refinement(options), dtype=options["calibration_dtype"],
         grouping=options["grouping"],
     )  # fmt: skip
     training = TrainOptions(model, output, **of((*TRAINING, "micro_batch", "save_minutes")))
-    return grid, StudyOptions(training, maps, **of(StudyOptions.__dataclass_fields__))
+    return StudyOptions(training, maps, **of(StudyOptions.__dataclass_fields__)), grid
 
 
-def _seeds(word: str, default: int) -> tuple[str, int]:
-    """`random:3`."""
-    method, colon, count = word.partition(":")
-    if colon and not (count.isdigit() and int(count)):
-        raise RefusedError(f"--methods {word}: {count!r} is no number of seeds; give them like random:3")
-    return method, int(count) if colon else default
-
-
-@contextmanager
-def _bar(study: Study, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Progress over cells: a bar where a person looks at it, a line for each elsewhere."""
-    from gqa.eval.study.directory import Rows
-
-    bar = progress_bar(len(study.cells), "cell", study.subject.name, quiet)
-    bar.update(len(Rows(study.directory).done().intersection(study.cells)))
+def _measure(study: Study, quiet: bool) -> Rows:
+    """With progress over cells: a bar where a person looks at it, a line for each elsewhere."""
+    from gqa.eval.study.ablation import run_study
 
     def told(row: dict[str, Any]) -> None:
         bar.update()
@@ -199,8 +176,8 @@ def _bar(study: Study, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]
         if not quiet and bar.disable:
             click.echo(text, err=True)
 
-    with bar:
-        yield told
+    with progress_bar(len(study.left), "cell", study.subject.name, quiet) as bar:
+        return run_study(study, command=shlex.join(["gqa-ablate", *sys.argv[1:]]), told=told)
 
 
 def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:

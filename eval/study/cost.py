@@ -13,7 +13,6 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.report import Table
 from gqa.eval.scoring import score
 from gqa.eval.study.ablation import Study
-from gqa.eval.study.directory import Rows
 from gqa.eval.study.study import Cell
 
 # Forward passes that something takes for each token. A backward pass is two; calibrating runs both models, and solves.
@@ -25,8 +24,8 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     conversion, and each cell of a training for the tokens since the one before.
     """
     found = {}
-    for conversion, some in groupby(cells, key=lambda cell: cell.conversion):
-        converting = _converting(study, conversion.method)
+    for (method, _), some in groupby(cells, key=lambda cell: (cell.method, cell.conversion)):
+        converting = _converting(study, method)
         for _, along in groupby(some, key=lambda cell: cell.training):
             before = 0
             for cell in along:
@@ -42,7 +41,7 @@ def _converting(study: Study, method: str) -> float:
     if how and how.needs == "text":
         tokens += CALIBRATING * maps.text.tokens
     if how and how.refines:  # attention modules alone, forwards and backwards
-        modules = attention_modules(study.subject.checkpoint, study.plan.config)
+        modules = attention_modules(study.subject.checkpoint, study.config)
         share = (
             sum(spec.numel for module in modules for spec in module.tensors.values())
             / study.subject.checkpoint.parameters
@@ -64,8 +63,7 @@ def forward_rate(study: Study) -> float:
 
 
 def cost_table(study: Study) -> Table:
-    rate, done = forward_rate(study), Rows(study.directory).done()
-    left = passes(study, [cell for cell in study.cells if cell not in done])
+    rate, left = forward_rate(study), passes(study, study.left)
     rows = tuple(
         (
             *map(str, cell[:-1]), f"{cell.alpha:g}", f"{study.tokens.get(cell.alpha, 0):,}",

@@ -15,10 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from gqa.checkpoint.errors import OutputError, RefusedError
-from gqa.checkpoint.write import finite, replacing, write_bytes
+from gqa.checkpoint.write import finite, locked, replacing, write_bytes
 from gqa.eval.study.study import Cell
 
 Row = dict[str, Any]
@@ -64,10 +62,6 @@ class Rows:
     def __len__(self) -> int:
         return len(self._found)
 
-    def done(self) -> set[Cell]:
-        """Cells that need not be measured again; those that failed are tried again."""
-        return {cell for cell, row in self._found.items() if not row["error"]}
-
     def add(self, row: Row) -> None:
         """Durable when this returns. Raises UnwrittenError; the rows before are kept as they were."""
         row = finite(row)
@@ -84,12 +78,12 @@ class Rows:
         self._found[Cell.of(row)] = row
         self._bytes += len(line)
 
-    def rewrite(self, columns: Mapping[int, Row]) -> None:
+    def rewrite(self, columns: Mapping[str, Row]) -> None:
         """In the order of the grid, one row a cell, with the columns of its number of heads anew. Raises
         UnwrittenError; durable when this returns.
         """
         for row in self._found.values():
-            row.update(finite(columns.get(row["groups"], {})))
+            row.update(finite(columns.get(str(row["groups"]), {})))
         data = "".join(f"{json.dumps(row)}\n" for row in self).encode()
         with writing(self._directory), replacing(self._path) as fresh:
             fresh.write_bytes(data)
@@ -109,6 +103,13 @@ def read_record(directory: Path) -> Row | None:
     if not known:
         raise RefusedError(f"{path} is no record of a study that this version can continue; give another directory")
     return record
+
+
+def read_speeds(directory: Path) -> dict[str, Row]:
+    """speeds.json: columns by the number of heads; none where it is not there."""
+    path = directory / SPEEDS
+    known: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
+    return known
 
 
 def write_json(directory: Path, name: str, value: Row) -> None:
@@ -134,20 +135,14 @@ def is_foreign(directory: Path) -> bool:
 def held(directory: Path) -> Iterator[Path]:
     """The place for work, for this process alone; it goes at the end where nothing is left in it.
 
-    Raises RefusedError where another process runs the same study, OutputError where nothing can be written.
+    Raises RefusedError where another process runs the same study, UnwrittenError where nothing can be written.
     """
     work = directory / WORK
-    lock = FileLock(work / "lock")
-    try:
+    with writing(directory):
         work.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise RefusedError(f"another run is working on {directory}; wait for it or give another -o") from None
-    except OSError as error:
-        raise OutputError(f"no study can be kept in {directory}: {error.strerror}; give another -o") from None
     try:
-        yield work
+        with locked(work / "lock", f"another run is working on {directory}; wait for it or give another -o"):
+            yield work
     finally:
-        lock.release()
-        if work.exists() and {path.name for path in work.iterdir()} <= {"lock"}:
-            shutil.rmtree(work)
+        with suppress(OSError):  # there is something in it
+            work.rmdir()

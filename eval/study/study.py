@@ -6,33 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
-from gqa.convert.align.calibration import MapsOptions
 from gqa.convert.methods import METHODS
 from gqa.uptrain.options import Scope, TrainOptions
 
+if TYPE_CHECKING:
+    from gqa.convert.align.calibration import MapsOptions
+
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")
-SCOPES = ("all", "attention", "kv", "lora")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 # Of gqa-uptrain's options, those that decide a training whatever the cell; they mean the same here.
 TRAINING = ("data", "field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup",
             "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
 # Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
 _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
-
-
-class Conversion(NamedTuple):
-    """What cells that differ in training alone share."""
-
-    method: str
-    groups: int
-    seed: int
-
-    def __str__(self) -> str:
-        return f"{self.method}-g{self.groups}-s{self.seed}"
 
 
 class Cell(NamedTuple):
@@ -48,8 +38,9 @@ class Cell(NamedTuple):
     alpha: float
 
     @property
-    def conversion(self) -> Conversion:
-        return Conversion(*self[:3])
+    def conversion(self) -> str:
+        """Cells that differ in training alone share one."""
+        return f"{self.method}-g{self.groups}-s{self.seed}"
 
     @property
     def training(self) -> str:
@@ -64,6 +55,10 @@ class Cell(NamedTuple):
             self.groups, names.index(self.method), self.seed, SCOPES.index(self.train), TEACHERS.index(self.teacher),
             self.alpha,
         )  # fmt: skip
+
+    def row(self, error: str | None = None, **found: Any) -> dict[str, Any]:
+        """What was found, or why nothing was."""
+        return {**self._asdict(), "error": error, **found}
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Cell:
@@ -80,19 +75,6 @@ class Grid:
     train: tuple[str, ...] = ("all",)
     teachers: tuple[str, ...] = ("none",)
     seeds: int = 1
-
-    def check(self) -> None:
-        """Raises RefusedError for what no model can have."""
-        for name, allowed, given in (
-            ("methods", METHODS, self.methods), ("train", SCOPES, self.train), ("teachers", TEACHERS, self.teachers),
-        ):  # fmt: skip
-            if unknown := [value for value in given if value not in allowed]:
-                raise RefusedError(f"--{name} {unknown[0]} is unknown; choose {', '.join(allowed)}")
-        for option, values in vars(self).items():
-            if not isinstance(values, int) and not values:
-                raise RefusedError(f"--{option} is empty; name at least one")
-        if wrong := [alpha for alpha in self.alphas if not 0 <= alpha <= 1]:
-            raise RefusedError(f"--alphas {wrong[0]:g}: a share of the data is between 0 (no training) and 1")
 
     def cells(self, heads: int) -> list[Cell]:
         """In order, for a source with so many key/value heads. Where none is merged all methods are the same one."""
@@ -167,9 +149,9 @@ class StudyOptions:
             schedule="constant", keep_state=True,
         )  # fmt: skip
 
-    def maps_of(self, conversion: Conversion, device: str) -> MapsOptions:
-        """How the heads of one conversion are calibrated."""
-        maps, seed = self.maps, conversion.seed
+    def maps_of(self, cell: Cell, device: str) -> MapsOptions:
+        """How the heads of its conversion are calibrated."""
+        maps, seed = self.maps, cell.seed
         return replace(
             maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed), device=device
         )
