@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, progress_bar, run, version_option, with_options
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, progress_bar, run, version_option, with_options
 from gqa.checkpoint.errors import one_line
 from gqa.convert.methods import ALIGNING, GROUPINGS
 
 if TYPE_CHECKING:
     from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.refine import Refinement
     from gqa.convert.recast.targets import Target
 
 _LOG_SECONDS = 30.0  # between two lines
 
 _TEXT = [
-    click.option("--calibration", default="self", show_default=True, metavar="SOURCE[,...]", help="Text for calibrated "
-                 "and refined: self (sampled from the model), self:TOKENS, a file, a hub data set, stdlib:train."),
+    click.option("--calibration", type=Several(str), default="self", show_default=True, metavar="SOURCE[,...]",
+                 help="Text for calibrated and refined: self (sampled from the model), self:TOKENS, a file, a hub data "
+                 "set, stdlib:train."),
 ]  # fmt: skip
 _SEARCH = [
     click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
@@ -77,26 +77,20 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
     from gqa.checkpoint.devices import find_device
     from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.refine import Refinement
 
-    sources = tuple(source.strip() for source in options["calibration"].split(",") if source.strip())
+    seed, field, tokens = options["seed"], options.get("field", "text"), options["calibration_tokens"]
+    precision = options["refine_precision"]
     return MapsOptions(
-        CalibrationText(sources, options["calibration_tokens"], options["calibration_length"], options["seed"]),
+        CalibrationText(options["calibration"], tokens, options["calibration_length"], seed, field),
         ridge=options["ridge"],
-        refinement=read_refinement(options, options["seed"]),
+        refinement=Refinement(
+            options["refine_steps"], options["refine_batch"], options["refine_learning_rate"],
+            autocast=None if precision is None else precision == "bf16", seed=seed,
+        ),
         device=find_device(options["device"]),
         dtype=options["calibration_dtype"],
         grouping=options["grouping"],
-    )
-
-
-def read_refinement(options: dict[str, Any], seed: int = 0) -> Refinement:
-    """What they say of training layers."""
-    from gqa.convert.align.refine import Refinement
-
-    precision = options["refine_precision"]
-    return Refinement(
-        options["refine_steps"], options["refine_batch"], options["refine_learning_rate"],
-        autocast=None if precision is None else precision == "bf16", seed=seed,
     )  # fmt: skip
 
 

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, progress_bar, run, version_option, with_options
+from gqa.checkpoint.console import (
+    CONTEXT_SETTINGS,
+    ByteSize,
+    Several,
+    fail,
+    progress_bar,
+    run,
+    version_option,
+    with_options,
+)
 from gqa.checkpoint.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -29,14 +38,6 @@ Examples:
   torchrun --nproc_per_node 8 -m gqa.eval SRC SRC-gqa8 --data heldout.jsonl
 """
 _ABOVE = 3
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """`1,8,32`."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{text!r} is not a list of positive numbers; give them like 1,8,32")
-    return tuple(int(part) for part in parts)
 
 
 def ratio(text: str) -> float:
@@ -74,9 +75,9 @@ _MEASURE = [
                  "keep the baseline's distributions here (2 bytes x vocabulary x tokens), so that it runs once for "
                  "many commands; attention outputs are not compared then."),
     click.option("--decode", is_flag=True, help="Time prefill and decoding."),
-    click.option("--batches", type=numbers, default="1,8", show_default=True, help="Of --decode."),
-    click.option("--contexts", type=numbers, help="Of --decode.  [default: a half, all of the positions, 4096 at "
-                 "most]"),
+    click.option("--batches", type=Several(_POSITIVE), default="1,8", show_default=True, help="Of --decode."),
+    click.option("--contexts", type=Several(_POSITIVE), help="Of --decode.  [default: a half, all of the positions, "
+                 "4096 at most]"),
     click.option("--steps", type=_POSITIVE, default=32, show_default=True, help="Of --decode."),
     click.option("--repeats", type=_POSITIVE, default=5, show_default=True, help="Of --decode."),
     click.option("--memory", type=ByteSize(), metavar="SIZE", help="Say what fits into it, of one device."),

@@ -49,7 +49,7 @@ LOAD = evaluate.load
         ("SRC PLACE/nothere --data TEXT", "there is no directory"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
         ("SRC --decode --contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
-        ("SRC --decode --contexts 1,x", "'1,x' is not a list of positive numbers"),
+        ("SRC --decode --contexts 1,x", "'x' is not a valid integer"),
         ("SRC --data TEXT --device nonsense", "--device nonsense cannot be used"),
         ("SRC --data TEXT --device cuda:99", "--device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
         ("SRC --data TEXT --device meta", "--device meta cannot be used"),

@@ -24,7 +24,7 @@ from gqa.convert.plan import check_grouping, make_plan
 from gqa.corpus.sources import parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.perplexity import Text, make_text
-from gqa.eval.study.cells import BASELINE, Bench, measure_conversion
+from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_speeds
 from gqa.eval.study.directory import (
     RECORD,
     SCHEMA,
@@ -38,7 +38,6 @@ from gqa.eval.study.directory import (
     write_json,
 )
 from gqa.eval.study.jobs import measure_side_by_side
-from gqa.eval.study.speeds import measure_speeds
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.text import check_ids, choose_context

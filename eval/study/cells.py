@@ -26,16 +26,19 @@ from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.attention_error import attention_errors
-from gqa.eval.evaluate import some_windows, summary
+from gqa.eval.decode import measure_decode
+from gqa.eval.evaluate import decode_contexts, some_windows, summary
 from gqa.eval.perplexity import Text
 from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study.directory import Row, UnwrittenError
 from gqa.eval.study.study import UNMERGED, Cell, StudyOptions
+from gqa.eval.subjects import Subject
 from gqa.uptrain.loop import DivergedError, StoppedError, Weights, train
 from gqa.uptrain.run import held
 from gqa.uptrain.setup import prepare
 
+STEPS, REPEATS = 32, 5  # of decoding
 CONVERTED, BASELINE = "converted", "baseline"  # in the place for work: of each conversion, of all
 Done = Callable[..., None]  # gets a cell, and its error or the columns that were found
 
@@ -203,3 +206,38 @@ def train_along(
     with held(setup):
         train(setup, after_step=after_step)
     shutil.rmtree(setup.states.directory, ignore_errors=True)
+
+
+def measure_speeds(
+    subject: Subject, options: StudyOptions, groups: Sequence[int], work: Path
+) -> dict[str, dict[str, Any]]:
+    """Columns by the number of groups, as neither the method nor the weights change them: KV bytes of a token, by
+    formula, and the time of decoding one. They are timed in turns, each as a conversion whose weights are means.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    caches = {}
+    for count in groups:
+        plan = make_plan(subject.checkpoint, count)
+        caches[str(count)] = plan.cache_after
+        after, before = plan.cache_after.bytes_per_token, plan.cache_before.bytes_per_token
+        found[str(count)] = {"kv_bytes_per_token": after, "kv_share": after / before}
+    if not (options.decode and groups):
+        return found
+    asked = (options.decode_context,) if options.decode_context else None
+    context = decode_contexts([subject], asked, STEPS)[-1]
+    models = {}
+    for count in groups:
+        place = work / f"speed-g{count}"
+        convert_checkpoint(options.model, count, place, overwrite=True)
+        models[str(count)] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
+        shutil.rmtree(place)
+    timed = measure_decode(models, caches, [options.decode_batch], [context], STEPS, REPEATS)
+    for name, (point,) in timed.items():
+        found[name] |= {
+            "decode_seconds_per_token": point["seconds_per_token"],
+            "decode_fastest": point["fastest"],
+            "decode_slowest": point["slowest"],
+            "decode_tokens_per_second": point["tokens_per_second"],
+            "decode_tokens_before": context,
+        }
+    return found

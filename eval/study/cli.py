@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, fail, progress_bar, run, version_option, with_options
-from gqa.convert.calibrate_cli import read_refinement, search_options
+from gqa.convert.calibrate_cli import read_options, search_options
 from gqa.convert.methods import METHODS
 from gqa.eval.study.study import SCOPES, TEACHERS
 from gqa.uptrain.cli import command as uptrain_command
@@ -144,8 +144,6 @@ command.params[_at:_at] = [option for option in uptrain_command.params if option
 
 
 def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:
-    from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.calibration_text import CalibrationText
     from gqa.eval.study.study import TRAINING, Grid, StudyOptions
     from gqa.uptrain.options import TrainOptions
 
@@ -154,12 +152,8 @@ def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptio
 
     methods = {method: seeds or options["seeds"] for method, seeds in options["methods"]}
     grid = Grid(methods, **of(("groups", "alphas", "train", "teachers", "seeds")))
-    sources, field = options["calibration"] or options["data"], options["field"]
-    text = CalibrationText(sources, options["calibration_tokens"], options["calibration_length"], field=field)
-    maps = MapsOptions(
-        text, options["ridge"], read_refinement(options), dtype=options["calibration_dtype"],
-        grouping=options["grouping"],
-    )  # fmt: skip
+    text = options["calibration"] or options["data"]
+    maps = read_options(options | {"calibration": text, "seed": 0, "device": None})  # each cell has its own
     training = TrainOptions(model, output, **of((*TRAINING, "micro_batch", "save_minutes")))
     return StudyOptions(training, maps, **of(StudyOptions.__dataclass_fields__)), grid
 

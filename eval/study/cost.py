@@ -10,9 +10,10 @@ from gqa.checkpoint.loading import load_model
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.methods import METHODS
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.report import Table
+from gqa.eval.report import Table, table
 from gqa.eval.scoring import score
 from gqa.eval.study.ablation import Study
+from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell
 
 # Forward passes that something takes for each token. A backward pass is two; calibrating runs both models, and solves.
@@ -64,17 +65,18 @@ def forward_rate(study: Study) -> float:
 
 def cost_table(study: Study) -> Table:
     rate, left = forward_rate(study), passes(study, study.left)
-    rows = tuple(
-        (
-            *map(str, cell[:-1]), f"{cell.alpha:g}", f"{study.tokens.get(cell.alpha, 0):,}",
-            f"{left[cell] / rate:,.0f}" if cell in left else "done",
-        )
+    records = [
+        cell._asdict() | {
+            "tokens": study.tokens.get(cell.alpha, 0),
+            "seconds": left[cell] / rate if cell in left else "done",
+        }
         for cell in study.cells
-    )  # fmt: skip
-    header = ("method", "KV heads", "seed", "trains", "teacher", "alpha", "train tokens", "seconds")
+    ]  # fmt: skip
     note = (
-        f"{len(left)} of {len(rows)} cells to measure, about {sum(left.values()) / rate / study.options.jobs / 60:.1f} "
-        f"minutes and the source's evaluation; from {rate:,.0f} tokens/s of a forward pass timed now: training counts "
-        f"{TRAINING:g} passes (a teacher {TEACHING:g} more), measuring 1, calibrating {CALIBRATING:g}"
+        f"{len(left)} of {len(records)} cells to measure, about "
+        f"{sum(left.values()) / rate / study.options.jobs / 60:.1f} minutes and the source's evaluation; from "
+        f"{rate:,.0f} tokens/s of a forward pass timed now: training counts {TRAINING:g} passes (a teacher "
+        f"{TEACHING:g} more), measuring 1, calibrating {CALIBRATING:g}"
     )
-    return Table(f"Study of {study.subject.name}", header, rows, note)
+    columns = CELL | {"train tokens": "{tokens:,}", "seconds": "{seconds:,.0f}"}
+    return table(f"Study of {study.subject.name}", columns, records, note)

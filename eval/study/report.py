@@ -25,10 +25,10 @@ from gqa.eval.study.tradeoff import points, recommend
 BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
-_CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
-         "alpha": "{alpha:g}"}  # fmt: skip
+CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
+        "alpha": "{alpha:g}"}  # fmt: skip
 _CELLS = {
-    **_CELL, "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}",
+    **CELL, "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}",
     "above source": "{loss_increase:+.4f}",
     "95 % of the ratio": "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}",
     "perplexity": "{perplexity:number}", "bits/byte": "{bits_per_byte:.4f}",
@@ -86,7 +86,7 @@ def _tables(results: Results) -> Iterator[Table]:
         )
     yield _budgets(results)
     if failed := results.failed:
-        yield table("Cells that failed", _CELL | {"why": "{error}"}, failed, "the same command tries them again")
+        yield table("Cells that failed", CELL | {"why": "{error}"}, failed, "the same command tries them again")
     yield _cells(results)
 
 
