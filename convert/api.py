@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
+from gqa.convert.card import model_card, provenance
 from gqa.convert.maps_file import MapsFile, open_maps
-from gqa.convert.merge import Conversion, Writing, run_plan
-from gqa.convert.plan import Choices, Plan, check_grouping, make_plan
-from gqa.convert.recast.targets import Target
+from gqa.convert.merge import write
+from gqa.convert.plan import Plan, check_grouping, make_plan
+from gqa.convert.recast.targets import ANY, Target
+from gqa.convert.verify import verify_load
 
 if TYPE_CHECKING:
     from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.align.find_maps import Progress
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
+
+_WRITING = ("overwrite", "checksums", "load", "jobs", "progress")  # what `convert_plan` takes, of all options
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a run did."""
+
+    out: Path
+    plan: Plan
+    warnings: tuple[str, ...]
+    checksums: dict[str, dict[str, str]] | None = None
 
 
 def plan_conversion(
@@ -29,7 +47,11 @@ def plan_conversion(
     grouping: str = "contiguous",
     revision: str | None = None,
     headers_only: bool = True,
-    **choices: Unpack[Choices],
+    method: str = "mean",
+    seed: int = 0,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    target: Target = ANY,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -42,10 +64,11 @@ def plan_conversion(
         grouping: How maps are going to be sought: `contiguous`, or `search` where heads may change places.
         revision: Branch, tag or commit of a hub id.
         headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
-        choices: `method`, one of `gqa.convert.methods.METHODS` (default `mean`; docs/methods.md); `seed` of `random`
-            and of what is sampled (0); `dtype` of the stored result (`float32`, `bfloat16`, `float16`, `float64`; each
-            tensor's own); `max_shard_bytes` of one output file (the base model's partition); `target`, what is asked
-            of the class that a model is written for, where its own cannot have fewer heads.
+        method: One of `gqa.convert.methods.METHODS` (docs/methods.md).
+        seed: Of `random`.
+        dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
+        max_shard_bytes: Of one output file; None for the base model's partition.
+        target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -57,10 +80,10 @@ def plan_conversion(
     """
     found = maps if maps is None or isinstance(maps, MapsFile) else open_maps(Path(maps))
     if found:
-        choices["method"], grouping = found.method, "contiguous"
+        method, grouping = found.method, "contiguous"
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        made = make_plan(checkpoint, groups, maps=found, **choices)
+        made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, found, target)
         check_grouping(made, grouping)
         return made
 
@@ -74,7 +97,11 @@ def convert_plan(
     *,
     calibration: MapsOptions | None = None,
     layers: Progress | None = None,
-    **writing: Unpack[Writing],
+    overwrite: bool = False,
+    checksums: bool = False,
+    load: bool = False,
+    jobs: int = DEFAULT_JOBS,
+    progress: Callable[[int], None] | None = None,
 ) -> Conversion:
     """Run a plan: find the maps that it lacks, stream the shards into `out`, verify them from disk, make it visible.
 
@@ -86,24 +113,32 @@ def convert_plan(
         out: Directory to make.
         calibration: How the methods that look at the model do it; None for the defaults of the command.
         layers: Told of layers and tokens while maps are found.
-        writing: `overwrite` a checkpoint that is at `out`, after the new one is complete; `checksums` to compare every
-            untouched byte and record the SHA-256 of all shards; `load` to load the result with transformers, too, and
-            run one forward pass; `jobs`, shards written at a time; `progress`, called with the number of bytes written,
-            from any job's thread.
+        overwrite: Replace a checkpoint that is at `out`, after the new one is complete.
+        checksums: Compare every untouched byte and record the SHA-256 of all shards.
+        load: Load the result with transformers, too, and run one forward pass.
+        jobs: Shards written at a time.
+        progress: Called with the number of bytes written, from any job's thread.
 
     Raises:
         RefusedError: Before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
+    out = Path(out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.convert.align.calibration import MapsOptions
             from gqa.convert.align.find_maps import Silent, with_maps
 
             options, told = calibration or MapsOptions(), layers or Silent()
-            overwrite = writing.get("overwrite", False)
-            plan = stack.enter_context(with_maps(plan, Path(out), options, told, overwrite=overwrite))
-        return run_plan(plan, Path(out), **writing)
+            plan = stack.enter_context(with_maps(plan, out, options, told, overwrite=overwrite))
+        output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite))
+        warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
+        write_text(output.work / PROVENANCE, provenance(plan, hashes))
+        write_text(output.work / "README.md", model_card(plan, out.name))
+        if load:
+            verify_load(output.work)
+        output.commit()
+    return Conversion(out, plan, (*plan.warnings, *warnings), hashes)
 
 
 def convert_checkpoint(
@@ -118,7 +153,7 @@ def convert_checkpoint(
 
     `out` is the directory to make; default as `default_output` says. Raises what the two do.
     """
-    writing: Any = {name: options.pop(name) for name in Writing.__annotations__ if name in options}
+    writing = {name: options.pop(name) for name in _WRITING if name in options}
     grouping = calibration.grouping if calibration else "contiguous"
     plan = plan_conversion(model, groups, grouping=grouping, headers_only=False, **options)
     place = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)

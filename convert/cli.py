@@ -15,8 +15,7 @@ from gqa.convert.calibrate_cli import Bar, maps_options, read_options, read_targ
 from gqa.convert.methods import METHODS
 
 if TYPE_CHECKING:
-    from gqa.convert.merge import Conversion
-    from gqa.convert.plan import Plan
+    from gqa.convert.api import Conversion, Plan
 
 
 def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> None:

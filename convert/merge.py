@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypedDict
+from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.headers import TensorSpec
@@ -16,8 +18,6 @@ from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, write_index
 from gqa.checkpoint.write import (
-    DEFAULT_JOBS,
-    OutputDirectory,
     Progress,
     copy_file,
     copy_range,
@@ -26,11 +26,10 @@ from gqa.checkpoint.write import (
     write_tensor,
     write_text,
 )
-from gqa.convert import card
 from gqa.convert.heads.config import format_config
 from gqa.convert.heads.modules import Change
 from gqa.convert.plan import OutputTensor, Plan, Shard
-from gqa.convert.verify import verify, verify_load
+from gqa.convert.verify import all_finite, in_threads, verify
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,16 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CAST_CHUNK = 4 << 20  # numbers cast at a time
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a run did."""
-
-    out: Path
-    plan: Plan
-    warnings: tuple[str, ...]
-    checksums: dict[str, dict[str, str]] | None = None
 
 
 @dataclass
@@ -71,40 +60,16 @@ class _Job:
         return buffer
 
 
-class Writing(TypedDict, total=False):
-    """What `run_plan` takes by name."""
-
-    overwrite: bool
-    checksums: bool
-    load: bool
-    jobs: int
-    progress: Callable[[int], None] | None
-
-
-def run_plan(
-    plan: Plan,
-    out: Path,
-    *,
-    overwrite: bool = False,
-    checksums: bool = False,
-    load: bool = False,
-    jobs: int = DEFAULT_JOBS,
-    progress: Callable[[int], None] | None = None,
-) -> Conversion:
-    """Write, verify and publish `out`. Raises RefusedError before the first byte, OutputError after."""
-    with OutputDirectory(out, plan.checkpoint.directory, overwrite) as output:
-        require_space(plan.total_bytes, output.out)
-        job = _Job(plan, output.work, progress or unwatched)
-        with _one_thread_per_job():
-            _write_shards(job, jobs)
-            _write_side_files(plan, output.work)
-            hashes = verify(plan, output.work, tolerated=job.warnings, checksums=checksums, jobs=jobs)
-        write_text(output.work / PROVENANCE, card.provenance(plan, hashes))
-        write_text(output.work / "README.md", card.model_card(plan, out.name))
-        if load:
-            verify_load(output.work)
-        output.commit()
-    return Conversion(out, plan, (*plan.warnings, *job.warnings), hashes)
+def write(
+    plan: Plan, work: Path, *, checksums: bool, jobs: int, progress: Progress | None
+) -> tuple[list[str], dict[str, dict[str, str]] | None]:
+    """Fill the directory `work` and verify it; what was odd, and the checksums. Raises OutputError."""
+    require_space(plan.total_bytes, work)
+    job = _Job(plan, work, progress or unwatched)
+    with _one_thread_per_job():
+        in_threads(jobs, partial(_write_shard, job), plan.shards, job.stop.set)
+        _write_side_files(plan, work)
+        return job.warnings, verify(plan, work, tolerated=job.warnings, checksums=checksums, jobs=jobs)
 
 
 @contextmanager
@@ -120,67 +85,37 @@ def _one_thread_per_job() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _write_shards(job: _Job, jobs: int) -> None:
-    if jobs == 1 or len(job.plan.shards) == 1:
-        for shard in job.plan.shards:
-            _write_shard(job, shard)
-        return
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        try:
-            futures = [pool.submit(_write_shard, job, shard) for shard in job.plan.shards]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:
-            job.stop.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-        failed = next((f for f in done if f.exception()), None)
-        if failed is not None:
-            job.stop.set()
-            pool.shutdown(cancel_futures=True)
-            failed.result()
-
-
 def _write_shard(job: _Job, shard: Shard) -> None:
-    """One output file: header, then tensors in order; neighbouring untouched tensors move as one range."""
-    computed: dict[int, list[Tensor]] = {}
-    with ExitStack() as stack, new_shard(job.work / shard.file, shard.tensors) as target:
-        opened: dict[str, BinaryIO] = {}
-        for tensor, source, count in _runs(shard, job.plan.checkpoint):
+    """One output file: header, then tensors in order."""
+    checkpoint, change = job.plan.checkpoint, None
+    made: dict[str, Tensor] = {}
+    with new_shard(job.work / shard.file, shard.tensors) as target:
+        for tensor, count in _runs(shard, checkpoint):
+            source = tensor.sources[0]
             if count:
-                if source.file not in opened:
-                    opened[source.file] = stack.enter_context(job.plan.checkpoint.path(source.file).open("rb"))
-                copy_range(opened[source.file], target, source.begin, count, job.progress, job.stop)
+                with checkpoint.path(source.file).open("rb") as stream:
+                    copy_range(stream, target, source.begin, count, job.progress, job.stop)
             elif tensor.change is None:
                 _cast(job, target, tensor, source)
             else:
-                if id(tensor.change) not in computed:
-                    computed = {id(tensor.change): _compute(job, tensor.change)}
-                write_tensor(
-                    target, stored_as(computed[id(tensor.change)][tensor.index], tensor.dtype), job.progress, job.stop
-                )
+                if tensor.change is not change:
+                    change, made = tensor.change, _compute(job, tensor.change)
+                write_tensor(target, stored_as(made[tensor.name], tensor.dtype), job.progress, job.stop)
 
 
-def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, TensorSpec, int]]:
-    """(first tensor, its source, bytes to copy); zero bytes where the tensor is computed or cast."""
-    index = 0
-    while index < len(shard.tensors):
-        tensor = shard.tensors[index]
-        index += 1
-        if tensor.source is None or not tensor.copied or not checkpoint.has_range(tensor.source):
-            source = tensor.source or (tensor.change.sources[0] if tensor.change else None)
-            assert source is not None
-            yield tensor, source, 0
-            continue
-        end = tensor.source.end
-        while index < len(shard.tensors):
-            following = shard.tensors[index]
-            source = following.source
-            if source is None or not following.copied or source.file != tensor.source.file or source.begin != end:
-                break
-            end = source.end
-            index += 1
-        if end > tensor.source.begin:
-            yield tensor, tensor.source, end - tensor.source.begin
+def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, int]]:
+    """(first tensor, bytes to copy): neighbours that are neighbours in the source, too, move as one range. Zero bytes
+    where the tensor is computed or cast.
+    """
+    position, found = 0, []
+    for tensor in shard.tensors:
+        source = tensor.sources[0]
+        moves = tensor.copied and checkpoint.has_range(source)
+        found.append((tensor, (source.file, source.begin - position) if moves else tensor.name))
+        position += tensor.nbytes
+    for place, run in groupby(found, itemgetter(1)):
+        tensors = [tensor for tensor, _ in run]
+        yield tensors[0], 0 if isinstance(place, str) else sum(tensor.nbytes for tensor in tensors)
 
 
 def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, source: TensorSpec) -> None:
@@ -205,7 +140,7 @@ def _slices(spec: TensorSpec, size: int) -> Iterator[TensorSpec]:
         yield replace(spec, shape=(count,), begin=begin, end=begin + count * size)
 
 
-def _compute(job: _Job, change: Change) -> list[Tensor]:
+def _compute(job: _Job, change: Change) -> dict[str, Tensor]:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
 
     `HeadMaps` multiplies so and gives heads in the dtype that they had. What is rounded later is wide before: to the
@@ -221,10 +156,9 @@ def _compute(job: _Job, change: Change) -> list[Tensor]:
         tensors = [tensor.to(precise) for tensor in tensors]
 
     for part, heads in change.split(tensors).items():
-        finite = part == "whole" or bool(heads.sum().isfinite()) or bool(heads.isfinite().all())  # a sum may overflow
-        if not finite:
+        if part != "whole" and not all_finite(heads):
             job.warnings.append(f"{change.sources[0].name} has NaN or Inf in its {part} heads")
-    return job.plan.merging.apply(change, tensors)
+    return dict(zip(change.outputs, job.plan.merging.apply(change, tensors), strict=True))
 
 
 def _write_side_files(plan: Plan, work: Path) -> None:

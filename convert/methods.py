@@ -8,19 +8,20 @@ function pools what maps do not cover (norms, gates, the keys and values of laye
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.convert.heads.layout import QUERY_ROLES
 from gqa.convert.maps import HeadMaps
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
 
-    from gqa.convert.heads.layout import Merge, Role
+    from gqa.convert.heads.layout import Role
     from gqa.convert.heads.modules import Change
+    from gqa.convert.maps_file import MapsFile
 
 Pooling = Callable[[int, int], HeadMaps]
 
@@ -117,25 +118,14 @@ register("refined", "text", "calibrated, and minutes a layer", "calibrated, then
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
 
 
-class Maps(Protocol):
-    """Maps by attention module, and whole tensors by name; `meta` for shapes alone."""
-
-    @property
-    def names(self) -> frozenset[str]: ...
-    @property
-    def description(self) -> Mapping[str, Any]: ...
-    def of(self, module: str, meta: bool = False) -> HeadMaps | None: ...
-    def tensor(self, name: str, meta: bool = False) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Merging:
-    """A method with its options: yields the merge of one tensor."""
+    """A method with its options, and the maps that it found where it looks at the model."""
 
     method: str = "mean"
     seed: int = 0
     initializer_range: float = 0.02
-    maps: Maps | None = None
+    maps: MapsFile | None = None
 
     @property
     def how(self) -> Method:
@@ -145,42 +135,40 @@ class Merging:
         """What stored tensors become: split into heads, merged, joined. On meta tensors: the shapes of that."""
         if self.maps and change.outputs[0] in self.maps.names:
             return [self.maps.tensor(name, tensors[0].is_meta) for name in change.outputs]
-        of = (change.outputs[0], change.heads.kv, change.groups, change.rule.projection, change.module)
-        merge, parts = self.merge_for(*of), change.split(tensors)
-        return change.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
+        parts, generator = change.split(tensors), self._generator(change)
+        return change.join(
+            {
+                part: heads if part == "whole" else self.merge(change, part, heads, generator)
+                for part, heads in parts.items()
+            }
+        )
 
-    def merge_for(self, tensor: str, kv: int, groups: int, projection: bool, module: str = "") -> Merge:
-        """The merge of one stored tensor of an attention module, Hk -> G heads.
+    def merge(self, change: Change, role: Role, heads: Tensor, generator: Generator) -> Tensor:
+        """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.
 
         Upwards (G > Hk) heads are repeated whatever the method: no logit changes. `random` redraws projections
         only; norms and gates, which random numbers would break rather than reset, are averaged.
         """
+        kv, groups = change.heads.kv, change.groups
         if groups > kv:
-            return lambda role, heads: heads if role in QUERY_ROLES else heads.repeat_interleave(groups // kv, dim=0)
-        if groups == kv:
-            return lambda role, heads: heads
-        if self.how.redraws and projection:
-            return self._random(tensor, groups)
+            return heads if role in QUERY_ROLES else heads.repeat_interleave(groups // kv, dim=0)
+        if self.how.redraws and change.rule.projection:
+            return heads if role in QUERY_ROLES else self._random(change, heads, generator)
+        maps = self.maps.of(change.module, heads.is_meta) if self.maps else None
+        return (maps or self.how.pool(kv, groups)).merge(role, heads)
 
-        def merge(role: Role, heads: Tensor) -> Tensor:
-            maps = self.maps.of(module, heads.is_meta) if self.maps else None
-            return (maps or self.how.pool(kv, groups)).merge(role, heads)
-
-        return merge
-
-    def _random(self, tensor: str, groups: int) -> Merge:
-        """Draws from N(0, initializer_range), zero for biases; the same whatever the order of shards and jobs."""
+    def _generator(self, change: Change) -> Generator:
+        """Of random numbers that are the same whatever the order of shards and jobs."""
         import torch
 
-        digest = hashlib.sha256(f"{self.seed}:{tensor}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        digest = hashlib.sha256(f"{self.seed}:{change.outputs[0]}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
-        def draw(role: Role, heads: Tensor) -> Tensor:
-            if role in QUERY_ROLES:
-                return heads
-            shape = (groups, *heads.shape[1:])
-            if heads.is_meta or tensor.endswith(".bias"):
-                return heads.new_zeros(shape)
-            return torch.normal(0.0, self.initializer_range, shape, generator=generator).to(heads.dtype)
+    def _random(self, change: Change, heads: Tensor, generator: Generator) -> Tensor:
+        """Draws from N(0, initializer_range), zero for biases."""
+        import torch
 
-        return draw
+        shape = (change.groups, *heads.shape[1:])
+        if heads.is_meta or change.outputs[0].endswith(".bias"):
+            return heads.new_zeros(shape)
+        return torch.normal(0.0, self.initializer_range, shape, generator=generator).to(heads.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.checkpoint.errors import RefusedError, alternatives
@@ -27,14 +27,13 @@ _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of the result: copied from `source`, or output number `index` of `change`."""
+    """One tensor of the result: its only source, copied or cast, or an output of `change`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    source: TensorSpec | None = None
+    sources: tuple[TensorSpec, ...]
     change: Change | None = None
-    index: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +42,7 @@ class OutputTensor:
     @property
     def copied(self) -> bool:
         """Whether the bytes are the source's own."""
-        return self.source is not None and self.source.dtype == self.dtype
+        return self.change is None and self.sources[0].dtype == self.dtype
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ class Plan:
 
     def changes_of(self, module: AttentionModule) -> list[Change]:
         """What happens to one attention module; nothing where its heads stay."""
-        return [t.change for t in self.changed if t.change and t.change.module == module.path and not t.index]
+        found = (t.change for t in self.tensors if t.change and t.name == t.change.outputs[0])
+        return [change for change in found if change.module == module.path]
 
     @property
     def total_bytes(self) -> int:
@@ -107,16 +107,6 @@ class Plan:
         """What is done to heads: the method's name, `repeat` upwards, `none` where their number stays."""
         before = self.config.main.kv
         return self.merging.method if self.groups < before else "repeat" if self.groups > before else "none"
-
-
-class Choices(TypedDict, total=False):
-    """What `make_plan` takes by name."""
-
-    method: str
-    seed: int
-    dtype: str | None
-    max_shard_bytes: int | None
-    target: Target
 
 
 def make_plan(
@@ -227,10 +217,10 @@ def _outputs(
         dtype = stored if stored and spec.dtype in TORCH_DTYPES else spec.dtype
         if change := starts.get(name):
             metas = [torch.empty(s.shape, device="meta") for s in change.sources]
-            for index, meta in enumerate(merging.apply(change, metas)):
-                outputs.append(OutputTensor(change.outputs[index], dtype, tuple(meta.shape), None, change, index))
+            for made, meta in zip(change.outputs, merging.apply(change, metas), strict=True):
+                outputs.append(OutputTensor(made, dtype, tuple(meta.shape), change.sources, change))
         elif name not in consumed:
-            outputs.append(OutputTensor(name, dtype, spec.shape, spec))
+            outputs.append(OutputTensor(name, dtype, spec.shape, (spec,)))
     return outputs
 
 
@@ -240,9 +230,7 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
     if max_bytes is None:
         by_file: dict[str, list[OutputTensor]] = {file: [] for file in checkpoint.files}
         for tensor in outputs:
-            source = tensor.source or (tensor.change.sources[0] if tensor.change else None)
-            assert source is not None
-            by_file[source.file].append(tensor)
+            by_file[tensor.sources[0].file].append(tensor)
         parts = [part for part in by_file.values() if part]
     else:
         size = 0

@@ -58,7 +58,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
         "config_edits": [{"key": e.key, "before": e.before, "after": e.after} for e in plan.config_edits],
         "changed_tensors": [
-            {"name": t.name, "shape": list(t.shape), "source_shapes": _source_shapes(t)} for t in plan.changed
+            {"name": t.name, "shape": list(t.shape), "source_shapes": [list(spec.shape) for spec in t.sources]}
+            for t in plan.changed
         ],
         "shards": [{"file": s.file, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards],
         "total_bytes": plan.total_bytes,
@@ -85,10 +86,6 @@ def recast_record(plan: Plan) -> dict[str, Any] | None:
         return None
     source, target = (vars(known) for known in plan.checkpoint.classes)
     return {"from": source, "to": target, "way": plan.checkpoint.way}
-
-
-def _source_shapes(tensor: OutputTensor) -> list[list[int]]:
-    return [list(spec.shape) for spec in tensor.change.sources] if tensor.change else []
 
 
 def plan_text(plan: Plan, tensors: bool = True) -> str:
@@ -125,7 +122,6 @@ def _saved(plan: Plan) -> str:
 
 
 def _tensor_line(tensor: OutputTensor) -> str:
-    assert tensor.change is not None
-    sources = tensor.change.sources
-    before = f"{list(sources[0].shape)}" if len(sources) == 1 else f"{len(sources)} x {list(sources[0].shape)}"
+    several = f"{len(tensor.sources)} x " if len(tensor.sources) > 1 else ""
+    before = f"{several}{list(tensor.sources[0].shape)}"
     return f"tensor      {tensor.name}: {before} -> {list(tensor.shape)} {tensor.dtype}"

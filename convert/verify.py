@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
@@ -16,6 +17,11 @@ from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import drop_written
 from gqa.convert.plan import OutputTensor, Plan, Shard, make_plan
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
 
@@ -41,16 +47,28 @@ def verify(
     if wrong := {n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n)}:
         raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
     source = plan.checkpoint
+    check = partial(_check_shard, source, written, tolerated=tolerated, whole=checksums)
+    output = dict(zip((shard.file for shard in plan.shards), in_threads(jobs, check, plan.shards), strict=True))
+    if not checksums:
+        return None
+    digests = in_threads(jobs, lambda file: _sha256(source.path(file)), source.files)
+    return {"source": dict(zip(source.files, digests, strict=True)), "output": output}
+
+
+def in_threads(
+    jobs: int, function: Callable[[Item], Made], items: Sequence[Item], stop: Callable[[], None] = lambda: None
+) -> list[Made]:
+    """What a function makes of all items, `jobs` at a time. The first error ends it: `stop` is called."""
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        outputs = pool.map(lambda shard: _check_shard(source, written, shard, tolerated, checksums), plan.shards)
-        sources = pool.map(lambda file: _sha256(source.path(file)), source.files if checksums else ())
         try:
-            output_hashes = {shard.file: digest for shard, digest in zip(plan.shards, outputs, strict=True)}
-            source_hashes = dict(zip(source.files, sources, strict=checksums))
+            futures = [pool.submit(function, item) for item in items]
+            for done in as_completed(futures):
+                done.result()
         except BaseException:
+            stop()
             pool.shutdown(cancel_futures=True)
             raise
-    return {"source": source_hashes, "output": output_hashes} if checksums else None
+    return [future.result() for future in futures]
 
 
 def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerated: Sequence[str], whole: bool) -> str:
@@ -61,36 +79,34 @@ def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerate
             digest.update(copy.read(written.tensors[shard.tensors[0].name].begin))
         for tensor in shard.tensors:
             spec = written.tensors[tensor.name]
-            blocks = _chunks(spec.nbytes) if whole else _samples(spec.nbytes)
             if tensor.change is not None:
                 _check_finite(written, spec, tensor, tolerated)
-            if tensor.source is not None and tensor.copied:
-                with _original(source, tensor.source) as original:
-                    for start, count in blocks:
-                        data = _read(copy, spec.begin + start, count)
-                        if data != original(start, count):
-                            raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")
-                        digest.update(data)
-            elif whole:
-                for start, count in blocks:
-                    digest.update(_read(copy, spec.begin + start, count))
+            with _original(source, tensor) as original:
+                for start, count in _blocks(spec.nbytes, whole) if whole or original else ():
+                    data = _read(copy, spec.begin + start, count)
+                    if original and data != original(start, count):
+                        raise OutputError(f"the result does not verify: {spec.name} is not as it was in the source")
+                    digest.update(data)
             if whole:
                 drop_written(copy)
     return digest.hexdigest()
 
 
 @contextmanager
-def _original(source: Checkpoint, spec: TensorSpec) -> Iterator[Callable[[int, int], bytes]]:
-    """A function from (start, count) to those bytes of one tensor of the source."""
+def _original(source: Checkpoint, tensor: OutputTensor) -> Iterator[Callable[[int, int], bytes] | None]:
+    """A function from (start, count) to those bytes of the source of a tensor; None where they are not copied."""
     import torch
 
-    if not source.has_range(spec):
+    spec = tensor.sources[0]
+    if not tensor.copied:
+        yield None
+    elif not source.has_range(spec):
         stored = stored_as(source.read(spec), spec.dtype).contiguous().reshape(-1)
         data = memoryview(stored.view(torch.uint8).numpy())  # type: ignore[arg-type]
         yield lambda start, count: bytes(data[start : start + count])
-        return
-    with source.path(spec.file).open("rb", buffering=0) as stream:
-        yield lambda start, count: _read(stream, spec.begin + start, count)
+    else:
+        with source.path(spec.file).open("rb", buffering=0) as stream:
+            yield lambda start, count: _read(stream, spec.begin + start, count)
 
 
 def _read(stream: BinaryIO, position: int, count: int) -> bytes:
@@ -98,24 +114,23 @@ def _read(stream: BinaryIO, position: int, count: int) -> bytes:
     return stream.read(count)
 
 
-def _chunks(size: int) -> list[tuple[int, int]]:
-    return [(start, min(CHUNK, size - start)) for start in range(0, size, CHUNK)]
-
-
-def _samples(size: int) -> list[tuple[int, int]]:
-    """A block at the start, in the middle and at the end."""
+def _blocks(size: int, whole: bool) -> list[tuple[int, int]]:
+    """(start, count) of all of it, or of a block at the start, in the middle and at the end."""
+    if whole:
+        return [(start, min(CHUNK, size - start)) for start in range(0, size, CHUNK)]
     return sorted({(start, min(BLOCK, size)) for start in (0, max(0, size // 2 - BLOCK), max(0, size - BLOCK))})
 
 
 def _check_finite(written: Checkpoint, spec: TensorSpec, tensor: OutputTensor, tolerated: Sequence[str]) -> None:
-    import torch
-
-    assert tensor.change is not None
-    if any(warning.startswith(source.name) for warning in tolerated for source in tensor.change.sources):
+    if any(warning.startswith(source.name) for warning in tolerated for source in tensor.sources):
         return
-    values = written.read(spec)
-    if not bool(values.sum().isfinite()) and not bool(torch.isfinite(values).all()):  # the sum alone may overflow
+    if not all_finite(written.read(spec)):
         raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor Inf: the sum says so faster, but may overflow."""
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
 def _sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import valid_groups
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES, NESTED
-from gqa.convert.heads.layout import QUERY_ROLES
+from gqa.convert.heads.layout import QUERY_ROLES, Role
+from gqa.convert.heads.modules import Change
 from gqa.convert.methods import Merging
 
 TOLERANCE = 2e-5
@@ -91,18 +93,16 @@ def error(actual: Tensor, expected: Tensor) -> float:
 @contextmanager
 def tiled_heads() -> Iterator[None]:
     """The negative control: heads are repeated in tiles (h % G), which no runtime reads."""
-    original = Merging.merge_for
+    original = Merging.merge
 
-    def tile(self: Merging, tensor: str, kv: int, groups: int, *rest: Any) -> Any:
-        if groups <= kv:
-            return original(self, tensor, kv, groups, *rest)
-        return lambda role, heads: heads if role in QUERY_ROLES else heads.repeat(groups // kv, *[1] * (heads.ndim - 1))
+    def tile(self: Merging, change: Change, role: Role, heads: Tensor, *rest: Any) -> Tensor:
+        more = change.groups // change.heads.kv
+        if not more or role in QUERY_ROLES:
+            return original(self, change, role, heads, *rest)
+        return heads.repeat(more, *[1] * (heads.ndim - 1))
 
-    Merging.merge_for = tile  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(Merging, "merge", tile):
         yield
-    finally:
-        Merging.merge_for = original  # type: ignore[method-assign]
 
 
 @cache

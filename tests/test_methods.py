@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
 from gqa.convert import convert_checkpoint, methods, plan
-from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Separate, Untouched
+from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Rule, Separate, Untouched
+from gqa.convert.heads.modules import Change
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import METHODS, Merging
 
@@ -122,16 +123,13 @@ def test_fused_layouts_agree_with_separate_ones(order: str, groups: int) -> None
         n, r = k.shape[0], 8 // k.shape[0]
         return torch.cat([torch.cat([*q[j * r : (j + 1) * r], k[j], v[j]]) for j in range(n)])
 
-    pooling = Merging("mean").merge_for("x.weight", 4, groups, True)
-    fused = merged(Fused(order), pack(k, v), heads, pooling)  # type: ignore[arg-type]
-    assert torch.equal(fused, pack(pooling("key", k), pooling("value", v)))
-    separate = merged(Separate("key"), k.flatten(0, 1), heads, pooling)
-    assert torch.equal(separate, pooling("key", k).flatten(0, 1))
+    apart = [merged(Separate("key"), part.flatten(0, 1), heads, groups).view(groups, DIM, 5) for part in (k, v)]
+    assert torch.equal(merged(Fused(order), pack(k, v), heads, groups), pack(*apart))  # type: ignore[arg-type]
 
 
-def merged(layout: Layout, tensor: Tensor, heads: LayerHeads, merge: Any) -> Tensor:
-    parts = layout.split(tensor, heads)
-    return layout.join({role: merge(role, part) for role, part in parts.items()}, heads)
+def merged(layout: Layout, tensor: Tensor, heads: LayerHeads, groups: int) -> Tensor:
+    (made,) = Merging().apply(Change(Rule("x", layout), (), ("x.weight",), heads, groups), [tensor])
+    return made
 
 
 def test_dt_proj_reads_the_same_sum_of_values() -> None:
@@ -139,11 +137,10 @@ def test_dt_proj_reads_the_same_sum_of_values() -> None:
     heads = LayerHeads(query=4, kv=4, key_dim=DIM, value_dim=DIM)
     weight, shared = torch.randn(4, 4 * DIM), torch.randn(2, DIM)
     values = shared.repeat_interleave(2, dim=0)  # (4, d), equal in groups of two
-    fewer = merged(ReadsValues(), weight, heads, Merging("mean").merge_for("dt_proj.weight", 4, 2, False))
+    fewer = merged(ReadsValues(), weight, heads, 2)
     expected = (weight @ values.flatten()).view(2, 2).mean(1)
     assert torch.allclose(fewer @ shared.flatten(), expected, atol=1e-6)
-    again = Merging().merge_for("dt_proj.weight", 2, 4, False)
-    back = merged(ReadsValues(), fewer, replace(heads, kv=2), again)
+    back = merged(ReadsValues(), fewer, replace(heads, kv=2), 4)
     assert torch.allclose(back @ values.flatten(), expected.repeat_interleave(2), atol=1e-6)
 
 
@@ -208,7 +205,6 @@ def test_a_method_that_looks_at_weights_names_what_finds_its_maps(
     """`turned` finds maps by the function that its entry names, `second`, and no other file is told of it."""
     monkeypatch.setattr(methods, "METHODS", dict(METHODS))
     monkeypatch.setattr(plan, "METHODS", methods.METHODS)
-    monkeypatch.setattr("gqa.convert.maps_file.ALIGNING", ("turned",))
     methods.register("turned", "weights", "seconds", "the second", finder=f"{__name__}:second")(methods.mean)
     out = convert_checkpoint(source, 2, tmp_path / "out", method="turned").out
     assert torch.equal(all_tensors(out)[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])

@@ -112,7 +112,7 @@ def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = 
         if tensor.change:
             made = merging.apply(tensor.change, [read(spec) for spec in tensor.change.sources])
             tensors |= dict(zip(tensor.change.outputs, made, strict=True))
-        elif tensor.source:
+        else:
             tensors[tensor.name] = stored[tensor.name]
     model, info = model_class(tiny).from_pretrained(
         None, config=config(tiny, plan.groups), state_dict=tensors, attn_implementation=attention(tiny),

@@ -14,7 +14,7 @@ dimension, D hidden size.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -28,8 +28,6 @@ Role = Literal["query", "key", "value", "output"]
 Part = Literal["query", "key", "value", "output", "whole"]
 Parts = dict[Part, "Tensor"]
 QUERY_ROLES = ("query", "output")
-# (role, heads (Hk, rows, *rest)) -> (G, rows, *rest); queries and outputs (H, rows, *rest) stay as many
-Merge = Callable[[Role, "Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True)
