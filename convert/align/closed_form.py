@@ -9,12 +9,12 @@ from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64
 from gqa.checkpoint.errors import listing
+from gqa.convert.align.aligned import heads_of
 from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
 from gqa.convert.align.grouping import find_order
 from gqa.convert.align.moments import Moments, head_maps, stack_groups
 from gqa.convert.align.observe import Layer
 from gqa.convert.align.pair import Pair, check_finite
-from gqa.convert.heads.layout import Conv1D
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps, query_order
@@ -113,10 +113,8 @@ class Task:
 
     def w_o(self) -> Tensor:
         """The source's W_O transposed, (H, e, D)."""
-        spec, heads = self.module.tensors[f"{self.symmetry.output.tensor}.weight"], self.pair.heads(self.module)[0]
-        weight = self.pair.plan.checkpoint.read(spec).float()
-        weight = weight if isinstance(self.symmetry.output.layout, Conv1D) else weight.T
-        return weight.reshape(heads.query, heads.value_dim, -1)
+        plan = self.pair.plan
+        return heads_of(plan.checkpoint, plan.changes_of(self.module))["output"].float()
 
     def reordered(self, order: tuple[int, ...]) -> Task:
         """With what is wanted as the source gives it when its heads are in that order."""

@@ -40,13 +40,12 @@ class Layerwise:
 
     def __init__(self, checkpoint: Checkpoint, config: Any, path: str, dtype: torch.dtype, device: str) -> None:
         """A model of transformers' `config`, one of whose attention modules is stored at `path`."""
-        eager = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
-        made = model_class(config)
+        cap, made = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None), model_class(config)
         if not hasattr(made, "_from_config"):
             raise RefusedError(
                 f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
             )
-        eager = eager or not made._supports_sdpa
+        eager = cap is not None or not made._supports_sdpa
         alone = f"{made.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
         if eager and not hasattr(sys.modules[made.__module__], "eager_attention_forward"):
             raise RefusedError(alone)

@@ -56,8 +56,7 @@ class Calls:
         hidden, others = [], []
         for args, kwargs in calls:
             beside = dict(kwargs)
-            states = beside.pop("hidden_states") if "hidden_states" in beside else args[0]
-            hidden.append(states.detach().cpu())
+            hidden.append(beside.pop("hidden_states", *args[:1]).detach().cpu())
             others.append((args[1:], beside))
         return cls(torch.cat(hidden), *others[0], len(hidden[0]))
 
@@ -111,9 +110,8 @@ def refine(
 
     def error() -> float:
         with torch.no_grad():
-            return float(torch.stack([loss(rows) * len(rows) for rows in heldout.split(how.batch)]).sum()) / len(
-                heldout
-            )
+            losses = torch.stack([loss(rows) * len(rows) for rows in heldout.split(how.batch)])
+        return float(losses.sum()) / len(heldout)
 
     def copy() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.write import locked, replacing
+from gqa.checkpoint.write import locked
 from gqa.convert.align.pair import Streams
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, join_maps, open_maps, save_maps
@@ -69,8 +69,9 @@ class Work:
     def finish(self, layer: int, layers: int, streams: Streams) -> None:
         """One more of `layers` is finished: that word is in the file of the streams that leave it."""
         done = json.dumps({"told": self._told, "layers": layer + 1, "of": layers})
-        with replacing(self._state) as temporary:
-            save_file({"source": streams.source, "converted": streams.converted}, temporary, {"done": done})
+        temporary = self._state.with_suffix(".partial")
+        save_file({"source": streams.source, "converted": streams.converted}, temporary, {"done": done})
+        temporary.replace(self._state)
 
     def streams(self) -> Streams | None:
         """What left the last finished layer."""
