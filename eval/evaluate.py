@@ -24,7 +24,7 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.memory import what_fits
-from gqa.eval.perplexity import Text, clusters, perplexity
+from gqa.eval.perplexity import Text, perplexity
 from gqa.eval.report import nearest
 from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import by_context, kl_statistics, paired_ratio
@@ -102,7 +102,7 @@ def measure_quality(
     stored = live = own = None
     if options.compare and options.baseline_cache:
         stored = _stored_baseline(first, text, options, bars)
-        own = Scores.of(text.windows, stored.nats)
+        own = Scores(stored.nats)
     elif options.compare and others:
         live = _head(first, options)
     else:
@@ -112,7 +112,7 @@ def measure_quality(
         head = _head(subject, options)
         scores = _score(subject, head, text, options, bars, baseline=baseline)
         if live and own is None and scores.baseline_nats is not None:  # found in lockstep
-            own = Scores.of(text.windows, scores.baseline_nats)
+            own = Scores(scores.baseline_nats)
             if not np.isfinite(own.nats).all():
                 _score(first, live, text, options, bars)  # refuses, and says where
         if live:
@@ -175,10 +175,10 @@ def some_windows(text: Text) -> list[Any]:
 
 def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[str, Any]:
     """What scores say, alone and against a baseline's, JSON-ready."""
-    found = {"quality": perplexity(scores, text), "by_context": by_context(scores.nats, scores.context)}
+    found = {"quality": perplexity(scores, text), "by_context": by_context(scores.nats, text.contexts)}
     if baseline is None:
         return found
-    compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, np.array(clusters(scores, text.windows)))
+    compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, text.clusters)
     if scores.kl is not None and scores.same_top is not None:
         compared |= kl_statistics(scores.kl, scores.same_top, scores.nats, baseline.nats)
     return found | {"against_baseline": compared}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
@@ -37,6 +40,18 @@ class Text:
     def whole(self) -> bool:
         """Whether every token of the text is scored, so that its bytes and words have been predicted."""
         return self.protocol in ("rolling", "pairs") and not self.cut
+
+    @property
+    def contexts(self) -> NDArray[np.int64]:
+        """How many tokens are read before each prediction that counts."""
+        return np.concatenate([np.arange(len(window.ids) - window.scored, len(window.ids)) for window in self.windows])
+
+    @property
+    def clusters(self) -> NDArray[np.int64]:
+        """What each is resampled with: its document, or its window where there are fewer than 30 documents."""
+        documents = [window.document for window in self.windows]
+        ids = documents if len(set(documents)) >= 30 else range(len(self.windows))
+        return np.repeat(ids, [window.scored for window in self.windows])
 
     def record(self) -> dict[str, Any]:
         """Everything but the windows."""
@@ -176,10 +191,3 @@ def perplexity(scores: Scores, text: Text) -> dict[str, float | None]:
 def exp(value: float) -> float:
     """Infinity where the number is too large to say."""
     return math.exp(value) if value < 700 else math.inf
-
-
-def clusters(scores: Scores, windows: Sequence[Window]) -> list[int]:
-    """What is resampled together: documents, or windows where there are fewer than 30 documents."""
-    documents = [window.document for window in windows]
-    ids = documents if len(set(documents)) >= 30 else list(range(len(windows)))
-    return [ids[i] for i in scores.window]

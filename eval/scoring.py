@@ -33,23 +33,13 @@ from gqa.corpus.windows import Window, batches
 class Scores:
     """One number per scored token, window by window. `kl` and `same_top` are against a baseline, where there is one.
 
-    nats: -ln p(token); context: how many tokens were read before it; window: the number of its window.
-    kl: KL(baseline || model) in nats; same_top: both find the same token the most probable.
+    nats: -ln p(token); kl: KL(baseline || model) in nats; same_top: both find the same token the most probable.
     """
 
     nats: NDArray[np.float32]
-    context: NDArray[np.int32]
-    window: NDArray[np.int32]
     kl: NDArray[np.float32] | None = None
     same_top: NDArray[np.bool_] | None = None
     baseline_nats: NDArray[np.float32] | None = None
-
-    @classmethod
-    def of(cls, windows: Sequence[Window], nats: NDArray[np.float32], **compared: Any) -> Scores:
-        """Scores of `windows`, whose context and window numbers follow from them."""
-        context = np.concatenate([np.arange(len(w.ids) - w.scored, len(w.ids), dtype=np.int32) for w in windows])
-        window = np.repeat(np.arange(len(windows), dtype=np.int32), [window.scored for window in windows])
-        return cls(nats, context, window, **compared)
 
     @property
     def total_nats(self) -> float:
@@ -125,8 +115,7 @@ def score(
         progress(len(rows))
     parts = gather_object(parts)  # every rank's
     order = np.concatenate([rows for rows, _ in parts]).argsort()
-    whole = {key: np.concatenate([found[key] for _, found in parts])[order] for key in parts[0][1]}
-    return Scores.of(windows, **whole)
+    return Scores(**{key: np.concatenate([found[key] for _, found in parts])[order] for key in parts[0][1]})
 
 
 def padded(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:

@@ -85,7 +85,7 @@ class Bench:
         start, text = time.perf_counter(), self.text
         size = self.options.eval_batch
         scores = score(ChunkedHead(model), text.windows, batch_size=size, baseline=self.baseline)
-        found = summary(scores, text, Scores.of(text.windows, self.source_nats))
+        found = summary(scores, text, Scores(self.source_nats))
         own, against = found["quality"], found["against_baseline"]
         return {
             "loss": own["nats_per_token"],
