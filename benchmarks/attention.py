@@ -22,7 +22,6 @@ round runs every variant once, one after another; a ratio is the median of the r
 from __future__ import annotations
 
 import ctypes
-import json
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +34,7 @@ from typing import Any
 import click
 import torch
 import transformers
+from harness import JSON_OPTION, MIB, PLOT_OPTION, peak_from_here, pyplot, write_json
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -42,7 +42,6 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from gqa.eval.decode import clock
 
-MIB = 1 << 20
 FLAT = 1.25  # a rise of at most this factor from 1 to 8 groups counts as flat
 SURE = 0.75  # of the pairs of rounds must say the same
 EXACT = 0.02  # memory saved may differ from what the shapes say by this part
@@ -170,17 +169,11 @@ def peak_bytes(run: Callable[[], Tensor], device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     try:
         ctypes.CDLL(None).malloc_trim(0)  # else the run would take memory that was freed but kept
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        peak = peak_from_here()
     except (OSError, AttributeError):
         return None
-    before = _status("VmRSS")
     run()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+    return peak()
 
 
 def forward(shape: Shape, lengths: Sequence[int], batch: int, repeats: int, like: Tensor) -> list[Row]:
@@ -331,12 +324,7 @@ def report(
 
 def plot(rows: Mapping[str, Sequence[Row]], file: Path) -> None:
     """Both measurements relative to multi-head attention; colours of Okabe and Ito, a marker for each line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axes in (left, right):
         axes.axhline(1, color="#999999", linewidth=0.8)
     colours = {"grouped": "#0072B2", "repeated": "#D55E00", "packed": "#009E73", "layer": "#000000"}
@@ -366,8 +354,8 @@ def plot(rows: Mapping[str, Sequence[Row]], file: Path) -> None:
 @click.option("--repeats", type=click.IntRange(1), default=5, help="Rounds; of decode steps twice as many.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32")
 @click.option("--device", help="Default: a GPU where there is one.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Also draw them (needs matplotlib).")
+@JSON_OPTION
+@PLOT_OPTION
 def main(
     lengths: tuple[int, ...], batch: int, keys: int, decode_batch: int, repeats: int, dtype: str, device: str | None,
     json_file: Path | None, plot_file: Path | None,
@@ -389,9 +377,8 @@ def main(
         "decode (GQA, figure 6)": decode_claims(rows["decode"]),
     }
     report(figures, rows, claims)
-    if json_file:
-        made = {key: [asdict(item) for item in part] for key, part in (rows | claims).items()}
-        json_file.write_text(json.dumps(figures | made, indent=2) + "\n")
+    made = {key: [asdict(item) for item in part] for key, part in (rows | claims).items()}
+    write_json(figures | made, json_file)
     if plot_file:
         plot(rows, plot_file)
 

@@ -11,41 +11,18 @@ resident set above imports; for `forward` with the model, for `calibrate` with w
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from harness import Contestant, serve, write_random
 
 GIB = 1 << 30
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, groups
-    "smollm2-135m": (576, 1536, 30, 9, 3, 49152, 1),
-    "llama-7b-4": (4096, 11008, 4, 32, 32, 32000, 8),
-}
-
-
-def write_random(directory: Path, shape: str) -> Path:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, intermediate, layers, heads, kv, vocabulary, _ = SHAPES[shape]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-        dtype="bfloat16",
-    )  # fmt: skip
-    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    return directory
-
-
-def _resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+SHAPES = {"135m": 1, "llama-7b-4": 8}  # and the groups to convert to
 
 
 def forward(options: dict[str, Any], blocks: Any) -> float:
@@ -77,7 +54,7 @@ def calibrate(options: dict[str, Any], blocks: Any) -> float:
 CONTESTANTS = {"forward": forward, "calibrate": calibrate}
 
 
-def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
+def contestant(name: str, options: dict[str, Any]) -> Callable[[object], float]:
     import torch
     import transformers
 
@@ -86,26 +63,18 @@ def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
     vocabulary = transformers.AutoConfig.from_pretrained(options["model"]).get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(vocabulary, (options["tokens"] // options["length"], options["length"]), generator=generator)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident("VmRSS")
-    seconds = CONTESTANTS[name](options, blocks)
-    pipe.send((seconds, _resident("VmHWM") - before))
+    return lambda _: CONTESTANTS[name](options, blocks)
 
 
 def measure(name: str, options: dict[str, Any]) -> tuple[float, int]:
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(name, options, theirs))
-    process.start()
-    theirs.close()
-    found: tuple[float, int] = pipe.recv()
-    process.join()
-    return found
+    """Seconds and bytes."""
+    process = Contestant(serve, contestant, name, options)
+    return process.turn().value, process.end()
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--model", type=click.Path(exists=True), help="A checkpoint, instead of a random one.")
-@click.option("--shape", type=click.Choice(sorted(SHAPES)), default="smollm2-135m", help="Of the random one.")
+@click.option("--shape", type=click.Choice(sorted(SHAPES)), default="135m", help="Of the random one.")
 @click.option("--groups", type=int, help="Of --model.")
 @click.option("--tokens", type=int, default=16_384)
 @click.option("--length", type=int, default=256)
@@ -115,8 +84,8 @@ def measure(name: str, options: dict[str, Any]) -> tuple[float, int]:
 @click.option("--rounds", type=int, default=3)
 def main(rounds: int, shape: str, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        options["model"] = str(options["model"] or write_random(Path(scratch), shape))
-        options["groups"] = options["groups"] or SHAPES[shape][-1]
+        options["model"] = str(options["model"] or write_random(Path(scratch), shape, "bfloat16"))
+        options["groups"] = options["groups"] or SHAPES[shape]
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in CONTESTANTS}
         for number in range(rounds):
             for name in CONTESTANTS:

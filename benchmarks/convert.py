@@ -17,27 +17,23 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
+from harness import JSON_OPTION, MIB, Contestant, Turn, serve, write_json
 
 HIDDEN, HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY = 4096, 32, 128, 11008, 32000  # Llama-2-7B
 SHARD_BYTES = 1 << 30
-MIB = 1 << 20
-SAMPLE_SECONDS = 0.003
 
 
 # ------------------------------------------------------------------------------------------------- checkpoints
@@ -211,51 +207,20 @@ def dry_run(source: Path, out: Path, options: dict[str, Any]) -> Callable[[], ob
 # ------------------------------------------------------------------------------------------------- measuring
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One run: seconds by the clock and of the processors, and bytes of memory where the system tells (Linux)."""
-
-    seconds: float
-    processor: float
-    anonymous: int
-    total: int
-
-
-def _status(process: int | str, key: str) -> int:
-    """Bytes of one line of /proc/PID/status; 0 where there is none."""
-    try:
-        text = Path(f"/proc/{process}/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key)), 0)
-
-
-def _child(make: Callable[..., Callable[[], object]], arguments: tuple[Any, ...], pipe: Connection) -> None:
-    run = make(*arguments)
-    pipe.send(None)
-    pipe.recv()
-    start, work = time.perf_counter(), sum(os.times()[:4])  # children too: cp is one
-    run()
-    pipe.send((time.perf_counter() - start, sum(os.times()[:4]) - work, _status("self", "VmHWM")))
-
-
-def measure(make: Callable[..., Callable[[], object]], *arguments: Any, before: Callable[[], None]) -> Sample:
-    """Run in a fresh process; its memory is sampled from here, where its own work cannot hold the sampler up."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(make, arguments, theirs))
-    process.start()
-    theirs.close()
-    pipe.recv()
-    assert process.pid is not None
+def measure(make: Callable[..., Callable[[], object]], *arguments: Any, before: Callable[[], None]) -> tuple[Turn, int]:
+    """Of a run in a fresh process, and the peak of its memory above what the imports left."""
+    process = Contestant(serve, prepared, make, *arguments)
     before()
-    start = peak = _status(process.pid, "RssAnon")
-    pipe.send(None)
-    while not pipe.poll(SAMPLE_SECONDS):
-        peak = max(peak, _status(process.pid, "RssAnon"))
-    seconds, processor, total = pipe.recv()
-    process.join()
-    return Sample(seconds, processor, peak - start, total)
+    return process.turn(sampled=True), process.end()
+
+
+def prepared(make: Callable[..., Callable[[], object]], *arguments: Any) -> Callable[[object], None]:
+    run = make(*arguments)
+
+    def once(_: object) -> None:
+        run()
+
+    return once
 
 
 def settle(source: Path) -> None:
@@ -300,16 +265,17 @@ def scratch(directory: Path | None) -> Iterator[Path]:
         yield Path(path)
 
 
-def spread(samples: list[Sample]) -> dict[str, Any]:
-    seconds = [s.seconds for s in samples]
+def spread(samples: list[tuple[Turn, int]]) -> dict[str, Any]:
+    turns = [turn for turn, _ in samples]
+    seconds = [turn.seconds for turn in turns]
     return {
         "seconds": statistics.median(seconds),
         "fastest": min(seconds),
         "slowest": max(seconds),
-        "processor_seconds": statistics.median(s.processor for s in samples),
-        "anonymous_bytes": max(s.anonymous for s in samples),
-        "resident_bytes": max(s.total for s in samples),
-        "runs": [asdict(s) for s in samples],
+        "processor_seconds": statistics.median(turn.processor for turn in turns),
+        "anonymous_bytes": max(turn.anonymous for turn in turns),
+        "resident_bytes": max(peak for _, peak in samples),
+        "runs": [turn._asdict() for turn in turns],
     }
 
 
@@ -347,16 +313,16 @@ def compare(work: Path, shape: Shape, groups: int, jobs: int, repeats: int) -> d
         "gqa-convert --checksums": (gqa_convert, options | {"sums": True}),
         "transformers": (transformers_script, options),
     }
-    samples: dict[str, list[Sample]] = {name: [] for name in contestants}
+    samples: dict[str, list[tuple[Turn, int]]] = {name: [] for name in contestants}
     agreement = ""
     for repeat in range(repeats):
         shift = repeat % len(contestants)
         order = [*contestants.items()][shift:] + [*contestants.items()][:shift]
         for name, (make, chosen) in order:
             out = work / "out"
-            sample = measure(make, source, out, chosen, before=lambda: settle(source))
-            samples[name].append(sample)
-            print(f"  round {repeat + 1}  {name:24}{sample.seconds:7.2f} s", flush=True)
+            turn, peak = measure(make, source, out, chosen, before=lambda: settle(source))
+            samples[name].append((turn, peak))
+            print(f"  round {repeat + 1}  {name:24}{turn.seconds:7.2f} s", flush=True)
             if name == "transformers" and not repeat:
                 gqa_convert(source, work / "ours", options)()
                 agreement = differences(work / "ours", out)
@@ -383,7 +349,7 @@ def compare(work: Path, shape: Shape, groups: int, jobs: int, repeats: int) -> d
 def time_dry_run(work: Path) -> float:
     """Seconds for a checkpoint of 70B proportions with 64 KV heads: real headers, sparse files."""
     write_checkpoint(work / "big", Shape(80, 8192, 64, 28672), 5 << 30, content=False)
-    return min(measure(dry_run, work / "big", None, {}, before=os.sync).seconds for _ in range(3))
+    return min(measure(dry_run, work / "big", None, {}, before=os.sync)[0].seconds for _ in range(3))
 
 
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
@@ -393,7 +359,7 @@ def time_dry_run(work: Path) -> float:
 @click.option("--groups", type=int, default=8)
 @click.option("--jobs", type=int, default=2)
 @click.option("--repeats", type=int, default=5)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@JSON_OPTION
 def main(
     directory: Path | None,
     gigabytes: float,
@@ -409,8 +375,7 @@ def main(
         figures = compare(work, shape, groups, jobs, repeats)
         figures["dry_run_seconds"] = time_dry_run(work)
     report(figures)
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(figures, json_file)
 
 
 if __name__ == "__main__":

@@ -12,40 +12,17 @@ forward. Memory is the highest resident set while scoring, above what it was wit
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import click
-
-EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
-MIB = 1 << 20
-
-
-def write_model(directory: Path) -> Path:
-    """A random Llama of SmolLM2-135M's proportions, with the embedded tokenizer (whose ids it can all predict)."""
-    import shutil
-
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=9, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        shutil.copyfile(EMBEDDED / name, directory / name)
-    return directory
+from harness import JSON_OPTION, MIB, Contestant, serve, write_json, write_random
 
 
 def make_pieces(options: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -125,12 +102,7 @@ CONTESTANTS = {
 }  # fmt: skip
 
 
-def _status(process: int | str, key: str) -> int:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
+def contestant(name: str, options: dict[str, Any]) -> Callable[[int], float]:
     os.environ["TQDM_DISABLE"] = "1"  # lm_eval has a bar for every batch
     import torch
     from transformers import AutoModelForCausalLM
@@ -139,41 +111,24 @@ def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(options["threads"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=getattr(torch, options["dtype"])).eval()
-    run = CONTESTANTS[name](model, options)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
-    before = _status("self", "VmRSS")
-    while (piece := pipe.recv()) is not None:
-        start = time.perf_counter()
-        nats = run(piece)
-        pipe.send((time.perf_counter() - start, nats))
-    pipe.send(_status("self", "VmHWM") - before)
+    return CONTESTANTS[name](model, options)
 
 
 def compare(options: dict[str, Any]) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    for name in CONTESTANTS:
-        pipes[name], theirs = context.Pipe()
-        context.Process(target=_child, args=(name, options, theirs), daemon=True).start()
-        theirs.close()
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTESTANTS}
+    running = {name: Contestant(serve, contestant, name, options) for name in CONTESTANTS}
+    turns: dict[str, list[Any]] = {name: [] for name in CONTESTANTS}
     names, order = list(CONTESTANTS), random.Random(0)
     for piece in range(options["pieces"] + 1):
         for name in order.sample(names, len(names)):
             time.sleep(0.3)  # the threads of the one before still wait for work, on a processor
-            pipes[name].send(piece)
-            turns[name].append(pipes[name].recv())
-        print(f"  piece {piece}  " + "  ".join(f"{name} {turns[name][-1][0]:.2f} s" for name in names), flush=True)
-    memory = {}
-    for name, pipe in pipes.items():
-        pipe.send(None)
-        memory[name] = pipe.recv()
+            turns[name].append(running[name].turn(piece))
+        print(f"  piece {piece}  " + "  ".join(f"{name} {turns[name][-1].seconds:.2f} s" for name in names), flush=True)
     pieces = make_pieces(options)[1:]
     rows = {
         name: {
-            "seconds": [seconds for seconds, _ in found[1:]],
-            "nats": sum(nats for _, nats in found[1:]),
-            "memory_bytes": memory[name],
+            "seconds": [turn.seconds for turn in found[1:]],
+            "nats": sum(turn.value for turn in found[1:]),
+            "memory_bytes": running[name].end(),
         }
         for name, found in turns.items()
     }
@@ -214,14 +169,13 @@ nats agree to               {abs(own["nats"] / same["nats"] - 1):.1e}""")
 @click.option("--batch-size", type=int, default=8, help="Windows.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
 @click.option("--threads", type=int, default=2)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@JSON_OPTION
 def main(json_file: Path | None, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        options["model"] = str(options["model"] or write_model(Path(scratch)))
+        options["model"] = str(options["model"] or write_random(Path(scratch), "135m-mha"))
         figures = compare(options)
     report(figures)
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(figures, json_file)
 
 
 if __name__ == "__main__":

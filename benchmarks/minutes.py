@@ -12,7 +12,6 @@ included.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 import time
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from quality import EMBEDDED, nats, windows_of
+from harness import EMBEDDED, JSON_OPTION, PLOT_OPTION, pyplot, write_json
+from quality import convert, nats, windows_of
 
 BATCH = 8  # blocks of a whole-model step
 
@@ -49,22 +49,14 @@ def sample(options: dict[str, Any], tokens: int) -> float:
     return time.perf_counter() - started
 
 
-def convert(options: dict[str, Any], out: Path, steps: int, precision: str) -> float:
+def layer_wise(options: dict[str, Any], out: Path, steps: int, precision: str) -> float:
     """Seconds of converting, layer-wise where there are steps."""
-    from gqa.convert import convert_checkpoint
-    from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.refine import Refinement
-
-    how = MapsOptions(
-        CalibrationText(("self",), options["calibration_tokens"], options["length"]),
-        refinement=Refinement(max(steps, 1), autocast=precision == "bf16"),
-    )
-    method, started = "refined" if steps else "calibrated", time.perf_counter()
-    convert_checkpoint(
-        options["model"], options["groups"], out, method=method, dtype="float32", calibration=how, overwrite=True
-    )
-    return time.perf_counter() - started
+    how = {
+        "calibration": "self", "calibration_length": options["length"], "grouping": "contiguous",
+        "refine_steps": max(steps, 1), "refine_batch": 16, "refine_learning_rate": 0.02,
+        "autocast": precision == "bf16",
+    }  # fmt: skip
+    return convert(options | how, "refined" if steps else "calibrated", options["groups"], out)
 
 
 def train(options: dict[str, Any], start: Path, out: Path, steps: int, precision: str) -> float:
@@ -95,13 +87,13 @@ def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
 
     yield measured("source", 0, "", 0.0, options["model"])
     sampling = sample(options, options["calibration_tokens"])
-    closed = sampling + convert(options, scratch / "closed", 0, "no")
+    closed = sampling + layer_wise(options, scratch / "closed", 0, "no")
     yield measured("closed form", 0, "", closed, scratch / "closed")
     starts = {}
     for precision in options["precisions"]:
         for steps in options["refine_steps"]:
             out = scratch / f"layerwise-{precision}"
-            starts[precision] = sampling + convert(options, out, steps, precision)
+            starts[precision] = sampling + layer_wise(options, out, steps, precision)
             yield measured("layer-wise", steps, precision, starts[precision], out)
     options["train_tokens"] = max(options["train_steps"], default=0) * BATCH * options["length"]
     fresh = sample(options, max(options["train_tokens"], options["calibration_tokens"]))  # beyond those before
@@ -119,13 +111,8 @@ def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
 
 def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
     """Nats above the source against minutes, one panel a text."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
     colours = {"closed form": "#000000", "layer-wise": "#0072B2", "whole-model": "#D55E00", "both": "#009E73"}
-    figure, panels = pyplot.subplots(
+    figure, panels = pyplot().subplots(
         1, len(texts), figsize=(6.5 * len(texts), 4.2), layout="constrained", squeeze=False
     )
     for text, axes in zip(texts, panels[0], strict=True):
@@ -158,8 +145,8 @@ def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
 @click.option("--train-steps", type=int, multiple=True, default=(30, 60, 120), help="Of the whole model.")
 @click.option("--learning-rate", type=float, default=1e-3, help="Of the whole model.")
 @click.option("--precision", "precisions", multiple=True, default=("bf16", "no"), help="bf16, no, or both.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw them (.svg, .png, .pdf).")
+@JSON_OPTION
+@PLOT_OPTION
 def main(json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
     texts, found = options["texts"], []
     print(f"{'':12}{'steps':>6}{'':>6}{'minutes':>9}" + "".join(f"{Path(text).name[:22]:>24}" for text in texts))
@@ -168,8 +155,7 @@ def main(json_file: Path | None, plot_file: Path | None, **options: Any) -> None
             found.append(point)
             cells = "".join(f"{f'{nats:.4f} ({math.exp(nats):,.2f})':>24}" for nats in point.nats.values())
             print(f"{point.stage:12}{point.steps:6}{point.precision:>6}{point.seconds / 60:9.1f}{cells}", flush=True)
-            if json_file:
-                json_file.write_text(json.dumps([asdict(point) for point in found], indent=2) + "\n")
+            write_json([asdict(point) for point in found], json_file)
     if plot_file:
         plot(found, texts, plot_file)
 

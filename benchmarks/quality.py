@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+from harness import EMBEDDED, JSON_OPTION, write_json
 
-EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
 METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
 
 
@@ -145,13 +145,12 @@ def report(figures: dict[str, Any]) -> None:
 @click.option("--refine-learning-rate", type=float, default=0.02)
 @click.option("--autocast/--no-autocast", default=None, help="Refine with products in bfloat16.")
 @click.option("--grouping", default="contiguous")
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@JSON_OPTION
 def main(json_file: Path | None, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         figures = measure(options, Path(scratch))
     report(figures)
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(figures, json_file)
 
 
 if __name__ == "__main__":

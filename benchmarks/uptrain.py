@@ -17,30 +17,19 @@ loss of the first step.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from harness import EMBEDDED, JSON_OPTION, MIB, SHAPES, Contestant, Turns, peak_from_here, write_json, write_random
 from torch.nn.functional import cross_entropy
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from gqa.convert import convert_checkpoint
@@ -48,47 +37,15 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
 
-EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
-MIB = 1 << 20
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary
-    "135m": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M
-    "1.1b": (2048, 5632, 22, 32, 4, 32000),  # TinyLlama
-}
 RATE = 1e-4
-
-
-def write_random(directory: Path, shape: str) -> None:
-    """A random Llama with the embedded tokenizer (whose ids it can all predict)."""
-    hidden, intermediate, layers, heads, kv, vocabulary = SHAPES[shape]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=2048,
-        tie_word_embeddings=shape == "135m", bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(directory)
-    for file in EMBEDDED.glob("*token*"):
-        shutil.copyfile(file, directory / file.name)
 
 
 # ------------------------------------------------------------------------------------------------- measuring
 
 
-def _resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def held_now() -> int:
+def peak_of_training() -> Callable[[], int]:
     """From here on the peak counts."""
-    if torch.accelerator.is_available():
-        return 0
-    Path("/proc/self/clear_refs").write_text("5")
-    return _resident("VmRSS")
-
-
-def peak_since(before: int) -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else _resident("VmHWM") - before
+    return torch.cuda.max_memory_allocated if torch.accelerator.is_available() else peak_from_here()
 
 
 @dataclass
@@ -96,30 +53,23 @@ class Clock:
     """Call `tick` after every step. Turns are the warm-up, then `turn` steps each; in between others have theirs."""
 
     options: dict[str, Any]
-    pipe: Connection
-    before: int
+    turns: Turns
+    memory: Callable[[], int]
     step: int = 0
     peak: int = 0
-    start: tuple[float, float] = (0.0, 0.0)
-
-    def wait(self) -> None:
-        """For the next turn."""
-        self.pipe.recv()
-        self.start = time.perf_counter(), time.process_time()
 
     def tick(self) -> None:
         self.step += 1
-        timed, turn = self.step - self.options["warmup"], self.options["turn"]
-        if timed < 0 or timed % turn:
+        timed = self.step - self.options["warmup"]
+        if timed < 0 or timed % self.options["turn"]:
             return
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        elapsed = time.perf_counter() - self.start[0], time.process_time() - self.start[1]
         if timed == self.options["steps"]:
-            self.peak = peak_since(self.before)  # what is written afterwards is not training
-        self.pipe.send([seconds / turn for seconds in elapsed])
+            self.peak = self.memory()  # what is written afterwards is not training
+        self.turns.done()
         if timed < self.options["steps"]:
-            self.wait()
+            self.turns.wait()
 
 
 # ------------------------------------------------------------------------------------------------- what is compared
@@ -221,40 +171,18 @@ def trainer(setup: Any) -> Train:
 CONTESTANTS = {"bare loop": bare_loop, "gqa-uptrain": ours, "Trainer": trainer}
 
 
-def _child(name: str, options: dict[str, Any], pipe: Connection) -> None:
+def contestant(name: str, options: dict[str, Any], turns: Turns) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as scratch:
         setup = open_setup(options, Path(scratch))
         torch.set_num_threads(options["threads"])  # after accelerate, which sets its own
-        run, clock = CONTESTANTS[name](setup), Clock(options, pipe, held_now())
-        pipe.send(None)
-        clock.wait()
+        run, clock = CONTESTANTS[name](setup), Clock(options, turns, peak_of_training())
+        turns.pipe.send(None)
+        turns.wait()
         loss, mfu = run(clock)
-    pipe.send({"memory_bytes": clock.peak, "first_loss": loss, "mfu_of_rate": mfu})
-
-
-class Contestant:
-    """A process that trains, one turn at a time."""
-
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_child, args=(name, options, theirs))
-        self.process.start()
-        theirs.close()
-        self.pipe.recv()
-
-    def turn(self) -> list[float]:
-        """Seconds of a step, by the clock and of the processors."""
-        self.pipe.send(None)
-        found: list[float] = self.pipe.recv()
-        return found
-
-    def end(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.pipe.recv()
-        self.process.join()
-        return found
+    turns.wait()
+    turns.pipe.send({"memory_bytes": clock.peak, "first_loss": loss, "mfu_of_rate": mfu})
 
 
 # ------------------------------------------------------------------------------------------------- report
@@ -266,13 +194,13 @@ def one_round(names: list[str], options: dict[str, Any]) -> dict[str, dict[str, 
     ends: dict[str, dict[str, Any]] = {}
     turns = options["steps"] // options["turn"]
     for group in [names] if turns > 1 else [[name] for name in names]:
-        running = {name: Contestant(name, options) for name in group}
+        running = {name: Contestant(contestant, name, options) for name in group}
         for number in range(1 + turns):
-            for name, contestant in running.items():
-                taken = contestant.turn()
+            for name, process in running.items():
+                taken = process.turn()
                 if number:  # the first turn is the warm-up
-                    steps[name].append(taken)
-        ends |= {name: contestant.end() for name, contestant in running.items()}
+                    steps[name].append([seconds / options["turn"] for seconds in taken[:2]])
+        ends |= {name: process.end() for name, process in running.items()}
     return {name: {"seconds": steps[name], **ends[name]} for name in names}
 
 
@@ -363,7 +291,7 @@ first losses agree to   {max(losses) - min(losses):.1e}""")
 @click.option("--steps", type=click.IntRange(min=1), default=8, help="Steps that are.")
 @click.option("--threads", type=int, default=2)
 @click.option("--rounds", type=int, default=3)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
+@JSON_OPTION
 def main(rounds: int, shape: str | None, json_file: Path | None, **options: Any) -> None:
     gpu = torch.accelerator.is_available()
     options["block_size"] = options["block_size"] or (2048 if gpu else 512)
@@ -378,8 +306,7 @@ def main(rounds: int, shape: str | None, json_file: Path | None, **options: Any)
             options["model"] = str(made)
         figures = compare(options, rounds)
     report(figures)
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(figures, json_file)
 
 
 if __name__ == "__main__":
