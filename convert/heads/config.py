@@ -103,7 +103,7 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
         raise RefusedError(f"{name} is of model type {model_type}, which is not supported ({known}; see --families)")
     if reason := family.refusal(text):
         raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
-    owner = path if _has_path(raw, path) else ()
+    owner = path if _descend(raw, path) is not None else ()
     config = ModelConfig(raw, owner, text, family)
     _check_heads(config, name)
     _check_numbers(text, name)
@@ -208,7 +208,7 @@ def edit_config(
 ) -> tuple[dict[str, Any], list[ConfigEdit]]:
     """The new config.json and the keys that changed. What it means is read back through transformers and checked."""
     raw = config.cast(dtype) if dtype else copy.deepcopy(config.raw)
-    owner = _descend(raw, config.owner)
+    owner: dict[str, Any] = _descend(raw, config.owner)
     for dotted, value in (_new_counts(config, owner, groups) or {}).items():
         *steps, key = dotted.split(".")
         part = owner
@@ -262,17 +262,11 @@ def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _parts(value)
 
 
-def _has_path(raw: dict[str, Any], path: tuple[str, ...]) -> bool:
-    part: Any = raw
+def _descend(raw: Any, path: tuple[str, ...]) -> Any:
+    """What is at a path of a config; None where it holds no config."""
     for step in path:
-        part = part.get(step) if isinstance(part, dict) else None
-    return isinstance(part, dict)
-
-
-def _descend(raw: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    for step in path:
-        raw = raw[step]
-    return raw
+        raw = raw.get(step) if isinstance(raw, dict) else None
+    return raw if isinstance(raw, dict) else None
 
 
 @contextmanager

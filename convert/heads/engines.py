@@ -28,18 +28,6 @@ def _other_head_dim(config: ModelConfig) -> bool:
     return config.main.key_dim * config.main.query != getattr(config.text, "hidden_size", None)
 
 
-def _fewer_kv_heads(config: ModelConfig) -> bool:
-    return config.main.kv < config.main.query
-
-
-def _several_kv_heads(config: ModelConfig) -> bool:
-    return config.main.kv > 1
-
-
-def _other_activation(config: ModelConfig) -> bool:
-    return bool(config.text.hidden_act != "relu2")
-
-
 @dataclass(frozen=True)
 class Limit:
     """An engine, the model types it has trouble with, when, and what happens.
@@ -57,13 +45,13 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "llama.cpp",
         ("phi",),
-        _fewer_kv_heads,
+        lambda config: config.main.kv < config.main.query,
         "its converter gives {model_type} as many KV heads as query heads, so it cannot load the result",
     ),
     Limit(
         "llama.cpp",
         ("gpt_bigcode",),
-        _several_kv_heads,
+        lambda config: config.main.kv > 1,
         "its converter gives {model_type} one KV head, so it cannot load the result",
     ),
     Limit(
@@ -75,7 +63,7 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "llama.cpp",
         ("nemotron",),
-        _other_activation,
+        lambda config: bool(config.text.hidden_act != "relu2"),
         "it has squared ReLU built in for {model_type}: it computes with that, not {activation}",
     ),
     Limit(
