@@ -167,7 +167,7 @@ def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch
     trained = study_cells.train
 
     def noting(setup: Any, **options: Any) -> Any:
-        began.append(setup.resume)
+        began.append(setup.options.resume)
         return trained(setup, **options)
 
     monkeypatch.setattr(study_cells, "train", noting)
