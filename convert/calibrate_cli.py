@@ -20,14 +20,16 @@ _LOG_SECONDS = 30.0  # between two lines
 
 _TEXT = [
     click.option("--calibration", type=Several(str), default="self", show_default=True, metavar="SOURCE[,...]",
-                 help="Text for calibrated and refined: self (sampled from the model), self:TOKENS, a file, a hub data "
-                 "set, stdlib:train."),
+                 help="Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a "
+                 "file, a hub data set, stdlib:train."),
 ]  # fmt: skip
 _SEARCH = [
     click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
                  help="In all; shared by SOURCE@WEIGHT."),
     click.option("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
                  help="Tokens of one block."),
+    click.option("--calibration-repeats/--no-calibration-repeats", default=True, show_default=True, help="Let half of "
+                 "the blocks repeat themselves, which keeps a model able to look things up; not those of self:plain."),
     click.option("--grouping", type=click.Choice(GROUPINGS), default="contiguous", show_default=True,
                  help="Which heads share: neighbours, or those that lose least by it."),
     click.option("--ridge", type=click.FloatRange(min=0), default=0.03, show_default=True,
@@ -82,7 +84,9 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
     seed, field, tokens = options["seed"], options.get("field", "text"), options["calibration_tokens"]
     precision = options["refine_precision"]
     return MapsOptions(
-        CalibrationText(options["calibration"], tokens, options["calibration_length"], seed, field),
+        CalibrationText(
+            options["calibration"], tokens, options["calibration_length"], seed, field, options["calibration_repeats"]
+        ),
         ridge=options["ridge"],
         refinement=Refinement(
             options["refine_steps"], options["refine_batch"], options["refine_learning_rate"],

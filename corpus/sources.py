@@ -31,18 +31,31 @@ _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]
 _WEIGHTED = re.compile(r"(.+)@([^@/]+)")
 
 
+@dataclass(frozen=True)
+class OwnText:
+    """Text that a model is to write itself: how many tokens, where that is said; `plain`: none of it repeats itself."""
+
+    tokens: int | None
+    plain: bool
+
+
 def is_self(spec: str) -> bool:
-    """Whether a source is what a model writes itself: `self`, `self:1M`, `self:1M@2`. Who samples it knows how."""
+    """Whether a source is what a model writes itself: `self`, `self:1M`, `self:plain@2`. Who samples it knows how."""
     return re.split("[:@]", spec)[0] == "self"
 
 
-def self_tokens(spec: str) -> int | None:
-    """The tokens that `self:1M` asks for; None for `self`. Raises CorpusError."""
-    name, given, count = split_weight(spec)[0].partition(":")
-    tokens = read_count(count)
-    if name != "self" or (given and not tokens):
-        raise CorpusError(f"{spec} is not understood; give self or the tokens that the model is to write, like self:1M")
-    return tokens
+def parse_self(spec: str) -> OwnText:
+    """What `self:plain:1M` asks for. Raises CorpusError."""
+    words = split_weight(spec)[0].split(":")
+    plain = words[1:2] == ["plain"]
+    count = words[1 + plain :]
+    tokens = read_count(count[0]) if len(count) == 1 else None
+    if count and not tokens:
+        raise CorpusError(
+            f"{spec} is not understood; give self, or the tokens that the model is to write, like self:1M, or "
+            "self:plain, like self:plain:1M, for text of which nothing is repeated"
+        )
+    return OwnText(tokens, plain)
 
 
 def read_count(text: str) -> int | None:

@@ -74,6 +74,8 @@ _MEASURE = [
     click.option("--baseline-cache", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Of --kl: "
                  "keep the baseline's distributions here (2 bytes x vocabulary x tokens), so that it runs once for "
                  "many commands; attention outputs are not compared then."),
+    click.option("--recall/--no-recall", default=None, help="Ask for what stands in the context: second copies of "
+                 "text, of samples and of random tokens, values by their keys, passkeys.  [default: with -o]"),
     click.option("--decode", is_flag=True, help="Time prefill and decoding."),
     click.option("--batches", type=Several(_POSITIVE), default="1,8", show_default=True, help="Of --decode."),
     click.option("--contexts", type=Several(_POSITIVE), help="Of --decode.  [default: a half, all of the positions, "
@@ -149,8 +151,8 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
 
 
 def _check(options: dict[str, Any], given: set[str], others: int) -> None:
-    if not any(options[name] for name in ("data", "decode", "memory", "tasks")):
-        raise RefusedError("nothing to measure: give text with --data, or --decode, --memory or --tasks")
+    if not any(options[name] for name in ("data", "recall", "decode", "memory", "tasks")):
+        raise RefusedError("nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks")
     for leader, followers in _NEEDS.items():
         if not options[leader] and (alone := [name for name in followers if name in given]):
             raise RefusedError(f"{_flag(alone[0])} means nothing without {_flag(leader)}: give both or none")
@@ -198,6 +200,7 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
         "models": [subject.record for subject in subjects],
     }
+    recall_context = _recall_context(subjects, options)
     batches, steps, repeats = options["batches"], options["steps"], options["repeats"]
     contexts = evaluate.decode_contexts(subjects, options["contexts"], steps) if options["decode"] else ()
     if options["memory"]:
@@ -208,10 +211,17 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
         def bar(total: int, unit: str, name: str) -> Any:
             return stack.enter_context(progress_bar(total, unit, name, quiet)).update
 
+        text = None
         if options["data"]:
             text = read_text(subjects, options)
             results["text"] = {"data": options["data"], **text.record()}
-            evaluate.measure_quality(subjects, text, how, lambda name: bar(text.tokens // share, "tok", name))
+            tokens = text.tokens // share
+            evaluate.measure_quality(subjects, text, how, lambda name: bar(tokens, "tok", name))
+        if recall_context:
+            evaluate.measure_recall(
+                subjects, text, recall_context, how, lambda name, tokens: bar(tokens // share, "tok", f"{name}, recall")
+            )
+            results["recall"] = {"context": recall_context}
         if not main:  # the rest is not split
             return {}
         if contexts:
@@ -220,6 +230,25 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     if harness:
         evaluate.run_tasks(subjects, how, harness)
     return results
+
+
+def _recall_context(subjects: list[Subject], options: dict[str, Any]) -> int | None:
+    """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
+    from gqa.eval.recall import DISTANCES
+    from gqa.eval.text import choose_context
+
+    asked, first = options["recall"], subjects[0]
+    if not (options["output"] if asked is None else asked):
+        return None
+    context, least = choose_context(subjects, options["context"], options["beyond_positions"]), 2 * DISTANCES[0]
+    impossible = ""
+    if first.config.is_encoder_decoder:
+        impossible = f"--recall is for decoders, and {first.name} is an encoder-decoder"
+    elif context < least:
+        impossible = f"--recall needs a context of at least {least} tokens, and --context is {context}"
+    if impossible and asked:
+        raise RefusedError(impossible)
+    return None if impossible else context
 
 
 def _find_tasks(subjects: list[Subject], options: dict[str, Any], quiet: bool) -> Harness:

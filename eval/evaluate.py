@@ -6,7 +6,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +20,15 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.write import Progress, unwatched
+from gqa.convert.align.self_samples import sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
+from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
+from gqa.eval.greedy import PROMPTS, agreement, continued, prompts
 from gqa.eval.memory import what_fits
 from gqa.eval.perplexity import Text, perplexity
+from gqa.eval.recall import make_questions, recall
 from gqa.eval.report import nearest
 from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import by_context, kl_statistics, paired_ratio
@@ -35,6 +39,7 @@ from gqa.eval.tasks import Harness
 SCHEMA = 1
 MAX_DECODE = 4096
 LAYER_WINDOWS = 8
+SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
 Bars = Callable[[str], Progress]  # by a model's name: what is called with numbers of tokens while it is scored
 
 
@@ -233,6 +238,48 @@ def time_decoding(
         subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}
         held, formula = measured_cache_bytes(model, tokens, 1), in_dtype(caches[subject.name], model).bytes_at(tokens)
         subject.record["kv_cache"]["measured"] = {"tokens": tokens, "bytes": held, "formula": formula}
+
+
+def measure_recall(
+    subjects: Sequence[Subject], text: Text | None, context: int, options: Options, bars: Callable[[str, int], Progress]
+) -> None:
+    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says.
+
+    Passages are of `text`, where there is one, and of what the first writes itself. Raises RefusedError.
+    """
+    first, texts = subjects[0], list[Window]()
+    tokenizer, windows = first.tokenizer, text.windows if text else ()
+    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if prefix is None:
+        raise RefusedError(f"the tokenizer of {first.name} has neither BOS nor EOS to start with; give --no-recall")
+    samples = _samples(first, min(SAMPLE, context), options)
+    streams = {"text": [window.ids[-window.scored :] for window in windows], "samples": samples}
+    plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
+    plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
+    asked = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
+    questions = [window for one in asked for window in one.windows]
+    tried = f"a batch of {options.batch_size} sequences of {context:,} tokens"
+    for subject in subjects:
+        head = _head(subject, options)
+        with _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"):
+            texts = texts or continued(head.model, prompts(tokenizer, samples[: len(PROMPTS)]))
+            every = [*questions, *texts]
+            progress = bars(subject.name, sum(window.scored for window in every))
+            scores = score(head, every, batch_size=options.batch_size, progress=progress)
+        subject.record["recall"] = recall(asked, scores)
+        if subject is not first:
+            subject.record["greedy"] = agreement(scores, texts)
+        del head  # before the next one is loaded
+
+
+def _samples(subject: Subject, length: int, options: Options) -> list[Any]:
+    """Blocks that the model writes; those that it is calibrated on by default, where they are there."""
+
+    def write(dtype: str) -> PreTrainedModel:
+        return load(subject, replace(options, dtype=dtype))
+
+    found = sampled_blocks(write, options.device, subject.checkpoint, length, SAMPLES, 0, plain=True)
+    return [found[index]["input_ids"] for index in range(len(found))]
 
 
 def run_tasks(subjects: Sequence[Subject], options: Options, harness: Harness) -> None:

@@ -64,6 +64,29 @@ def _by_context(models: list[Results], axes: Axes) -> None:
     axes.legend()
 
 
+def _recall(models: list[Results], axes: Axes) -> None:
+    found = [[one for one in model["recall"] if one["kind"] in ("text", "samples")] for model in models]
+    for index, (model, all_of) in enumerate(zip(models, found, strict=True)):
+        natural = [one for one in all_of if one["kind"] == all_of[0]["kind"]]
+        random = [one for one in model["recall"] if one["kind"] == "random"]
+        for kind, line, points in ((natural[0]["kind"], "-", natural), ("random tokens", ":", random)):
+            share = [100 * one["accuracy"] for one in points]
+            ends = ("accuracy_low", "accuracy_high")
+            bars = [[100 * abs(one["accuracy"] - one[end]) for one in points] for end in ends]
+            axes.errorbar(
+                [one["distance"] for one in points], share, bars, linestyle=line, capsize=3,
+                label=f"{model['name']}, {kind}", **look(index),
+            )  # fmt: skip
+    powers_of_two(axes, [one["distance"] for one in found[0]])
+    axes.set(xlabel="tokens between the copies", ylabel="recalled (%)", ylim=(0, 102))
+    legend_below(axes)
+
+
+def legend_below(axes: Axes) -> None:
+    """Where it hides no line."""
+    axes.figure.legend(loc="outside lower center", ncols=2)
+
+
 def _attention_error(models: list[Results], axes: Axes) -> None:
     for index, model in enumerate(models):
         for kind, line in (("own", "-"), ("accumulated", ":")):
@@ -106,6 +129,7 @@ def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
 # By what each is called in a record too.
 _PICTURES = {
     "by_context": ("Loss by position: does a model fall apart at long range?", _by_context),
+    "recall": ("Second copies: what a model finds again in its context", _recall),
     "attention_error": ("Error of each layer's attention output", _attention_error),
     "decode": ("Time per generated token", _decode),
 }

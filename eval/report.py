@@ -19,7 +19,7 @@ from gqa.convert.summary import size
 
 Record = dict[str, Any]
 
-PICTURES = ("by_context", "attention_error", "decode")
+PICTURES = ("by_context", "recall", "attention_error", "decode")
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,10 @@ _CACHE = {
     "KV/token": "{bytes_per_token:size}", "of baseline": "{share}", "KV at context": "{at_context}",
     "context": "{context}",
 }  # fmt: skip
+_KINDS = {
+    "text": "the text, second copy", "samples": "own samples, second copy", "random": "random tokens, second copy",
+    "look-up": "values by their keys", "passkey": "a passkey",
+}  # fmt: skip
 _DECODE = {
     "model": "{name}", "batch": "{batch}", "context": "{context:,}", "prefill": "{prefill_seconds:,.1ms} ms",
     "per token": "{seconds_per_token:.2ms} ms", "min - max": "{fastest:.2ms} - {slowest:.2ms}",
@@ -122,6 +126,8 @@ def tables(results: Record, every: bool = False) -> Iterator[Table]:
         yield _quality(models, results["text"])
     if any("kl" in m.get("against_baseline", {}) for m in models):
         yield _distributions(models)
+    if "recall" in results:
+        yield _recall(models, results["recall"])
     yield _cache(models, results.get("memory"))
     if any("decode" in m for m in models):
         yield _decode(models)
@@ -157,6 +163,24 @@ def _distributions(models: list[Record]) -> Table:
     if lost := compared[0].get("stored_baseline"):
         note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"
     return table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note)
+
+
+def _recall(models: list[Record], settings: Record) -> Table:
+    header = ("recall of", "tokens before", *(m["name"] for m in models))
+    rows = [
+        (_KINDS[lines[0]["kind"]], f"{lines[0]['distance']:,}",
+         *(f"{line['accuracy']:.1%} ({line['nats']:.2f})" for line in lines))
+        for lines in zip(*(m["recall"] for m in models), strict=True)
+    ]  # fmt: skip
+    texts = [m["greedy"] for m in models[1:]]
+    if texts:
+        told = (f"{text['tokens']:.1f} of {text['longest']:.1f} tokens" for text in texts)
+        rows.append(("greedy text", "", "", *told))
+    note = (
+        f"share of answers that are the most probable token, and nats per answer, in up to {settings['context']:,} "
+        "tokens; greedy text: how long a model says what the first one says"
+    )
+    return Table("Recall from the context", header, tuple(rows), note)
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:

@@ -33,10 +33,12 @@ from gqa.corpus.windows import Window, batches
 class Scores:
     """One number per scored token, window by window. `kl` and `same_top` are against a baseline, where there is one.
 
-    nats: -ln p(token); kl: KL(baseline || model) in nats; same_top: both find the same token the most probable.
+    nats: -ln p(token); hits: the token is the most probable one.
+    kl: KL(baseline || model) in nats; same_top: both find the same token the most probable.
     """
 
     nats: NDArray[np.float32]
+    hits: NDArray[np.bool_] | None = None
     kl: NDArray[np.float32] | None = None
     same_top: NDArray[np.bool_] | None = None
     baseline_nats: NDArray[np.float32] | None = None
@@ -157,11 +159,12 @@ def _score_batch(
     device, parts = batch.targets.device, []
     for piece in chunks(len(batch.rows), head.vocabulary, device, free_memory(device)):
         targets, logits = batch.targets[piece], ours(piece)
+        parts.append({"hits": logits.argmax(-1) == targets})
         if not theirs and not record:
-            parts.append({"nats": nats(logits, targets)})
+            parts[-1]["nats"] = nats(logits, targets)
             continue
         q = logits.log_softmax(-1)
-        parts.append({"nats": _at(q, targets)})
+        parts[-1]["nats"] = _at(q, targets)
         if record:
             record(batch.rows[piece], q)
         if theirs:

@@ -73,15 +73,27 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[An
     """
     difference = model.astype(np.float64) - baseline
     mean, error = mean_and_error(difference)
-    _, group = np.unique(cluster, return_inverse=True)
-    sums, counts = np.bincount(group, difference), np.bincount(group)
     with np.errstate(over="ignore"):
         ratio = float(np.exp(mean))
     result = {"log_ratio": mean, "ratio": ratio, "log_ratio_error": error}
-    if len(sums) > 1:
-        low, high = np.percentile(np.exp(_resampled_means(sums, counts)), (2.5, 97.5))
-        result |= {"ratio_low": float(low), "ratio_high": float(high)}
+    low, high = _interval(difference, cluster)
+    if not math.isnan(low):
+        result |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
     return result
+
+
+def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float, float]:
+    """Mean, and its 95 % bootstrap interval from whole clusters; NaN bounds where there is but one."""
+    return (float(values.mean(dtype=np.float64)), *_interval(values, cluster))
+
+
+def _interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float]:
+    _, group = np.unique(cluster, return_inverse=True)
+    sums, counts = np.bincount(group, values), np.bincount(group)
+    if len(sums) < 2:
+        return math.nan, math.nan
+    low, high = np.percentile(_resampled_means(sums, counts), (2.5, 97.5))
+    return float(low), float(high)
 
 
 def _resampled_means(sums: NDArray[Any], counts: NDArray[np.integer[Any]]) -> Floats:

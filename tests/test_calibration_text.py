@@ -30,8 +30,8 @@ def written(place: Path, documents: int) -> str:
     return str(file)
 
 
-def blocks(source: str, count: int, seed: int = 0) -> Tensor:
-    text = CalibrationText((source,), LENGTH * count, LENGTH, seed)
+def blocks(source: str, count: int, seed: int = 0, length: int = LENGTH, repeats: bool = False) -> Tensor:
+    text = CalibrationText((source,), length * count, length, seed, repeats=repeats)
     return text.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
 
 
@@ -72,3 +72,10 @@ def test_a_small_source_is_used_from_end_to_end(
     count = min(8, len(whole))
     expected = np.stack([whole[int(i)]["input_ids"] for i in np.linspace(0, len(whole) - 1, count)])
     assert np.array_equal(blocks(source, 8, seed=3).numpy(), expected)
+
+
+def test_half_of_a_text_repeats_itself(tmp_path: Path) -> None:
+    source = written(tmp_path, 100)
+    plain, mixed = blocks(source, 16, length=64), blocks(source, 16, length=64, repeats=True)
+    assert 7 <= int((plain == mixed).all(dim=1).sum()) <= 9
+    assert torch.isin(mixed, plain).all()

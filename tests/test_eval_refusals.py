@@ -29,7 +29,7 @@ LOAD = evaluate.load
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("SRC G2", "nothing to measure: give text with --data, or --decode, --memory or --tasks"),
+        ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks"),
         ("SRC G2 --kl --memory 1GB", "--kl means nothing without --data"),
         ("SRC G2 --data TEXT --baseline-cache x", "--baseline-cache means nothing without --kl"),
         ("SRC G2 --data TEXT --steps 3", "--steps means nothing without --decode"),

@@ -123,7 +123,9 @@ def test_report(tmp_path: Path) -> None:
     out = tmp_path / "new" / "report"
     shown = done(FULL, "-o", out).out
     names = ["results.json", "report.md"] + [
-        f"{name}.{suffix}" for name in ("by_context", "attention_error", "decode") for suffix in ("svg", "png")
+        f"{name}.{suffix}"
+        for name in ("by_context", "recall", "attention_error", "decode")
+        for suffix in ("svg", "png")
     ]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     assert shown.endswith(f"written to {out}: {', '.join(names)}\n")

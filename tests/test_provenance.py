@@ -30,6 +30,7 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     "calibration": (CALIBRATED, ("--calibration", "self:512")),
     "calibration_tokens": (("--method", "calibrated", "--calibration-tokens", 256), ("--calibration-tokens", 512)),
     "calibration_length": (CALIBRATED, ("--calibration-length", 16)),
+    "calibration_repeats": ((*CALIBRATED, "--calibration-length", 64), ("--no-calibration-repeats",)),
     "calibration_dtype": (CALIBRATED, ("--calibration-dtype", "bfloat16")),
     "grouping": (("--method", "aligned"), ("--grouping", "search")),
     "ridge": (CALIBRATED, ("--ridge", 0.123456789)),

@@ -16,7 +16,7 @@ import gqa.convert.align.self_samples as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.align.self_samples import Draw, SampledBlocks, attend_one, sampled_blocks, samples
-from gqa.corpus.sources import is_self, self_tokens
+from gqa.corpus.sources import OwnText, is_self, parse_self
 from gqa.uptrain.options import TrainOptions
 
 SIZE = 12
@@ -34,9 +34,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "gqa-samples"
 
 
-def sampled(teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE) -> tuple[SampledBlocks, list[int]]:
+def sampled(
+    teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE
+) -> tuple[SampledBlocks, list[int]]:
     told: list[int] = []
-    found = sampled_blocks(lambda dtype: teacher, "cpu", read_checkpoint(source), SIZE, n_blocks, seed, told.append)
+    found = sampled_blocks(
+        lambda dtype: teacher, "cpu", read_checkpoint(source), size, n_blocks, seed, plain, told.append
+    )
     return found, told
 
 
@@ -87,14 +91,28 @@ def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path
     assert np.array_equal(ids(sampled(teacher, 4, source=plain)[0]), with_bos)
 
 
+def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
+    """One file of samples serves both; what repeats itself is another text to a state of training."""
+    plain, mixed = (sampled(teacher, 8, plain=plain, size=40)[0] for plain in (True, False))
+    assert plain.file == mixed.file
+    assert plain.fingerprint != mixed.fingerprint
+    same = (ids(plain) == ids(mixed)).all(axis=1)
+    assert 3 <= same.sum() <= 5
+    assert (ids(mixed)[:, 0] == teacher.config.bos_token_id).all()  # which is not repeated
+    assert np.array_equal(ids(sampled(teacher, 4, plain=False, size=40)[0]), ids(mixed)[:4])
+
+
 def test_what_is_asked_for() -> None:
-    assert [self_tokens(spec) for spec in ("self", "self:64", "self:1.5k", "self:2M@3")] == [None, 64, 1500, 2_000_000]
+    asked = [parse_self(spec) for spec in ("self", "self:64", "self:1.5k", "self:2M@3", "self:plain", "self:plain:1k")]
+    assert [own.tokens for own in asked] == [None, 64, 1500, 2_000_000, None, 1000]
+    assert [own.plain for own in asked] == [False] * 4 + [True] * 2
+    assert parse_self("self:plain@2") == OwnText(None, True)
     assert is_self("self:1M")
     assert is_self("self@2")
     assert not is_self("selfish.txt")
-    for spec in ("self:", "self:0", "self:many", "self:1M:2"):
+    for spec in ("self:", "self:0", "self:many", "self:1M:2", "self:1M:plain"):
         with pytest.raises(CorpusError, match="like self:1M"):
-            self_tokens(spec)
+            parse_self(spec)
 
 
 @pytest.mark.parametrize(

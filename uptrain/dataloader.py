@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
-from gqa.corpus.sources import Source, parse_source, parse_sources, self_tokens
+from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
 from gqa.corpus.tokens import Block, Blocks, concatenate, tokenise
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
@@ -84,7 +84,8 @@ def open_sampled(
     options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, block_size: int
 ) -> Dataloader:
     """Blocks that the teacher, `checkpoint`, writes; `load` gives it in a dtype. Raises RefusedError."""
-    data_tokens = self_tokens(options.data[0]) or 0
+    own = parse_self(options.data[0])
+    data_tokens = own.tokens or 0
     length = _length(options)
     if not options.lengths:  # all that is written
         length["tokens"] = data_tokens
@@ -95,7 +96,7 @@ def open_sampled(
         )
     steps = _steps(n_blocks, options, block_size)
     count = steps * options.batch_size
-    blocks = sampled_blocks(load, device, checkpoint, block_size, count, options.seed)
+    blocks = sampled_blocks(load, device, checkpoint, block_size, count, options.seed, own.plain)
     told = f"{blocks.n_blocks:,} blocks of {block_size:,} that {checkpoint.name} writes"
     return Dataloader(blocks, options.batch_size, steps, blocks.fingerprint, told)
 

@@ -14,7 +14,7 @@ import click
 
 from gqa.checkpoint.console import Option
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.sources import is_self, read_count, self_tokens
+from gqa.corpus.sources import is_self, parse_self, read_count
 from gqa.uptrain.schedule import Schedule
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -182,7 +182,7 @@ class TrainOptions:
             raise RefusedError("--data self:TOKENS stands alone: no other source, stream, documents or held-out share")
         if self.teacher is None:
             raise RefusedError("--data self:TOKENS is what the --teacher writes; give the model before conversion")
-        if self_tokens(self.data[0]) is None:
+        if parse_self(self.data[0]).tokens is None:
             raise RefusedError("--data self: say how many tokens the model is to write, like self:1M")
 
     def _check_teaching(self) -> None:

@@ -15,7 +15,8 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
-from gqa.corpus.sources import Source, is_self, parse_sources, self_tokens, split_weight, text_digest
+from gqa.corpus.repeats import mixed
+from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, text_digest
 from gqa.corpus.tokens import Encoder, Ints
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ _CHARACTERS = 256  # of text that are looked at for every token that is taken, w
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """`sources` as `parse_sources` reads them, or `self[:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of `length`.
-    `field` is the column of text of files and data sets.
+    """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of
+    `length`. `field` is the column of text of files and data sets. `repeats`: half of the blocks repeat themselves
+    (`gqa.corpus.repeats`), but those of `self:plain`.
     """
 
     sources: tuple[str, ...] = ("self",)
@@ -35,15 +37,16 @@ class CalibrationText:
     length: int = 256
     seed: int = 0
     field: str = "text"
+    repeats: bool = True
 
     def blocks(self, checkpoint: Checkpoint, device: str, progress: Callable[[int], None]) -> Tensor:
         """(N, length) token ids. Raises RefusedError and CorpusError."""
         parts = []
         for source, tokens in self._shares():
             if is_self(source):
-                parts.append(self._sampled(checkpoint, tokens, device, progress))
+                parts.append(self._sampled(checkpoint, source, tokens, device, progress))
             else:
-                parts.append(self._read(checkpoint, source, tokens))
+                parts.append(self._repeated(self._read(checkpoint, source, tokens)))
                 progress(parts[-1].numel())
         return torch.cat(parts)
 
@@ -53,7 +56,7 @@ class CalibrationText:
 
     def _shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
-        fixed = [(self_tokens(source) or 0) if is_self(source) else 0 for source in self.sources]
+        fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
         weights = [0.0 if f else split_weight(s)[1] or 1.0 for f, s in zip(fixed, self.sources, strict=True)]
         total = sum(weights) or 1.0
         counts = [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
@@ -93,15 +96,27 @@ class CalibrationText:
             )
         return blocks
 
-    def _sampled(self, checkpoint: Checkpoint, tokens: int, device: str, progress: Callable[[int], None]) -> Tensor:
+    def _repeated(self, blocks: Tensor) -> Tensor:
+        """A part of them repeating itself, in the shares of what a model writes."""
+        if not self.repeats:
+            return blocks
+        plain = blocks.numpy()
+        lead = int((plain[:, 0] == plain[0, 0]).all())
+        return torch.from_numpy(
+            np.stack([mixed(lambda n: plain[n], index, self.seed, lead) for index in range(len(plain))])
+        )
+
+    def _sampled(
+        self, checkpoint: Checkpoint, source: str, tokens: int, device: str, progress: Callable[[int], None]
+    ) -> Tensor:
         from gqa.checkpoint.loading import load_model
         from gqa.convert.align.self_samples import sampled_blocks
 
         def load(dtype: str) -> PreTrainedModel:
             return load_model(str(checkpoint.directory), dtype=dtype, device=device)
 
-        n_blocks = -(-tokens // self.length)
-        found = sampled_blocks(load, device, checkpoint, self.length, n_blocks, self.seed, progress)
+        n_blocks, plain = -(-tokens // self.length), parse_self(source).plain or not self.repeats
+        found = sampled_blocks(load, device, checkpoint, self.length, n_blocks, self.seed, plain, progress)
         return torch.stack([torch.from_numpy(found[index]["input_ids"]) for index in range(len(found))])
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,6 +30,7 @@ from gqa.convert.align.attention import registered
 from gqa.convert.heads.config import read_config
 from gqa.convert.maps_file import digest_of
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.corpus.repeats import MIX, mixed
 from gqa.corpus.tokens import Block
 
 _BATCH = 64  # sequences sampled together at most
@@ -37,12 +39,19 @@ _CACHE_BYTES = 1 << 30  # that their caches may fill
 
 @dataclass(frozen=True)
 class SampledBlocks:
-    """Blocks of `size` tokens that a model wrote, out of a file of int32: {"input_ids": (size,) int64}."""
+    """Blocks of `size` tokens that a model wrote, out of a file of int32: {"input_ids": (size,) int64}.
+
+    lead: tokens at the beginning of each block that belong there (BOS); plain: they are as the model wrote them, else a
+    part of them repeats itself (`gqa.corpus.repeats`).
+    """
 
     file: Path
     size: int
     n_blocks: int
     fingerprint: str
+    seed: int
+    lead: int
+    plain: bool
 
     def __len__(self) -> int:
         return self.n_blocks
@@ -51,8 +60,11 @@ class SampledBlocks:
         """Block `index`. Raises IndexError outside."""
         if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
-        raw = np.fromfile(self.file, np.int32, self.size, offset=4 * self.size * int(index))
-        return {"input_ids": raw.astype(np.int64)}
+        found = self._raw(index) if self.plain else mixed(self._raw, index, self.seed, self.lead)
+        return {"input_ids": found.astype(np.int64)}
+
+    def _raw(self, index: int) -> NDArray[np.int32]:
+        return np.fromfile(self.file, np.int32, self.size, offset=4 * self.size * int(index))
 
 
 def sampled_blocks(
@@ -62,10 +74,12 @@ def sampled_blocks(
     size: int,
     n_blocks: int,
     seed: int,
+    plain: bool,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> SampledBlocks:
     """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
-    token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used.
+    token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used. Unless
+    `plain`, a part of them repeats itself, since nothing that a model writes exercises what finds things again.
 
     `load` gives the model in the dtype of that name, on `device`; it is called if some of them are not there yet.
     Raises RefusedError where it cannot be sampled from.
@@ -97,7 +111,8 @@ def sampled_blocks(
                 stream.write(ids.numpy().astype(np.int32).tobytes())
                 stream.flush()
                 progress(ids.numel())
-    return SampledBlocks(file, size, n_blocks, f"self {name}")
+    told = f"self {name} {'plain' if plain else MIX}"
+    return SampledBlocks(file, size, n_blocks, told, seed, 1 - lead, plain)
 
 
 def _begins(checkpoint: Checkpoint, token: int) -> bool:

@@ -1,0 +1,89 @@
+"""How long a model says what the baseline says: both write by always taking the most probable token.
+
+Two greedy texts from one prompt are the same up to the first token that differs, so it is enough that the baseline
+writes: read along its text, a model leaves it where another token is the most probable one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from gqa.corpus.windows import Window
+from gqa.eval.scoring import Scores
+from gqa.eval.statistics import mean_interval
+
+STEPS = 64
+OPENING = 32  # tokens of a sample that are a prompt
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "List three things to pack for a hike in the mountains.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "Rewrite this politely: Send me the report now.",
+    "My name is Alina and I live in Oslo. What is my name, and where do I live?",
+    "Translate to French: The library opens at nine.",
+    "What is 17 plus 25? Show your steps.",
+    "Write a Python function that returns the largest number of a list.",
+    "Summarise: The meeting was moved from Monday to Thursday because two people were ill.",
+    "Give me a recipe for pancakes with the amounts.",
+    "Sort these words: pear, apple, fig, banana.",
+)
+
+
+def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Questions in the chat template where there is one, else how samples of the model begin."""
+    if not getattr(tokenizer, "chat_template", None):
+        return [list(sample[:OPENING]) for sample in samples]
+    told = [[{"role": "user", "content": text}] for text in PROMPTS]
+    found = tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=True, return_dict=True)
+    ids: list[list[int]] = found["input_ids"]
+    return ids
+
+
+@torch.inference_mode()
+def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
+    """What the model writes after each opening, EOS at most `steps` tokens later, as windows that score it."""
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    how = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
+    how.eos_token_id = None
+    kept, model.generation_config = model.generation_config, how  # the checkpoint's habits: penalties, sampling
+    width = max(map(len, openings))
+    ids = torch.zeros(len(openings), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, opening in enumerate(openings):
+        ids[row, width - len(opening) :] = torch.tensor(opening)
+        mask[row, width - len(opening) :] = 1
+    try:
+        found: Tensor = model.generate(
+            ids.to(model.device), attention_mask=mask.to(model.device), generation_config=how
+        )
+    finally:
+        model.generation_config = kept
+    windows = []
+    for number, (opening, written) in enumerate(zip(openings, found[:, width:].tolist(), strict=True)):
+        end = next((place for place, token in enumerate(written, 1) if token in ends), steps)
+        windows.append(Window((*opening, *written[:end]), end, number))
+    return windows
+
+
+def agreement(scores: Scores, windows: Sequence[Window]) -> dict[str, float]:
+    """Tokens until the model leaves the baseline's text, on average over texts, with a 95 % bootstrap interval, and the
+    share of texts that it does not leave.
+    """
+    assert scores.hits is not None
+    ends = np.cumsum([window.scored for window in windows])[:-1]
+    right = [hits if hits.all() else hits[: hits.argmin()] for hits in np.split(scores.hits, ends)]
+    lengths = np.array([len(hits) for hits in right], float)
+    whole = np.array([window.scored for window in windows])
+    mean, low, high = mean_interval(lengths, np.arange(len(lengths)))
+    return {
+        "texts": len(windows), "longest": float(whole.mean()), "tokens": mean, "tokens_low": low, "tokens_high": high,
+        "whole": float((lengths == whole).mean()),
+    }  # fmt: skip

@@ -1,0 +1,188 @@
+"""What a model finds again in its context, which perplexity hardly shows: passages that stand twice, values by their
+keys, passkeys. Nothing of it needs data: passages are of any text, of what the model writes, or random tokens.
+
+Every question is a window (`gqa.corpus.windows`) of which some predictions are answers: tokens that the context tells.
+An answer is right where it is the most probable token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gqa.corpus.windows import Window
+from gqa.eval.scoring import Scores
+from gqa.eval.statistics import mean_interval
+
+Ints = NDArray[np.integer[Any]]
+
+COPIED = 192  # tokens of a second copy at most
+DISTANCES = (64, 192, 512, *(1024 << n for n in range(12)))  # from a token of the second copy to the same of the first
+LONGEST = {"samples": 512, "random": 512}  # distance, of kinds that show no more further away
+READ = 2048  # tokens that are read for one distance, but two sequences at least and sixteen at most
+PAIRS = 16  # lines of a list of keys and values
+DIGITS = 5  # tokens of a passkey
+DEPTHS = 5  # places of a passkey, from the beginning of the context to its end
+RUN = 32  # answers next to each other that are resampled together for an interval
+_PASSKEY = "\nThe pass key is"
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Windows of one kind in which what was read `distance` tokens before (or at most) is asked for.
+
+    answers: Of all windows' scored predictions, one after the other, those that count; depth: for each of these, where
+    in the context it is told, from 0 to 1; cluster: which of them are not independent.
+    """
+
+    kind: str
+    distance: int
+    windows: tuple[Window, ...]
+    answers: Ints
+    depth: NDArray[np.float64]
+    cluster: Ints
+
+
+def make_questions(
+    streams: dict[str, Ints], tokenizer: Any, vocabulary: int, context: int, prefix: int, seed: int = 0
+) -> list[Questions]:
+    """All kinds at all distances up to `context` tokens.
+
+    Args:
+        streams: Token ids of `text`, of `samples` or of both, without special tokens: the passages, and what stands
+            around a passkey.
+        vocabulary: Number of token ids that the model knows.
+        prefix: The token that a sequence begins with.
+    """
+    random = np.random.default_rng(seed)
+    plain = np.setdiff1d(np.arange(min(vocabulary, len(tokenizer))), tokenizer.all_special_ids)
+    words = _words(tokenizer, plain)
+    found: list[Questions] = []
+    for kind, stream in (streams | {"random": random.choice(plain, 16 * DISTANCES[2])}).items():
+        for distance in _distances(context, LONGEST.get(kind, context)):
+            found += _second_copies(kind, stream, distance, prefix)
+    filler = next(iter(streams.values()))
+    for ask in (_look_ups, _passkeys):
+        for length in sorted({min(length, context) for length in (128, 256, context)}):
+            found += ask(tokenizer, words, filler, length, prefix, random)
+    return found
+
+
+def _distances(context: int, longest: int) -> list[int]:
+    """Those of DISTANCES that fit into the context with the second copy behind, and the largest of all that fits."""
+    fitting = [d for d in DISTANCES if d + min(d, COPIED) <= context and d <= longest]
+    last = context - COPIED
+    if fitting and fitting[-1] * 1.25 <= last <= longest:
+        fitting.append(last)
+    return fitting
+
+
+def _sequences(length: int) -> int:
+    return int(np.clip(READ // length, 2, 16))
+
+
+def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Iterable[Questions]:
+    """Passages of `distance` tokens with their beginning once more behind them. The first token of a second copy is
+    not told by the context and does not count.
+    """
+    copied = min(distance, COPIED)
+    count = min(_sequences(distance + copied), len(stream) // distance)
+    if not count:
+        return
+    starts = np.linspace(0, len(stream) - distance, count).astype(int)
+    passages = [stream[start : start + distance].tolist() for start in starts]
+    windows = [Window((prefix, *passage, *passage[:copied]), copied - 1, n) for n, passage in enumerate(passages)]
+    answers = np.arange(count * (copied - 1))
+    sequence, place = np.divmod(answers, copied - 1)
+    runs = -(-(copied - 1) // RUN)
+    yield Questions(kind, distance, tuple(windows), answers, (place + 1) / distance, sequence * runs + place // RUN)
+
+
+def _look_ups(
+    tokenizer: Any, words: Ints, filler: Ints, length: int, prefix: int, random: np.random.Generator
+) -> Iterable[Questions]:
+    """A list of `key: value` lines, text, and all keys again in another order, each to be followed by its value."""
+    colon, newline = _told(tokenizer, ":"), _told(tokenizer, "\n")
+    line = 2 + len(colon) + len(newline)
+    between = length - 2 * PAIRS * line
+    if between < 0 or len(filler) < between:
+        return
+    windows, order = [], []
+    count = _sequences(length)
+    for number, start in enumerate(np.linspace(0, len(filler) - between, count).astype(int)):
+        drawn = random.permutation(words)[: 2 * PAIRS].reshape(PAIRS, 2)
+        order.append(random.permutation(PAIRS))
+        told, asked = (
+            chain.from_iterable((int(key), *colon, int(value), *newline) for key, value in pairs)
+            for pairs in (drawn, drawn[order[-1]])
+        )
+        ids = (prefix, *told, *filler[start : start + between].tolist(), *asked)
+        windows.append(Window(ids, PAIRS * line - 1 - len(colon), number))  # from the first value that is asked for
+    answers = (np.arange(count)[:, None] * windows[0].scored + line * np.arange(PAIRS)).flatten()
+    depth = np.concatenate(order) / (PAIRS - 1)
+    yield Questions("look-up", length, tuple(windows), answers, depth, np.arange(len(answers)))
+
+
+def _passkeys(
+    tokenizer: Any, words: Ints, filler: Ints, length: int, prefix: int, random: np.random.Generator
+) -> Iterable[Questions]:
+    """A passkey of random words that is told at a depth of a text and asked for at its end."""
+    question, newline = _told(tokenizer, _PASSKEY), _told(tokenizer, "\n")
+    around = length - 2 * len(question) - 2 * DIGITS - len(newline) - 1
+    if around < DEPTHS or len(filler) < around:
+        return
+    windows = []
+    depths = np.linspace(0, 1, DEPTHS)
+    for number, depth in enumerate(depths):
+        start = int((len(filler) - around) * depth)
+        text, place = filler[start : start + around].tolist(), round(around * depth)
+        key = random.choice(words, DIGITS, replace=False).tolist()
+        told = (*question, *key, *newline)
+        windows.append(Window((prefix, *text[:place], *told, *text[place:], *question, *key), DIGITS, number))
+    answers = np.arange(DEPTHS * DIGITS)
+    yield Questions("passkey", length, tuple(windows), answers, np.repeat(depths, DIGITS), answers // DIGITS)
+
+
+def _told(tokenizer: Any, text: str) -> list[int]:
+    """Its tokens; none where the tokenizer does not know them."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return [] if tokenizer.unk_token_id in ids else ids
+
+
+def _words(tokenizer: Any, plain: Ints) -> Ints:
+    """Tokens that are a word with a space before it; all tokens where there are few of them."""
+    texts = tokenizer.batch_decode([[int(token)] for token in plain])
+    raw = tokenizer.convert_ids_to_tokens(plain.tolist())
+    words = [
+        token for token, text, piece in zip(plain.tolist(), texts, raw, strict=True)
+        if len(word := text.strip()) > 2 and word.isalpha() and word.islower() and piece[0] in "Ġ▁ "
+    ]  # fmt: skip
+    return np.array(words) if len(words) >= 256 else plain
+
+
+def recall(asked: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
+    """One record for each kind and distance, JSON-ready, with 95 % bootstrap intervals.
+
+    `scores` are of the windows of all questions in their order; more may follow.
+    """
+    assert scores.hits is not None
+    found, start = [], 0
+    for one in asked:
+        picks = start + one.answers
+        start += sum(window.scored for window in one.windows)
+        nats, hits = scores.nats[picks].astype(np.float64), scores.hits[picks].astype(np.float64)
+        accuracy, low, high = mean_interval(hits, one.cluster)
+        mean, nats_low, nats_high = mean_interval(nats, one.cluster)
+        thirds = np.minimum((one.depth * 3).astype(int), 2)
+        found.append({
+            "kind": one.kind, "distance": one.distance, "answers": len(picks),
+            "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high,
+            "nats": mean, "nats_low": nats_low, "nats_high": nats_high,
+            "by_depth": [float(hits[thirds == n].mean()) if (thirds == n).any() else None for n in range(3)],
+        })  # fmt: skip
+    return found

@@ -1,0 +1,137 @@
+"""Questions whose answers stand in the context: they do stand there, and a model that cannot look back fails them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from embedded import SOURCE
+from evaluations import done, refused, results
+
+from gqa.checkpoint.read import read_checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.corpus.windows import Window
+from gqa.eval.recall import Questions, make_questions, recall
+from gqa.eval.scoring import Scores
+
+STREAM = np.random.default_rng(1).integers(300, 4000, 8192)
+CONTEXT, PREFIX = 512, 1
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[Questions]:
+    tokenizer = load_tokenizer(read_checkpoint(SOURCE))
+    streams = {"text": STREAM, "samples": STREAM[::-1]}
+    return make_questions(streams, tokenizer, 4096, CONTEXT, PREFIX)
+
+
+def answered(asked: Questions) -> list[tuple[tuple[int, ...], int]]:
+    """Of every answer, what is read before it and the token that is right."""
+    found, start = [], 0
+    for window in asked.windows:
+        inside = asked.answers[(asked.answers >= start) & (asked.answers < start + window.scored)] - start
+        places = len(window.ids) - window.scored + inside
+        found += [(window.ids[:place], window.ids[place]) for place in places.tolist()]
+        start += window.scored
+    return found
+
+
+def test_every_kind_is_asked_at_every_distance(questions: list[Questions]) -> None:
+    asked = {kind: [q.distance for q in questions if q.kind == kind] for kind in {q.kind for q in questions}}
+    assert asked == {
+        "text": [64, 192, 320], "samples": [64, 192, 320], "random": [64, 192, 320],
+        "look-up": [128, 256, 512], "passkey": [128, 256, 512],
+    }  # fmt: skip
+    for one in questions:
+        assert len(one.answers) == len(one.depth) == len(one.cluster) == len(answered(one))
+        assert all(len(window.ids) - 1 <= CONTEXT for window in one.windows)
+        assert {window.ids[0] for window in one.windows} == {PREFIX}
+
+
+def test_a_second_copy_is_told_by_the_first(questions: list[Questions]) -> None:
+    for one in (q for q in questions if q.kind in ("text", "samples", "random")):
+        for read, right in answered(one):
+            assert read[-one.distance] == right
+            assert read[-1] == read[-one.distance - 1]  # the first token of a copy is not asked for
+
+
+def test_a_value_is_told_by_its_key(questions: list[Questions]) -> None:
+    for one in (q for q in questions if q.kind == "look-up"):
+        for read, right in answered(one):
+            question = read[-2:]  # key and colon
+            places = [n for n in range(len(read) - 2) if read[n : n + 2] == question]
+            assert [read[place + 2] for place in places] == [right]
+
+
+def test_a_passkey_is_told_at_its_depth(questions: list[Questions]) -> None:
+    for one in (q for q in questions if q.kind == "passkey"):
+        for number, (read, right) in enumerate(answered(one)):
+            before = read[-(3 + number % 5) :]
+            places = [n for n in range(len(read) - len(before)) if read[n : n + len(before)] == before]
+            assert read[places[0] + len(before)] == right
+            assert abs(places[0] / len(read) - one.depth[number]) < 0.25
+
+
+def test_what_is_asked_is_what_counts(questions: list[Questions]) -> None:
+    """Right in what is asked and wrong in all else is everything right; the other way round nothing is."""
+
+    def score(right: bool) -> list[dict[str, float]]:
+        def answer(windows: list[Window]) -> Scores:
+            hits = np.zeros(sum(w.scored for w in windows), bool)
+            start = 0
+            for one in questions:
+                hits[start + one.answers] = True
+                start += sum(w.scored for w in one.windows)
+            return Scores(np.where(hits == right, 0.0, 9.0).astype(np.float32), hits=hits == right)
+
+        return recall(questions, answer([w for one in questions for w in one.windows]))
+
+    for known, unknown in zip(score(True), score(False), strict=True):
+        assert (known["accuracy"], known["nats"]) == (1.0, 0.0)
+        assert (unknown["accuracy"], unknown["nats"]) == (0.0, 9.0)
+
+
+def test_intervals_hold_what_they_are_of(questions: list[Questions]) -> None:
+    random = np.random.default_rng(0)
+
+    def answer(windows: list[Window]) -> Scores:
+        hits = random.random(sum(w.scored for w in windows)) < 0.8
+        return Scores(hits.astype(np.float32), hits=hits)
+
+    for found in recall(questions, answer([w for one in questions for w in one.windows])):
+        assert found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"]
+        assert found["nats_low"] <= found["nats"] <= found["nats_high"]
+        assert found["accuracy_high"] - found["accuracy_low"] < 0.5
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return results("SRC G2 --recall --context 256 --batch-size 4")
+
+
+def test_recall_needs_no_text(report: dict[str, Any]) -> None:
+    source, converted = report["models"]
+    assert report["recall"] == {"context": 256}
+    assert "text" not in report
+    asked = [(one["kind"], one["distance"]) for one in source["recall"]]
+    assert asked == [(one["kind"], one["distance"]) for one in converted["recall"]]
+    assert {kind for kind, _ in asked} == {"samples", "random", "look-up", "passkey"}
+    assert "greedy" not in source
+    assert 0 <= converted["greedy"]["tokens"] <= 64
+
+
+def test_a_report_asks_unless_told_not_to(tmp_path: Path) -> None:
+    text = "SRC --data TEXT --context 128 --max-tokens 300"
+    told = done(text, "-o", tmp_path / "with").out
+    assert "Recall from the context" in told
+    assert "recall.png" in told
+    told = done(text, "--no-recall", "-o", tmp_path / "without").out + done(text).out
+    assert "Recall" not in told
+    assert not (tmp_path / "without" / "recall.png").exists()
+
+
+def test_recall_is_for_decoders() -> None:
+    assert "--recall is for decoders" in refused("T5 --recall")
+    assert "at least 128 tokens" in refused("SRC --recall --context 64")
