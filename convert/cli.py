@@ -12,7 +12,7 @@ from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, run, versio
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.calibrate_cli import Bar, maps_options, read_options, read_target, target_options
-from gqa.convert.methods import METHODS
+from gqa.convert.methods import METHODS, best
 
 if TYPE_CHECKING:
     from gqa.convert.api import Conversion, Plan
@@ -164,7 +164,8 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
         if plan.groups < plan.config.main.kv and not plan.merging.how.redraws and plan.merging.how.needs != "text":
-            _say(f"advice      --method refined loses far less than {plan.method}, and needs no data", options)
+            advised = ", ".join(best(lambda other: other.needs == "text"))
+            _say(f"advice      --method {advised} loses far less than {plan.method}, and needs no data", options)
     else:
         _say("dry run     nothing was written", options)
     if options["as_json"]:

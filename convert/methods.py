@@ -118,6 +118,20 @@ register("refined", "text", "calibrated, and minutes a layer", "calibrated, then
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
 
 
+def best(fits: Callable[[Method], bool]) -> list[str]:
+    """The method to advise of those that look at the model and fit: they are registered from the quickest on to the
+    one that loses least. Empty where none fits.
+    """
+    return [method.name for method in METHODS.values() if method.aligns and fits(method)][-1:]
+
+
+def instead(fits: Callable[[Method], bool]) -> str:
+    """`aligned, mean or first`: what to use where a method cannot be used, without the control."""
+    plain = [method.name for method in METHODS.values() if not (method.aligns or method.redraws)]
+    *others, last = [*best(fits), *plain]
+    return f"{', '.join(others)} or {last}"
+
+
 @dataclass(frozen=True)
 class Merging:
     """A method with its options, and the maps that it found where it looks at the model."""

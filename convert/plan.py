@@ -19,7 +19,7 @@ from gqa.convert.heads.layout import Rule, Untouched
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
-from gqa.convert.methods import ALIGNING, METHODS, Merging
+from gqa.convert.methods import ALIGNING, METHODS, Merging, instead
 from gqa.convert.recast.targets import ANY, Target, recast
 
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
@@ -170,7 +170,7 @@ def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ..
     if not METHODS[method].refines:
         raise RefusedError(
             f"--method {method} cannot align the heads of {name} ({config.text.model_type}): {config.symmetry}; "
-            "use --method refined, mean or first"
+            f"use --method {instead(lambda other: other.refines)}"
         )
     return tuple(Rule(tensor, Untouched()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 

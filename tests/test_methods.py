@@ -210,6 +210,17 @@ def test_a_method_that_looks_at_weights_names_what_finds_its_maps(
     assert torch.equal(all_tensors(out)[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
 
 
+def test_what_to_use_instead_is_read_off_the_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method that loses least of those that fit, then pooling without the control; what is registered counts."""
+    assert methods.instead(lambda method: method.refines) == "refined, mean or first"
+    assert methods.instead(lambda method: method.needs == "weights") == "aligned, mean or first"
+    assert methods.instead(lambda method: False) == "mean or first"
+    monkeypatch.setattr(methods, "METHODS", dict(METHODS))
+    methods.register("last", "nothing", "seconds", "the last of each group")(methods.mean)
+    methods.register("turned", "weights", "seconds", "the second", finder="nowhere:at_all")(methods.mean)
+    assert methods.instead(lambda method: method.needs == "weights") == "turned, mean, first or last"
+
+
 def second(plan: Any, search: bool) -> Iterator[tuple[str, HeadMaps]]:
     weights = torch.tensor([[0.0, 1.0]] * 2)
     for layer in range(plan.config.layers):

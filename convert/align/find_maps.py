@@ -17,6 +17,7 @@ from gqa.convert.align.calibration import Calibrator, MapsOptions
 from gqa.convert.align.work import Work
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.maps_file import MapsFile
+from gqa.convert.methods import instead
 from gqa.convert.plan import Plan, check_grouping
 
 
@@ -77,7 +78,7 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
     if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
         raise RefusedError(
             f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run layer "
-            "by layer: use --method aligned, mean or first"
+            f"by layer: use --method {instead(lambda other: other.needs == 'weights')}"
         )
     blocks = None if work.complete else options.text.blocks(plan.checkpoint, options.device, progress.update)
     with work.held():

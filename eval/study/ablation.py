@@ -19,7 +19,6 @@ from gqa.checkpoint.provenance import without_place
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
-from gqa.convert.methods import ALIGNING
 from gqa.convert.plan import check_grouping, make_plan
 from gqa.corpus.sources import parse_sources, text_digest
 from gqa.eval import evaluate
@@ -118,7 +117,7 @@ def _check_plans(subject: Subject, grid: Grid, grouping: str) -> ModelConfig:
     """
     plans = [make_plan(subject.checkpoint, groups, method) for groups in grid.groups for method in grid.methods]
     for plan in plans:
-        check_grouping(plan, grouping if plan.merging.method in ALIGNING else "contiguous")
+        check_grouping(plan, grouping if plan.merging.how.aligns else "contiguous")
     return plans[0].config
 
 
