@@ -15,8 +15,12 @@ import pytest
 from checkpoints import run
 from studies import copied, row, rows, study
 
+from gqa.convert.methods import METHODS
+from gqa.eval.plots import look
 from gqa.eval.report import Table
+from gqa.eval.study import plots
 from gqa.eval.study.checks import checks
+from gqa.eval.study.plots import draw_study
 from gqa.eval.study.report import page
 from gqa.eval.study.tradeoff import pareto_front, points, recommend
 
@@ -127,6 +131,19 @@ def test_the_report_has_everything_in_it() -> None:
     assert html.count("data:image/svg+xml;base64,") == 5
     assert "http:" not in html.replace("http://www.w3.org", "")
     assert "https:" not in html
+
+
+def test_a_registered_method_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: each has a look of its own, and none that of the source."""
+    names = [*METHODS, *(f"new{number}" for number in range(9))]
+    for name in names:
+        monkeypatch.setitem(METHODS, name, METHODS.get(name, METHODS["mean"]))
+    table = [row("none", 4, 0.0, 2.0), *(row(name, 1, 0.0, 3.0) for name in names)]
+    assert [name for name, _ in draw_study(table, table[0], tmp_path)] == ["methods", "groups", "tradeoff"]
+    looks = plots._looks(points(table[1:]))
+    assert len({(looks[name]["color"], looks[name]["marker"]) for name in names}) == len(names)
+    assert look(0)["color"] not in {looks[name]["color"] for name in names}
+    assert looks["mean"].items() >= look(1).items()
 
 
 def test_text_of_a_page_stays_text() -> None:

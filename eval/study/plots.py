@@ -13,12 +13,14 @@ import numpy as np
 import pandas
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from gqa.eval.plots import look, panels, powers_of_two
+from gqa.convert.methods import METHODS
+from gqa.eval.plots import COLOURS, MARKERS, look, panels, powers_of_two
 from gqa.eval.study.directory import Row
 from gqa.eval.study.study import UNMERGED
 from gqa.eval.study.tradeoff import heads, measured, pareto_front, points
 
-_METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")  # the last is yellow
+# Their colours, from the second on; what else is registered comes after them. The last is yellow.
+_METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
 _GREY, _BLACK = "#777777", "#000000"
 
 
@@ -183,14 +185,19 @@ def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
     first way to train.
     """
     ways = list(dict.fromkeys(zip(merged.train, merged.teacher, strict=True)))
-    found = {}
+    methods, found = list(dict.fromkeys([*_METHODS, *METHODS])), {}
     for point in merged.itertuples():
-        way, style = ways.index((point.train, point.teacher)), look(_METHODS.index(point.method) + 1)
+        way, style = ways.index((point.train, point.teacher)), _method_look(methods.index(point.method))
         found[point.series] = style | {
             "linestyle": ("-", "--", ":", "-.")[way % 4], "markeredgecolor": "#333333", "markeredgewidth": 0.8,
             "markerfacecolor": "#ffffff" if way else style["color"],
         }  # fmt: skip
     return found
+
+
+def _method_look(index: int) -> Row:
+    """Colour and marker of the index-th method. Black is the source's: colours come round first, with other markers."""
+    return {"color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[(index + 1) % len(MARKERS)]}
 
 
 def _error_bars(found: pandas.DataFrame) -> Any:
