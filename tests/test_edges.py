@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from checkpoints import (
 )  # fmt: skip
 from safetensors.torch import load_file
 
-from gqa.convert import merge
+from gqa.convert import RefusedError, merge
+from gqa.convert.heads.config import edit_config, read_config
 
 
 def merged(tensors: Tensors, kv: int, groups: int) -> Tensors:
@@ -303,3 +305,21 @@ def test_help_imports_nothing_heavy(program: str, word: str) -> None:
     loaded = set(json.loads(made.stderr.replace("'", '"')))
     assert "click" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "huggingface_hub", "safetensors", "tqdm", "asyncio"}
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [
+        ("hidden_size", "transformers cannot read config.json as llama: "),
+        ("num_attention_heads", "config.json asks for 2 query and 4 key/value heads of dimension 16"),
+    ],
+)
+def test_a_config_that_the_edit_breaks_is_not_said_to_be_the_users(field: str, found: str) -> None:
+    """A family with a wrong key for the number of heads: the file was right, the one with fewer heads is not."""
+    right = read_config(config(hidden_size=32), "model")
+    broken = replace(right, family=replace(right.family, kv_fields=(field,)))
+    with pytest.raises(RefusedError) as told:
+        edit_config(broken, 2, "model")
+    assert str(told.value).startswith(f"model: its config with 2 key/value heads is no good: {found}")
+    assert str(told.value).endswith("; please report this config")
+    assert "correct" not in str(told.value)

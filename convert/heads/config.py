@@ -220,7 +220,13 @@ def edit_config(
     for override in (owner.get("per_layer_config") or {}).values():
         if override.get("num_key_value_heads") is not None:
             override["num_key_value_heads"] = override["num_key_value_heads"] * groups // config.main.kv
-    again = read_config(raw, name)
+    try:
+        again = read_config(raw, name)
+    except CorruptError as error:  # which advises to correct the file, and that was read
+        found = str(error).removeprefix(f"{name}: ").rpartition("; ")[0]
+        raise RefusedError(
+            f"{name}: its config with {groups} key/value heads is no good: {found}; please report this config"
+        ) from None
     for layer in range(config.layers):
         if again.heads(layer) != target_heads(config, layer, groups):
             raise RefusedError(
