@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from gqa.convert import RefusedError, convert_checkpoint
-from gqa.convert.align import layerwise
 from gqa.convert.heads.families import table
 
 ENTRY = """
@@ -82,9 +81,8 @@ class NewForCausalLM(LlamaForCausalLM):
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
-    """Two key/value heads, as if transformers had the class; the weights of a tiny Llama."""
-    monkeypatch.setattr(layerwise, "model_class", lambda config: NewForCausalLM)
+def model() -> PreTrainedModel:
+    """Two key/value heads, of a class that only the Auto classes know; the weights of a tiny Llama."""
     AutoConfig.register("new_llama", NewConfig, exist_ok=True)
     AutoModelForCausalLM.register(NewConfig, NewForCausalLM, exist_ok=True)
     kept = {name: value for name, value in COMMON.items() if hasattr(LlamaConfig(), name)}

@@ -41,7 +41,9 @@ class Layerwise:
     def __init__(self, checkpoint: Checkpoint, config: Any, path: str, dtype: torch.dtype, device: str) -> None:
         """A model of transformers' `config`, one of whose attention modules is stored at `path`."""
         cap, made = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None), model_class(config)
-        if not hasattr(made, "_from_config"):
+        if not hasattr(made, "_from_config"):  # an Auto class, which may know one that transformers does not export
+            made = made._model_mapping.get(type(config), None)
+        if made is None:
             raise RefusedError(
                 f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
             )
