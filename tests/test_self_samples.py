@@ -225,3 +225,8 @@ def test_transformers_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(RefusedError, match="cannot be sampled from"):
         samples(failing, 4, seed=0, batch=1)
     assert known() == before
+
+
+def test_a_model_without_a_head_writes_nothing() -> None:
+    with pytest.raises(RefusedError, match=r"Model has no head that predicts tokens; give text instead of self"):
+        samples(load(SOURCE).base_model, 4, seed=0, batch=1)

@@ -155,6 +155,11 @@ def samples(model: Any, length: int, *, seed: int, batch: int) -> Tensor:
 
     Nothing stops a sequence: after EOS the model starts another text, as it does in training.
     """
+    if not hasattr(model, "generate"):
+        raise RefusedError(
+            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head that predicts tokens; "
+            "give text instead of self"
+        )
     start = first_token(model.config.get_text_config(decoder=True), model.name_or_path)
     how = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw does the sampling
     how.eos_token_id = None
