@@ -1,0 +1,336 @@
+"""Runs that find maps: deterministic, resumable, and one line for whatever stands in their way."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import torch
+from embedded import SOURCE
+from safetensors.torch import load_file, save_file
+from scrambled import Ids, on_ids
+from test_calibration import SHORT, Told, plan_of
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+
+from gqa.convert import RefusedError, calibrate_cli, convert_checkpoint
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.find_maps import Silent, find_maps, with_maps
+from gqa.convert.align.refine import Refinement
+from gqa.convert.maps import HeadMaps
+from gqa.convert.maps_file import join_maps, save_maps
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path_factory.mktemp("source"))
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined", "aligned"])
+def test_the_same_options_give_the_same_file(source: Path, tmp_path: Path, method: str) -> None:
+    files = []
+    for number, seed in enumerate((0, 0, 1)):
+        options = on_ids(refinement=SHORT, text=Ids(seed=seed))
+        files.append(find_maps(plan_of(source, method), tmp_path / f"{number}.safetensors", options, Silent()).path)
+    one, again, other = (file.read_bytes() for file in files)
+    assert one == again
+    assert (one == other) == (method == "aligned")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(file.name for file in files)
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: str) -> None:
+    """Bit for bit what a run without interruption gives; other options are refused until --overwrite."""
+    plan, options = plan_of(source, method), on_ids(refinement=SHORT)
+    whole = find_maps(plan, tmp_path / "whole.safetensors", options, Silent()).path
+    path = tmp_path / "parts.safetensors"
+    with pytest.raises(KeyboardInterrupt):
+        find_maps(plan, path, options, Told(stop_after=1))
+    assert not path.exists()
+    with pytest.raises(RefusedError, match=r"unfinished run with ridge 0\.03, not 0\.5; run it to its end, or start"):
+        find_maps(plan, path, replace(options, ridge=0.5), Silent())
+    told = Told()
+    find_maps(plan, path, options, told)
+    assert len(told.errors) == 1, "the first layer was not done again"
+    assert path.read_bytes() == whole.read_bytes()
+    with pytest.raises(RefusedError, match=r"parts\.safetensors exists; give another name or --overwrite"):
+        find_maps(plan, path, options, Silent())
+    with pytest.raises(KeyboardInterrupt):
+        find_maps(plan, path, options, Told(stop_after=1), overwrite=True)
+    assert path.read_bytes() == whole.read_bytes(), "the old file stays until there is a new one"
+    find_maps(plan, path, replace(options, ridge=0.5), Silent(), overwrite=True)
+    assert path.read_bytes() != whole.read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["parts.safetensors", "whole.safetensors"]
+
+
+_STOPPED = """
+import os, sys
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.cli import main
+number, run = int(sys.argv.pop(1)), Calibrator.run
+def stopped(self, layer, *rest):
+    if layer == 1:
+        os.kill(os.getpid(), number)
+    return run(self, layer, *rest)
+Calibrator.run = stopped
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_conversion_goes_on_where_it_was_stopped(
+    small: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refining two layers takes hours: the first is not done again, and the result is the same."""
+    text, out, run, layers = tmp_path / "text.txt", tmp_path / "out", Calibrator.run, []
+    text.write_text("words " * 999)
+
+    def words(output: Path) -> tuple[Any, ...]:
+        return (small, "-g", 2, "--method", "refined", "--refine-steps", 2, "--calibration", text, "-q", "-o", output,
+                "--calibration-length", 16, "--calibration-tokens", 256)  # fmt: skip
+
+    command = [sys.executable, "-c", _STOPPED, str(int(number)), *map(str, words(out))]
+    stopped = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert stopped.returncode in (130, 143, -signal.SIGKILL), stopped.stderr
+    assert not out.exists()
+    monkeypatch.setattr(Calibrator, "run", lambda own, layer, *rest: layers.append(layer) or run(own, layer, *rest))
+    for place in (out, tmp_path / "whole"):
+        done = checkpoints.run(*words(place))
+        assert (done.code, done.err) == (0, "")
+    assert layers == [1, 0, 1]
+    one, other = (load_file(place / "model.safetensors") for place in (out, tmp_path / "whole"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
+
+
+def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: Path) -> None:
+    """A conversion that fails is not calibrated again; nor do two do it at a time, or find what another was told."""
+    plan, out, options = plan_of(source), tmp_path / "out", on_ids()
+    with pytest.raises(OSError, match="no space"), with_maps(plan, out, options, Silent()):
+        raise OSError("no space")
+    told, other = Told(), replace(options, ridge=0.5)
+    with pytest.raises(RefusedError, match="unfinished run with ridge"), with_maps(plan, out, other, told):
+        pass
+    with with_maps(plan, out, options, told) as found:
+        assert found.merging.maps
+        assert told.errors == []
+        with pytest.raises(RefusedError, match=r"another run is finding maps for .*; wait for it or give another -o"):
+            find_maps(plan, out, options, told)
+    with with_maps(plan, out, other, told, overwrite=True):
+        assert len(told.errors) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_layers_are_joined_without_holding_them(tmp_path: Path) -> None:
+    """Byte for byte what is written at once, in a memory that does not grow with the layers."""
+    generator = torch.Generator().manual_seed(0)
+    maps = {
+        f"m{layer}": HeadMaps(*(torch.randn(2, 8, 16, generator=generator) for _ in range(2)), order=(1, 0))
+        for layer in range(4)
+    }
+    weights = {f"w{layer}": torch.randn(6_000_000, generator=generator) for layer in range(4)}
+    told = {"method": "refined", "groups": 2}
+    save_maps(tmp_path / "whole", maps, weights, told)
+    for layer in range(4):
+        of = {f"m{layer}": maps[f"m{layer}"]}
+        save_maps(tmp_path / f"{layer}.safetensors", of, {f"w{layer}": weights[f"w{layer}"]}, told)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    join_maps(tmp_path / "joined", sorted(tmp_path.glob("*.safetensors")), told)
+    assert resident("VmHWM") - before < 12 << 20
+    assert (tmp_path / "joined").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def resident(key: str) -> int:
+    """Bytes of memory, by the name that Linux has for them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(0, 8), (-1, 8), (8, 0)])
+def test_steps_of_refinement(steps: int, batch: int) -> None:
+    with pytest.raises(RefusedError, match=f"cannot be refined in {steps} steps of {batch} blocks"):
+        Refinement(steps=steps, batch=batch)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "falcon", "mllama_text_model"])
+def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> None:
+    """Embeddings of each layer's own, layers that read others' keys, other attention functions: refused in one line."""
+    directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
+    with pytest.raises(RefusedError, match=r"cannot be run layer by layer|several attention modules") as told:
+        convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
+    assert "\n" not in str(told.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_job_tells_how_far_it_is(quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """Lines on stderr where nobody looks at a bar, not more often than is said."""
+    monkeypatch.setattr(calibrate_cli, "_LOG_SECONDS", 0.0)
+    with calibrate_cli.Bar(quiet) as bar:
+        bar.update(64)
+        bar.stage("calibrating", 256)
+        bar.layer(1, 2, 0.25)
+        bar.update(128)
+        monkeypatch.setattr(calibrate_cli, "_LOG_SECONDS", 60.0)
+        bar.update(128)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" | ")[0] for line in lines] == (
+        [] if quiet else ["sampling | 64 tokens", "layer 1/2, error 0.25 | 128 tokens"]
+    )
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with the embedded tokenizer."""
+    tiny = replace(TINY["llama"], options={"vocab_size": 4096})
+    directory = tmp_path_factory.mktemp("small") / "model"
+    build(tiny, 4).save_pretrained(directory)
+    for file in SOURCE.glob("*token*"):
+        shutil.copyfile(file, directory / file.name)
+    return directory
+
+
+def broken(directory: Path, name: str, value: float) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors[name].view(-1)[5] = value
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_tokenizer(directory: Path) -> None:
+    for file in directory.glob("*token*"):
+        file.unlink()
+
+
+def narrower(directory: Path) -> None:
+    """An embedding with fewer rows than the tokenizer has tokens."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:50].clone()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    checkpoints.edit_json(directory / "config.json", lambda config: config.update(vocab_size=50))
+
+
+def unstarted(directory: Path) -> None:
+    checkpoints.edit_json(directory / "config.json", lambda config: config.update(bos_token_id=None, eos_token_id=None))
+
+
+LAST = "model.layers.1.self_attn"
+CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
+    # What is done to the model, the text (None: self), what is said.
+    "short": (None, "a few words", r".*text\.txt has \d tokens, fewer than one block of 16; give more text"),
+    "empty": (None, "", r".*text\.txt holds no text: .*"),
+    "tokenizer": (without_tokenizer, "words " * 99, r"model has no tokenizer; copy .*, or use self"),
+    "vocabulary": (narrower, "words " * 99, r"the tokenizer of model gives token \d+, its embedding has 50; .*"),
+    "start": (unstarted, None, r".* has neither BOS nor EOS to start a sample from; give text instead of self"),
+    **{
+        f"{value}-{name}": (
+            lambda directory, name=name, value=value: broken(directory, f"model.layers.{name}.weight", value),
+            "words " * 99,
+            f"layer {name[0]} computes NaN or Inf on the calibration text; the model is broken there",
+        )
+        for name in ("0.self_attn.k_proj", "1.self_attn.o_proj", "0.mlp.down_proj")
+        for value in (torch.nan, torch.inf)
+    },
+    "nan-self": (
+        lambda directory: broken(directory, f"{LAST}.k_proj.weight", torch.nan), None,
+        r".* (computes NaN or Inf|cannot be sampled from).*",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_for_what_cannot_be_calibrated(
+    small: Path, tmp_path: Path, case: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what is left there would be seen, too
+    change, text, expected = CASES[case]
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    if change:
+        change(model)
+    file = tmp_path / "text.txt"
+    file.write_text(text or "")
+    before = checkpoints.snapshot(tmp_path)
+    words = ("-g", 2, "--method", method, "--calibration", "self" if text is None else file, "--calibration-length", 16,
+             "--calibration-tokens", 64, "--refine-steps", 2)  # fmt: skip
+    for program, output in (("gqa-calibrate", "maps.safetensors"), ("gqa-convert", "out")):
+        done = checkpoints.run(model, "-o", tmp_path / output, *words, program=program)
+        assert done.code == 2, done.err
+        assert done.out == ""
+        assert re.fullmatch(f"{program}: {expected}\n", done.err), done.err
+        assert checkpoints.snapshot(tmp_path) == before
+
+
+def fails(error: Exception) -> Callable[..., None]:
+    def forward(*given: object, **named: object) -> None:
+        raise error
+
+    return forward
+
+
+NO_MEMORY = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+)
+MOST = (
+    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --calibration-"
+)
+EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "expected"),
+    [
+        (EMBEDDING, NO_MEMORY, MOST),
+        (EMBEDDING, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), MOST),
+        (MLP, NO_MEMORY, MOST),
+        (MLP, MemoryError(), MOST),
+        (EMBEDDING, RuntimeError("no kernel"), "LlamaForCausalLM cannot be run layer by layer: no kernel"),
+        (EMBEDDING, RefusedError("our own words"), "our own words"),
+    ],
+)
+def test_errors_in_a_model_are_told_as_they_are(
+    source: Path, tmp_path: Path, where: str, error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too little memory as that, with the batch that was tried; whatever else by what it says."""
+    monkeypatch.setattr(f"{where}.forward", fails(error))
+    with pytest.raises(RefusedError, match=expected):
+        find_maps(plan_of(source), tmp_path / "maps", on_ids(), Silent())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    find_maps(plan_of(source), tmp_path / "maps", on_ids(), Silent())
+
+
+@pytest.mark.parametrize("method", ["procrustes", "aligned"])
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj"])
+def test_broken_weights_are_not_aligned(small: Path, tmp_path: Path, method: str, part: str) -> None:
+    model = Path(shutil.copytree(small, tmp_path / "model"))
+    broken(model, f"{LAST}.{part}.weight", torch.nan)
+    done = checkpoints.run(model, "-g", 2, "--method", method, "-o", tmp_path / "out")
+    assert done.code == 2
+    assert done.err == f"gqa-convert: {LAST} of model holds NaN or Inf; heads cannot be aligned by it\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_sources_with_an_at_sign(small: Path, tmp_path: Path) -> None:
+    """In a file's name it is no weight; behind one it is."""
+    file = tmp_path / "me@home.txt"
+    file.write_text("words " * 200)
+    words = ("-g", 2, "-o", tmp_path / "maps", "--calibration-length", 16, "--calibration-tokens", 64, "-q")
+    for given in (file, f"{file}@2,self@1"):
+        done = checkpoints.run(small, *words, "--calibration", given, "--overwrite", program="gqa-calibrate")
+        assert (done.code, done.err) == (0, "")
