@@ -10,7 +10,7 @@ import click
 
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, progress_bar, run, version_option, with_options
 from gqa.checkpoint.errors import one_line
-from gqa.convert.methods import ALIGNING, GROUPINGS
+from gqa.convert.methods import ALIGNING, GROUPINGS, LAYERWISE
 
 if TYPE_CHECKING:
     from gqa.convert.align.calibration import MapsOptions
@@ -186,7 +186,8 @@ Examples:
 def command(model: str, groups: int, output: Path, **options: Any) -> None:
     """Find out how the heads of MODEL are best merged into G, and write that as maps that gqa-convert applies.
 
-    Layers are done one after another and kept; the same command continues a run that was stopped.
+    Finished layers of calibrated and refined are kept: the same command continues a run that was stopped. Methods that
+    look at weights alone start over.
     """
     from gqa.checkpoint.errors import RefusedError
     from gqa.checkpoint.hub import open_model
@@ -211,7 +212,8 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    run(command, "gqa-calibrate", "the same command continues after the last finished layer")
+    goes_on = f"the same command continues after the last finished layer of {' and '.join(LAYERWISE)}"
+    run(command, "gqa-calibrate", f"{goes_on}; other methods start over")
 
 
 if __name__ == "__main__":

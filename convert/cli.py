@@ -12,7 +12,7 @@ from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, run, versio
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.calibrate_cli import Bar, maps_options, read_options, read_target, target_options
-from gqa.convert.methods import METHODS, best
+from gqa.convert.methods import LAYERWISE, METHODS, best
 
 if TYPE_CHECKING:
     from gqa.convert.api import Conversion, Plan
@@ -174,7 +174,8 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    run(command, "gqa-convert", "nothing half-written is left, finished layers are kept")
+    kept = f"finished layers of {' and '.join(LAYERWISE)} are kept"
+    run(command, "gqa-convert", f"nothing half-written is left, {kept}")
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ register("refined", "text", "calibrated, and minutes a layer", "calibrated, then
 )
 
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
+LAYERWISE = tuple(method.name for method in METHODS.values() if method.needs == "text")  # finished layers are kept
 
 
 def best(fits: Callable[[Method], bool]) -> list[str]:

@@ -24,7 +24,9 @@ from gqa.checkpoint.errors import OutputError
 from gqa.convert import convert_checkpoint
 from gqa.convert import merge as rewrite
 
-INTERRUPTED = "gqa-convert: interrupted; nothing half-written is left, finished layers are kept"
+INTERRUPTED = (
+    "gqa-convert: interrupted; nothing half-written is left, finished layers of calibrated and refined are kept"
+)
 
 
 def small(directory: Path, seed: int = 0) -> Path:

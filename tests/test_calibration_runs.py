@@ -29,6 +29,7 @@ from gqa.convert.align.find_maps import Silent, find_maps, with_maps
 from gqa.convert.align.refine import Refinement
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import join_maps, save_maps
+from gqa.convert.methods import ALIGNING
 
 
 @pytest.fixture(scope="module")
@@ -274,6 +275,26 @@ def test_one_line_for_what_cannot_be_calibrated(
         assert done.out == ""
         assert re.fullmatch(f"{program}: {expected}\n", done.err), done.err
         assert checkpoints.snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("method", ALIGNING)
+@pytest.mark.parametrize("program", ["gqa-calibrate", "gqa-convert"])
+def test_what_is_said_of_a_stop_is_true(
+    small: Path, tmp_path: Path, program: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first layer: it is kept if the method is named."""
+
+    def stop(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate_cli.Bar, "layer", stop)
+    (tmp_path / "text.txt").write_text("words " * 99)
+    done = checkpoints.run(
+        small, "-o", tmp_path / "out", "-g", 2, "--method", method, "--calibration", tmp_path / "text.txt",
+        "--calibration-length", 16, "--calibration-tokens", 64, "--refine-steps", 2, program=program,
+    )  # fmt: skip
+    assert done.code == 130
+    assert (method in done.err) is (len(list(tmp_path.iterdir())) > 1), done.err
 
 
 def fails(error: Exception) -> Callable[..., None]:

@@ -42,7 +42,8 @@ class Silent:
 def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False) -> MapsFile:
     """Write the maps of `plan` to `path` and open them. Raises RefusedError and CorpusError before anything is written.
 
-    What a layer gave is kept beside `path` until all are done; the same call then goes on after the last layer.
+    What a layer gave on text is kept beside `path` until all are done; the same call then goes on after the last layer.
+    What weights alone gave is not.
     """
     if path.exists() and not overwrite:
         raise RefusedError(f"{path} exists; give another name or --overwrite")
@@ -56,7 +57,8 @@ def with_maps(
 ) -> Iterator[Plan]:
     """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
 
-    What would refuse `out` later does so before they are sought. Where the block fails they are kept beside `out`.
+    What would refuse `out` later does so before they are sought. Where the block fails those found on text are kept
+    beside `out`.
     """
     OutputDirectory(out, plan.checkpoint.directory, overwrite)
     with _found(plan, out, options, progress, overwrite) as work:

@@ -24,7 +24,8 @@ class Work:
     """A hidden directory beside `output`, which one run at a time has while it is `held`.
 
     `told` decides the maps. A run that stops, in whatever way, leaves the directory; one that finished no layer removes
-    it. Layers of a run that was told otherwise are refused, or forgotten with `overwrite`.
+    it, and so does one that looks at weights alone: what it kept of layers is not finished. Layers of a run that was
+    told otherwise are refused, or forgotten with `overwrite`.
     """
 
     def __init__(self, output: Path, told: Mapping[str, Any], overwrite: bool) -> None:
