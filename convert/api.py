@@ -22,7 +22,7 @@ from gqa.convert.verify import verify_load
 
 if TYPE_CHECKING:
     from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.find_maps import Progress
+    from gqa.convert.align.find_maps import Watcher
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
 
@@ -96,7 +96,7 @@ def convert_plan(
     out: str | os.PathLike[str],
     *,
     calibration: MapsOptions | None = None,
-    layers: Progress | None = None,
+    layers: Watcher | None = None,
     overwrite: bool = False,
     checksums: bool = False,
     load: bool = False,

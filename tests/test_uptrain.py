@@ -31,7 +31,7 @@ from training import (
     words_for,
 )
 
-from gqa.uptrain.loop import Progress
+from gqa.uptrain.loop import TrainingProgress
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,7 +86,7 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert snapshot(place) == before
 
 
-def train(out: Path, **options: Any) -> tuple[Progress, dict[int, dict[str, torch.Tensor]], list[Any]]:
+def train(out: Path, **options: Any) -> tuple[TrainingProgress, dict[int, dict[str, torch.Tensor]], list[Any]]:
     """Progress, the weights after each step, and the records."""
     weights: dict[int, dict[str, torch.Tensor]] = {}
     records = []

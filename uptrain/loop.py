@@ -43,7 +43,7 @@ class StoppedError(Exception):
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """What a state must remember besides weights and optimiser. Losses are nats per token."""
 
     step: int = 0
@@ -69,7 +69,7 @@ def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.O
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
-def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = None) -> tuple[Progress, Weights]:
+def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = None) -> tuple[TrainingProgress, Weights]:
     """Train a setup that is `held`; returns how it went and the weights (adapters apart), whole on the main process.
 
     No checkpoint is written. Raises RefusedError (a state of another run, or too little memory), DivergedError,
@@ -81,7 +81,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
     with _trackers(setup):
         with setup.memory_explained():
             model, optimizer = accelerator.prepare(training, make_optimizer(training, options))
-            progress = _resume(setup) if options.resume else Progress()
+            progress = _resume(setup) if options.resume else TrainingProgress()
         if progress.step == 0 and setup.heldout:
             progress.heldout_before = heldout_loss(setup, model)
         log = Log(setup, progress.step, quiet)
@@ -162,7 +162,7 @@ def _zeros(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
 
 
-def _count(progress: Progress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
+def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
     """Note a step in `progress`; returns its numbers as they are told."""
     tokens = setup.dataloader.tokens_per_step
     nats, divergence, matching = _per_prediction(sums)
@@ -227,11 +227,11 @@ def _identity(setup: Setup) -> dict[str, Any]:
     return {"options": setup.options.binding(), "data": setup.dataloader.fingerprint}
 
 
-def _resume(setup: Setup) -> Progress:
+def _resume(setup: Setup) -> TrainingProgress:
     path, record = setup.states.latest(whole=setup.accelerator.is_main_process)
     check_same_run(path, record, _identity(setup))
     setup.accelerator.load_state(str(path))
-    return Progress(**{name: record[name] for name in vars(Progress())})
+    return TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
 
 
 def _agree(accelerator: Accelerator, signalled: list[int], due: bool) -> tuple[int, bool]:

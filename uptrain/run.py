@@ -29,7 +29,7 @@ from gqa.checkpoint.write import (
     write_tensor,
     write_text,
 )
-from gqa.uptrain.loop import AfterStep, Progress, Weights, train
+from gqa.uptrain.loop import AfterStep, TrainingProgress, Weights, train
 from gqa.uptrain.lora import merged, save_adapter
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.summary import card, record_of
@@ -44,7 +44,7 @@ _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 def uptrain(
     setup: Setup, *, quiet: bool = True, words: Sequence[str] = (), after_step: AfterStep | None = None
-) -> tuple[Progress, dict[str, Any]]:
+) -> tuple[TrainingProgress, dict[str, Any]]:
     """Train and write the checkpoint to `options.output`; returns how it went and the record that is written there.
 
     `words` are those of the command. Raises what `train` raises, and OutputError.

@@ -20,7 +20,7 @@ from gqa.checkpoint.provenance import (
 )
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.summary import size
-from gqa.uptrain.loop import Progress
+from gqa.uptrain.loop import TrainingProgress
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Setup
 
@@ -69,7 +69,7 @@ def plan_text(setup: Setup) -> str:
     return "\n".join(lines)
 
 
-def result_text(setup: Setup, progress: Progress) -> str:
+def result_text(setup: Setup, progress: TrainingProgress) -> str:
     """How it went."""
     lines = []
     if progress.heldout_before is not None:
@@ -81,7 +81,7 @@ def result_text(setup: Setup, progress: Progress) -> str:
     return "\n".join([*lines, f"written     {setup.options.output}: loads with plain transformers, verified"])
 
 
-def record_of(setup: Setup, progress: Progress, words: Sequence[str]) -> dict[str, Any]:
+def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) -> dict[str, Any]:
     """What was trained on what and how it went, with the provenance of what it was trained from inside; JSON-ready.
 
     `words` are those of the command.

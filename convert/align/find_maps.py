@@ -21,7 +21,7 @@ from gqa.convert.methods import instead
 from gqa.convert.plan import Plan, check_grouping
 
 
-class Progress(Protocol):
+class Watcher(Protocol):
     """Told of stages and tokens."""
 
     def stage(self, name: str, tokens: int) -> None: ...
@@ -31,7 +31,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Progress that nobody looks at."""
+    """A watcher that says nothing."""
 
     def stage(self, name: str, tokens: int) -> None: ...
     def update(self, tokens: int) -> None: ...
@@ -39,7 +39,7 @@ class Silent:
     def warn(self, text: str) -> None: ...
 
 
-def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False) -> MapsFile:
+def find_maps(plan: Plan, path: Path, options: MapsOptions, watcher: Watcher, *, overwrite: bool = False) -> MapsFile:
     """Write the maps of `plan` to `path` and open them. Raises RefusedError and CorpusError before anything is written.
 
     What a layer gave on text is kept beside `path` until all are done; the same call then goes on after the last layer.
@@ -47,13 +47,13 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, progress: Progress, 
     """
     if path.exists() and not overwrite:
         raise RefusedError(f"{path} exists; give another name or --overwrite")
-    with _found(plan, path, options, progress, overwrite) as work:
+    with _found(plan, path, options, watcher, overwrite) as work:
         return work.join(path)
 
 
 @contextmanager
 def with_maps(
-    plan: Plan, out: Path, options: MapsOptions, progress: Progress, *, overwrite: bool = False
+    plan: Plan, out: Path, options: MapsOptions, watcher: Watcher, *, overwrite: bool = False
 ) -> Iterator[Plan]:
     """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
 
@@ -61,12 +61,12 @@ def with_maps(
     beside `out`.
     """
     OutputDirectory(out, plan.checkpoint.directory, overwrite)
-    with _found(plan, out, options, progress, overwrite) as work:
+    with _found(plan, out, options, watcher, overwrite) as work:
         yield replace(plan, merging=replace(plan.merging, maps=work.join(work.place / "maps.safetensors")))
 
 
 @contextmanager
-def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, overwrite: bool) -> Iterator[Work]:
+def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, overwrite: bool) -> Iterator[Work]:
     """The work beside `output` with what all layers gave; gone once the block has made something of it."""
     check_grouping(plan, options.grouping)
     work = Work(output, options.describe(plan), overwrite)
@@ -74,7 +74,7 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
         with work.held():
             for number, (module, maps) in enumerate(plan.merging.how.find(plan, options.grouping == "search")):
                 work.keep(number, module, maps, {})
-                progress.layer(number + 1, plan.config.layers, float("nan"))
+                watcher.layer(number + 1, plan.config.layers, float("nan"))
             yield work
         return
     if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
@@ -82,11 +82,11 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
             f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run layer "
             f"by layer: use --method {instead(lambda other: other.needs == 'weights')}"
         )
-    blocks = None if work.complete else options.text.blocks(plan.checkpoint, options.device, progress.update)
+    blocks = None if work.complete else options.text.blocks(plan.checkpoint, options.device, watcher.update)
     with work.held():
         if blocks is not None:
             try:
-                _run_layers(plan, work, blocks, options, progress)
+                _run_layers(plan, work, blocks, options, watcher)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
@@ -99,19 +99,19 @@ def _found(plan: Plan, output: Path, options: MapsOptions, progress: Progress, o
         yield work
 
 
-def _run_layers(plan: Plan, work: Work, blocks: Tensor, options: MapsOptions, progress: Progress) -> None:
+def _run_layers(plan: Plan, work: Work, blocks: Tensor, options: MapsOptions, watcher: Watcher) -> None:
     """Layer after layer, from the first that is not finished on."""
     first, calibrator = work.layers, Calibrator(plan, blocks, options, work.streams())
-    progress.stage("calibrating", blocks.numel() * (calibrator.layers - first))
+    watcher.stage("calibrating", blocks.numel() * (calibrator.layers - first))
     for layer in range(first, calibrator.layers):
         try:
-            result = calibrator.run(layer, progress.update)
+            result = calibrator.run(layer, watcher.update)
         except RefusedError:  # it would be again
             work.remove()
             raise
         if result:
             work.keep(layer, result.module.path, result.maps, result.weights)
             if result.warning:
-                progress.warn(f"layer {layer}: {result.warning}")
+                watcher.warn(f"layer {layer}: {result.warning}")
         work.finish(layer, calibrator.layers, calibrator.streams)
-        progress.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
+        watcher.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
