@@ -236,18 +236,18 @@ def settle(source: Path) -> None:
 def differences(one: Path, other: Path) -> str:
     """How the keys and values of two results compare, in words."""
     import torch
-    from safetensors import safe_open
 
-    def keys_and_values(directory: Path) -> dict[str, Path]:
-        index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-        return {name: directory / file for name, file in index.items() if ".k_proj" in name or ".v_proj" in name}
+    from gqa.checkpoint.read import read_checkpoint
 
-    ours, theirs = keys_and_values(one), keys_and_values(other)
+    results = read_checkpoint(one), read_checkpoint(other)  # of one shard or several
+    ours, theirs = (
+        {name: spec for name, spec in result.tensors.items() if ".k_proj" in name or ".v_proj" in name}
+        for result in results
+    )
     assert ours.keys() == theirs.keys(), "the results have different tensors"
     equal, furthest = 0, 0
     for name in ours:
-        with safe_open(ours[name], "pt") as a, safe_open(theirs[name], "pt") as b:
-            x, y = a.get_tensor(name), b.get_tensor(name)
+        x, y = results[0].read(ours[name]), results[1].read(theirs[name])
         steps = (x.view(torch.int16).int() - y.view(torch.int16).int()).abs()  # neighbouring numbers differ by one
         equal += bool(steps.max() == 0)
         furthest = max(furthest, int(steps.max()))
