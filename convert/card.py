@@ -47,7 +47,7 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
         sources = ",".join(map(without_place, text["sources"]))
         words += ["--calibration", sources, "--calibration-tokens", str(text["tokens"])]
         words += ["--calibration-length", str(text["length"]), "--seed", str(text["seed"])]
-        words += [] if text["repeats"] else ["--no-calibration-repeats"]
+        words += [] if text.get("repeats") else ["--no-calibration-repeats"]
         words += ["--ridge", str(told["ridge"]), "--calibration-dtype", told["dtype"]]
     if how := told.get("refinement"):
         words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]

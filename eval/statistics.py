@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -76,10 +77,9 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[An
     with np.errstate(over="ignore"):
         ratio = float(np.exp(mean))
     result = {"log_ratio": mean, "ratio": ratio, "log_ratio_error": error}
-    low, high = _interval(difference, cluster)
-    if not math.isnan(low):
-        result |= {"ratio_low": math.exp(low), "ratio_high": math.exp(high)}
-    return result
+    with np.errstate(over="ignore"):
+        low, high = _interval(difference, cluster, np.exp)
+    return result if math.isnan(low) else result | {"ratio_low": low, "ratio_high": high}
 
 
 def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float, float]:
@@ -87,12 +87,15 @@ def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[fl
     return (float(values.mean(dtype=np.float64)), *_interval(values, cluster))
 
 
-def _interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float]:
+def _interval(
+    values: Floats, cluster: NDArray[np.integer[Any]], of: Callable[[Floats], Floats] = np.asarray
+) -> tuple[float, float]:
+    """The bounds of a function of the mean."""
     _, group = np.unique(cluster, return_inverse=True)
     sums, counts = np.bincount(group, values), np.bincount(group)
     if len(sums) < 2:
         return math.nan, math.nan
-    low, high = np.percentile(_resampled_means(sums, counts), (2.5, 97.5))
+    low, high = np.percentile(of(_resampled_means(sums, counts)), (2.5, 97.5))
     return float(low), float(high)
 
 

@@ -1,7 +1,6 @@
 """Train the embedded checkpoint `examples/stdlib-mha`: a small multi-head Llama on Python's standard library.
 
-    python examples/pretrain.py --minutes 85 --context 512 --plain 1 --out first
-    python examples/pretrain.py --minutes 80 --start first --out examples/stdlib-mha
+    python examples/pretrain.py --minutes 85 --out examples/stdlib-mha
 
 Everything it needs is on the machine: the corpus is the running Python's own source (`gqa.corpus.stdlib`; held-out
 modules are never read here except to report the loss). Needs the `dev` extra for sentencepiece. The learning rate
@@ -15,7 +14,6 @@ import io
 import json
 import math
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -26,11 +24,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gqa.corpus.repeats import copied, tiled
 from gqa.corpus.stdlib import stdlib_documents
 
 BOS, EOS = 1, 2
-TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 # Written by hand and not by `save_pretrained`: transformers 4 does not find the rotary base that version 5 writes.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,7 +39,7 @@ CONFIG = {
     "hidden_size": 256,
     "initializer_range": 0.02,
     "intermediate_size": 688,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 512,
     "mlp_bias": False,
     "model_type": "llama",
     "num_attention_heads": 8,
@@ -172,49 +168,16 @@ def heldout_loss(model: LlamaForCausalLM, stream: torch.Tensor, context: int, de
     return nats / count
 
 
-def repeating(batch: torch.Tensor, plain: float, random: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch of windows as it stands in a share `plain`, else repeating itself: input ids and labels, (B, T) each.
-
-    Of the others half have one to four of their passages once more further on, a quarter are their beginning again and
-    again, and a quarter are random tokens again and again, whose first copies are not scored.
-    """
-    ids = batch.numpy().copy()
-    labels = ids.copy()
-    for row, draw in enumerate((random.random(len(ids)) - plain) / (1 - plain) if plain < 1 else []):
-        if 0 <= draw < 0.5:
-            labels[row] = ids[row] = copied(ids[row], random, int(random.integers(1, 5)))
-        elif 0.5 <= draw < 0.75:
-            labels[row] = ids[row] = tiled(ids[row], random)
-        elif draw >= 0.75:
-            shuffled = random.choice(batch.flatten().numpy(), len(ids[row]))
-            labels[row] = ids[row] = tiled(shuffled, random)
-            labels[row, ids[row] == shuffled] = -100
-    return torch.from_numpy(ids), torch.from_numpy(labels)
-
-
-@torch.no_grad()
-def second_copies(model: LlamaForCausalLM, stream: torch.Tensor, length: int, device: str) -> tuple[float, float]:
-    """Share of tokens that are the most likely one, in first and second copies of 64 passages of `length` tokens."""
-    model.eval()
-    passages = windows(stream, length, 0)
-    passages = passages[torch.linspace(0, len(passages) - 1, 64).long()]
-    twice = torch.cat([torch.full((64, 1), BOS), passages, passages], dim=1).to(device)
-    with torch.autocast(device, torch.bfloat16):
-        hits = model(input_ids=twice).logits[:, :-1].argmax(-1) == twice[:, 1:]
-    model.train()
-    return hits[:, :length].float().mean().item(), hits[:, length + 1 :].float().mean().item()
-
-
-def make_optimizers(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     embedding = [p for n, p in model.named_parameters() if "embed" in n]
     norms = [p for p in model.parameters() if p.ndim == 1]
-    muon = torch.optim.Muon(matrices, lr=peak, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, lr=4e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [
-            {"params": embedding, "lr": peak, "weight_decay": 0.0},
-            {"params": norms, "lr": peak / 2, "weight_decay": 0.0},
+            {"params": embedding, "lr": 4e-3, "weight_decay": 0.0},
+            {"params": norms, "lr": 2e-3, "weight_decay": 0.0},
         ],
         betas=(0.9, 0.95),
     )
@@ -251,11 +214,9 @@ def rate(progress: float) -> float:
 
 def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.Tensor) -> None:
     torch.manual_seed(args.seed)
-    order, repeats = random.Random(args.seed), np.random.default_rng(args.seed)
+    order = random.Random(args.seed)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(args.device)
-    if args.start:
-        model.load_state_dict(load_file(args.start / "model.safetensors"), strict=False)  # the output layer is tied
-    optimizers = make_optimizers(model, args.peak)
+    optimizers = make_optimizers(model)
     log = (args.out / "training_log.jsonl").open("w")
     sample = windows(heldout, args.context, 0)[::7].flatten()  # a seventh of the held-out text, for the log
     start, step, tokens, epoch = time.monotonic(), 0, 0, 0
@@ -270,16 +231,15 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             if scale == 0.0 and step:
                 final = heldout_loss(model, heldout, args.context, args.device)
                 record = {"step": step, "tokens": tokens, "epoch": epoch, "minutes": round(elapsed / 60, 2)}
-                record["second_copies"] = round(second_copies(model, heldout, 64, args.device)[1], 4)
                 log.write(json.dumps(record | {"heldout_loss": round(final, 4)}) + "\n")
                 log.close()
                 save_checkpoint(model, args.out)
                 write_card(args.out)
                 print(f"done: {step} steps, {tokens:,} tokens, held-out {final:.4f} nats/token")
                 return
-            batch, labels = repeating(blocks[indices[first : first + args.batch]], args.plain, repeats)
+            batch = blocks[indices[first : first + args.batch]].to(args.device)
             with torch.autocast(args.device, torch.bfloat16):
-                loss = model(input_ids=batch.to(args.device), labels=labels.to(args.device)).loss
+                loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -298,7 +258,6 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
                 }
                 if step % (10 * args.log_every) == 0:
                     record["heldout_sample"] = round(heldout_loss(model, sample, args.context, args.device), 4)
-                    record["second_copies"] = round(second_copies(model, heldout, 64, args.device)[1], 4)
                     save_checkpoint(model, args.out)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
@@ -309,24 +268,16 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("examples/stdlib-mha"))
-    parser.add_argument("--start", type=Path, help="begin with the weights and the tokenizer of this directory")
-    parser.add_argument("--minutes", type=float, default=80.0)
-    parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate")
-    parser.add_argument("--plain", type=float, default=0.5, help="share of windows that do not repeat themselves")
-    parser.add_argument("--batch", type=int, default=8, help="windows a step")
-    parser.add_argument("--context", type=int, default=1024, help="tokens a window")
+    parser.add_argument("--minutes", type=float, default=85.0)
+    parser.add_argument("--batch", type=int, default=16, help="windows a step")
+    parser.add_argument("--context", type=int, default=512, help="tokens a window")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     texts = [d.text for d in stdlib_documents("train")]
-    if args.start:
-        for name in TOKENIZER_FILES:
-            shutil.copyfile(args.start / name, args.out / name)
-        processor = sentencepiece.SentencePieceProcessor(str(args.out / "tokenizer.model"))
-    else:
-        processor = train_tokenizer(texts, args.out)
+    processor = train_tokenizer(texts, args.out)
     heldout_texts = [d.text for d in stdlib_documents("heldout")]
     fast = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     for text in heldout_texts:
