@@ -89,8 +89,8 @@ def row(method: str, groups: int, alpha: float, loss: float, seed: int = 0, **mo
     found = {"loss": loss, "loss_increase": loss - 2.0, "kv_bytes_per_token": 100 * groups, "error": None}
     options = {
         "model": "org/name", "data": "text", "calibration": "text", "calibration_tokens": 1024,
-        "calibration_length": 64, "grouping": "contiguous", "ridge": 1e-4, "refine_precision": "no",
-        "refine_steps": 9, "refine_batch": 4, "refine_learning_rate": 0.003,
+        "calibration_length": 64, "calibration_repeats": True, "grouping": "contiguous", "ridge": 1e-4,
+        "refine_precision": "no", "refine_steps": 9, "refine_batch": 4, "refine_learning_rate": 0.003,
         "learning_rate": 0.001,
     }  # fmt: skip
     return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **options, **more}

@@ -129,6 +129,7 @@ class StudyOptions:
             "calibration": ",".join(map(without_place, text.sources)),
             "calibration_tokens": text.tokens,
             "calibration_length": text.length,
+            "calibration_repeats": text.repeats,
             "calibration_dtype": self.maps.dtype,
             "grouping": self.maps.grouping,
             "ridge": self.maps.ridge,

@@ -140,6 +140,7 @@ def commands(point: Point) -> list[str]:
         names += ["grouping"]
     if how and how.needs == "text":
         names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
+        words += [] if point.get("calibration_repeats") else ["--no-calibration-repeats"]
     if how and how.refines:
         names += ["refine_steps", "refine_batch", "refine_learning_rate", "refine_precision"]
     found = [[*words, *_options(point, names), "-o", out]]
