@@ -38,6 +38,7 @@ Examples:
   torchrun --nproc_per_node 8 -m gqa.eval SRC SRC-gqa8 --data heldout.jsonl
 """
 _ABOVE = 3
+_LENGTHS = tuple(4096 << n for n in range(6))  # that RULER's tasks have metrics for
 
 
 def ratio(text: str) -> float:
@@ -260,7 +261,10 @@ def _find_tasks(subjects: list[Subject], options: dict[str, Any], quiet: bool) -
     for subject in subjects:
         _ = subject.tokenizer
     quiet = quiet or not sys.stderr.isatty()
-    return Harness(names, options["include_tasks"], options["shots"], options["limit"], quiet)
+    limits = [subject.positions for subject in subjects if subject.positions]
+    lengths = [length for length in _LENGTHS if not limits or length <= min(limits)]
+    told = {"tokenizer": subjects[0].path, "max_seq_lengths": lengths or [_LENGTHS[0]]}
+    return Harness(names, options["include_tasks"], options["shots"], options["limit"], quiet, told)
 
 
 def _gate(results: dict[str, Any], limit: float | None) -> None:

@@ -20,6 +20,8 @@ class Harness:
     Args:
         tasks: Names or patterns (`mmlu_*`) of tasks, groups or tags.
         include: A directory of task definitions of one's own (YAML).
+        metadata: What tasks are told that make their texts themselves (RULER, niah_*): `tokenizer`, a path or hub id,
+            and `max_seq_lengths`.
         shots: Examples in the prompt; None leaves each task's own number.
         limit: Only that many documents of each task.
         quiet: Keep the harness' log and progress bars back. Nothing of it goes to stdout in any case.
@@ -30,7 +32,7 @@ class Harness:
 
     def __init__(
         self, tasks: Sequence[str], include: Path | None = None, shots: int | None = None, limit: int | None = None,
-        quiet: bool = False,
+        quiet: bool = False, metadata: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         try:
             from lm_eval.tasks import TaskManager
@@ -40,7 +42,7 @@ class Harness:
             ) from None
         self._shots, self._limit, self._quiet = shots, limit, quiet
         with self._output():
-            self._manager = TaskManager(include_path=str(include) if include else None)
+            self._manager = TaskManager(include_path=str(include) if include else None, metadata=metadata)
             found = {task: self._manager.match_tasks([task]) for task in tasks}
         if unknown := [task for task, names in found.items() if not names]:
             raise RefusedError(f"lm-evaluation-harness has no task {listing(unknown)}; `lm-eval ls tasks` lists them")

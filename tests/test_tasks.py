@@ -170,3 +170,22 @@ def test_a_task_that_cannot_be_run_is_one_line(own_tasks_only: None, tmp_path: P
     said = refused(f"SRC --tasks gone --include-tasks {tmp_path}")
     assert "a task of gone cannot be run: " in said
     assert "gone.jsonl" in said
+
+
+def test_tasks_that_make_their_texts_are_told_of_the_model(tmp_path: Path) -> None:
+    """As RULER's are: which tokenizer, and how many tokens."""
+    (tmp_path / "made.py").write_text(
+        "import json, datasets\n"
+        "def texts(**told):\n"
+        f"    json.dump(told, open({str(tmp_path / 'told.json')!r}, 'w'))\n"
+        "    return {'test': datasets.Dataset.from_list([{'text': 'import os'}])}\n"
+    )
+    (tmp_path / "made.yaml").write_text(
+        'task: local_made\ndataset_path: ""\ntest_split: test\ncustom_dataset: !function made.texts\n'
+        'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+        "metric_list: [{metric: word_perplexity}]\n"
+    )
+    results("SRC --tasks local_made --include-tasks", tmp_path)
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["tokenizer"] == str(SOURCE)
+    assert told["max_seq_lengths"] == [4096]
