@@ -259,6 +259,7 @@ def measure_recall(
     asked = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
     questions = [window for one in asked for window in one.windows]
     tried = f"a batch of {options.batch_size} sequences of {context:,} tokens"
+    found: list[dict[str, Any]] = []
     for subject in subjects:
         head = _head(subject, options)
         with _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"):
@@ -266,10 +267,12 @@ def measure_recall(
             every = [*questions, *texts]
             progress = bars(subject.name, sum(window.scored for window in every))
             scores = score(head, every, batch_size=options.batch_size, progress=progress)
-        subject.record["recall"] = recall(asked, scores)
-        if subject is not first:
-            subject.record["greedy"] = agreement(scores, texts)
+        assert scores.hits is not None
+        written = scores.hits[sum(window.scored for window in questions) :]
+        found.append({"recall": recall(asked, scores), "greedy": agreement(written, texts)})
         del head  # before the next one is loaded
+    for subject, record in zip(subjects, found, strict=True):  # of all or of none
+        subject.record.update(record)
 
 
 def _samples(subject: Subject, length: int, options: Options) -> list[Any]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from gqa.checkpoint.errors import RefusedError, explain
 from gqa.corpus.windows import Window
-from gqa.eval.scoring import Scores
 from gqa.eval.statistics import mean_interval
 
 STEPS = 64
@@ -48,7 +49,10 @@ def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]
 
 @torch.inference_mode()
 def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
-    """What the model writes after each opening, EOS at most `steps` tokens later, as windows that score it."""
+    """What the model writes after each opening, EOS at most `steps` tokens later, as windows that score it.
+
+    Raises RefusedError for a model that transformers cannot generate with.
+    """
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     how = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
@@ -64,6 +68,8 @@ def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: 
         found: Tensor = model.generate(
             ids.to(model.device), attention_mask=mask.to(model.device), generation_config=how
         )
+    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+        raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from None
     finally:
         model.generation_config = kept
     windows = []
@@ -73,14 +79,13 @@ def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: 
     return windows
 
 
-def agreement(scores: Scores, windows: Sequence[Window]) -> dict[str, float]:
+def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, float]:
     """Tokens until the model leaves the baseline's text, on average over texts, with a 95 % bootstrap interval, and the
-    share of texts that it does not leave.
+    share of texts that it does not leave. `hits`: of each scored token of `windows`, whether it is the most probable.
     """
-    assert scores.hits is not None
     ends = np.cumsum([window.scored for window in windows])[:-1]
-    right = [hits if hits.all() else hits[: hits.argmin()] for hits in np.split(scores.hits, ends)]
-    lengths = np.array([len(hits) for hits in right], float)
+    right = [own if own.all() else own[: own.argmin()] for own in np.split(hits, ends)]
+    lengths = np.array([len(own) for own in right], float)
     whole = np.array([window.scored for window in windows])
     mean, low, high = mean_interval(lengths, np.arange(len(lengths)))
     return {

@@ -166,19 +166,19 @@ def _distributions(models: list[Record]) -> Table:
 
 
 def _recall(models: list[Record], settings: Record) -> Table:
+    if "refused" in settings:
+        return Table("Recall from the context", ("not measured",), ((settings["refused"],),))
     header = ("recall of", "tokens before", *(m["name"] for m in models))
     rows = [
         (_KINDS[lines[0]["kind"]], f"{lines[0]['distance']:,}",
          *(f"{line['accuracy']:.1%} ({line['nats']:.2f})" for line in lines))
         for lines in zip(*(m["recall"] for m in models), strict=True)
     ]  # fmt: skip
-    texts = [m["greedy"] for m in models[1:]]
-    if texts:
-        told = (f"{text['tokens']:.1f} of {text['longest']:.1f} tokens" for text in texts)
-        rows.append(("greedy text", "", "", *told))
+    told = (f"{m['greedy']['tokens']:.1f} of {m['greedy']['longest']:.1f} tokens" for m in models)
+    rows.append(("greedy text", "", *told))
     note = (
         f"share of answers that are the most probable token, and nats per answer, in up to {settings['context']:,} "
-        "tokens; greedy text: how long a model says what the first one says"
+        "tokens; greedy text: how long a model says what the first one says (which rounding alone may make it leave)"
     )
     return Table("Recall from the context", header, tuple(rows), note)
 

@@ -253,6 +253,7 @@ KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())}
 @example("mistral", {"num_kv_shared_layers": "0"}, False, 1, None)
 @example("llama", {"layer_types": [1, 2]}, False, 2, None)
 @example("dbrx", {"num_hidden_layers": ""}, False, 1, None)
+@example("dbrx", {"grouped_attention": None}, False, 1, None)
 @example("llava", {"model_type": [[]]}, True, 1, None)
 def test_configs(
     sound: Path, model_type: str, odd: dict[str, Any], below: bool, groups: int, dtype: str | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from embedded import SOURCE
@@ -30,6 +32,10 @@ def written(model: PreTrainedModel, opening: list[int]) -> list[int]:
     return ids
 
 
+def hits(model: PreTrainedModel, windows: list[Window]) -> Any:
+    return score(ChunkedHead(model), windows, batch_size=4).hits
+
+
 @pytest.fixture(scope="module")
 def windows() -> list[Window]:
     return continued(load(SOURCE), OPENINGS, STEPS)
@@ -48,14 +54,14 @@ def test_reading_along_finds_where_a_model_writes_something_else(windows: list[W
         texts = zip(window.ids[len(opening) :], written(other, opening)[len(opening) :], strict=False)
         same = [one == another for one, another in texts]
         expected.append(same.index(False) if False in same else window.scored)
-    found = agreement(score(ChunkedHead(other), windows, batch_size=4), windows)
+    found = agreement(hits(other, windows), windows)
     assert found["tokens"] == pytest.approx(sum(expected) / len(expected))
     assert found["tokens"] < found["longest"]
     assert found["tokens_low"] <= found["tokens"] <= found["tokens_high"]
 
 
 def test_a_model_agrees_with_itself(windows: list[Window]) -> None:
-    found = agreement(score(ChunkedHead(load(SOURCE)), windows, batch_size=4), windows)
+    found = agreement(hits(load(SOURCE), windows), windows)
     assert found["tokens"] == found["longest"]
     assert found["whole"] == 1.0
 

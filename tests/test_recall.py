@@ -10,6 +10,7 @@ import pytest
 from embedded import SOURCE
 from evaluations import done, refused, results
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.corpus.windows import Window
@@ -108,7 +109,7 @@ def test_intervals_hold_what_they_are_of(questions: list[Questions]) -> None:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return results("SRC G2 --recall --context 256 --batch-size 4")
+    return results("SRC G2 --recall --context 256 --batch-size 4 --dtype float32")
 
 
 def test_recall_needs_no_text(report: dict[str, Any]) -> None:
@@ -118,8 +119,8 @@ def test_recall_needs_no_text(report: dict[str, Any]) -> None:
     asked = [(one["kind"], one["distance"]) for one in source["recall"]]
     assert asked == [(one["kind"], one["distance"]) for one in converted["recall"]]
     assert {kind for kind, _ in asked} == {"samples", "random", "look-up", "passkey"}
-    assert "greedy" not in source
-    assert 0 <= converted["greedy"]["tokens"] <= 64
+    assert 0 <= converted["greedy"]["tokens"] < converted["greedy"]["longest"] <= 64
+    assert source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
 
 
 def test_a_report_asks_unless_told_not_to(tmp_path: Path) -> None:
@@ -130,6 +131,17 @@ def test_a_report_asks_unless_told_not_to(tmp_path: Path) -> None:
     told = done(text, "--no-recall", "-o", tmp_path / "without").out + done(text).out
     assert "Recall" not in told
     assert not (tmp_path / "without" / "recall.png").exists()
+
+
+def test_what_keeps_recall_from_being_measured_keeps_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def samples(*args: object, **more: object) -> None:
+        raise RefusedError("it writes nothing")
+
+    monkeypatch.setattr("gqa.eval.evaluate.sampled_blocks", samples)
+    text = "SRC --data TEXT --context 128 --max-tokens 300"
+    assert "not measured\nit writes nothing" in done(text, "-o", tmp_path / "report").out
+    assert "it writes nothing" in (tmp_path / "report" / "report.md").read_text()
+    assert "it writes nothing" in refused(f"{text} --recall")
 
 
 def test_recall_is_for_decoders() -> None:

@@ -107,4 +107,5 @@ class Family:
 
     def groups(self, config: Any, kind: Kind) -> bool:
         """Whether the KV heads that a config counts are those of a kind of attention; else it keeps all heads."""
-        return kind in getattr(config, "grouped_attention", DEFAULT_KINDS)
+        named = getattr(config, "grouped_attention", DEFAULT_KINDS)
+        return kind in (named if isinstance(named, list | tuple) else DEFAULT_KINDS)  # any config may have such a key
