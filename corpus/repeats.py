@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.integer[Any]]
 
 SHORTEST = 16  # tokens of a passage that is copied: below it, habit predicts as well as the first copy
-# Of blocks, by what they become; docs/methods.md says what other shares are worth.
+# Of blocks, by what they become; docs/recall.md says what other shares are worth.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
