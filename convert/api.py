@@ -16,6 +16,7 @@ from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
 from gqa.convert.card import model_card, provenance
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
+from gqa.convert.methods import METHODS
 from gqa.convert.plan import Plan, check_grouping, make_plan
 from gqa.convert.recast.targets import ANY, Target
 from gqa.convert.verify import verify_load
@@ -156,13 +157,17 @@ def convert_checkpoint(
     writing = {name: options.pop(name) for name in _WRITING if name in options}
     grouping = calibration.grouping if calibration else "contiguous"
     plan = plan_conversion(model, groups, grouping=grouping, headers_only=False, **options)
-    place = default_output(plan.checkpoint.hub_id or os.fspath(model), groups) if out is None else Path(out)
+    place = default_output(plan.checkpoint.hub_id or os.fspath(model), plan) if out is None else Path(out)
     return convert_plan(plan, place, calibration=calibration, **writing)
 
 
-def default_output(model: str, groups: int) -> Path:
-    """`MODEL-gqa4` (`MODEL-mqa` for 1) beside a local model, in the working directory for a hub id."""
-    suffix = "-mqa" if groups == 1 else f"-gqa{groups}"
+def default_output(model: str, plan: Plan) -> Path:
+    """`MODEL-gqa4-refined` beside a local model, in the working directory for a hub id.
+
+    `MODEL-mqa-refined` for one head; `MODEL-gqa32` where none are merged.
+    """
+    suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
+    suffix += f"-{plan.method}" if plan.method in METHODS else ""
     path = Path(model)
     if path.is_dir():
         path = path.resolve() if path.name in ("", "..") else path

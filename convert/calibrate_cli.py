@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, progress_bar, run, version_option, with_options
-from gqa.checkpoint.errors import one_line
-from gqa.convert.methods import ALIGNING, GROUPINGS, LAYERWISE
+from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.convert.methods import ALIGNING, GROUPINGS, LAYERWISE, METHODS, Method
 
 if TYPE_CHECKING:
     from gqa.convert.align.calibration import MapsOptions
@@ -18,34 +21,70 @@ if TYPE_CHECKING:
 
 _LOG_SECONDS = 30.0  # between two lines
 
+
+class MethodOption(click.Option):
+    """An option that not every method uses: `used_by` says of one whether it does."""
+
+    def __init__(self, *names: Any, used_by: Callable[[Method], bool], **attributes: Any) -> None:
+        super().__init__(*names, **attributes)
+        self.used_by = used_by
+
+
+def option_of(used_by: Callable[[Method], bool], *names: str, **attributes: Any) -> Callable[..., Any]:
+    """`click.option` of what only those methods use."""
+    return click.option(*names, cls=MethodOption, used_by=used_by, **attributes)
+
+
+def is_given(name: str) -> bool:
+    """Whether a parameter of the command that runs was given, rather than left at its default."""
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def refuse_unused(methods: Iterable[str], where: str) -> None:
+    """Raises RefusedError for an option of the command that is given and that none of `methods` uses; `where` says in
+    words what was asked for instead.
+    """
+    known = [METHODS[name] for name in methods]
+    for option in click.get_current_context().command.params:
+        if isinstance(option, MethodOption) and is_given(str(option.name)) and not any(map(option.used_by, known)):
+            users = ", ".join(name for name, method in METHODS.items() if option.used_by(method))
+            told = f"it goes with --method {users}" if known else "leave one of the two out"
+            raise RefusedError(f"{option.opts[0]} is not used by {where}; {told}")
+
+
+of_text = partial(option_of, lambda method: method.reads_text)
+of_maps = partial(option_of, lambda method: method.aligns)
+of_draws = partial(option_of, lambda method: method.draws)
+_of_refined = partial(option_of, lambda method: method.refines)
+
 _TEXT = [
-    click.option("--calibration", type=Several(str), default="self", show_default=True, metavar="SOURCE[,...]",
-                 help="Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a "
-                 "file, a hub data set, stdlib:train."),
+    of_text("--calibration", type=Several(str), default="self", show_default=True, metavar="SOURCE[,...]",
+            help="Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a "
+            "file, a hub data set, stdlib:train."),
 ]  # fmt: skip
 _SEARCH = [
-    click.option("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
-                 help="In all; shared by SOURCE@WEIGHT."),
-    click.option("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
-                 help="Tokens of one block."),
-    click.option("--calibration-repeats/--no-calibration-repeats", default=True, show_default=True, help="Let half of "
-                 "the blocks repeat themselves, which keeps a model able to look things up; not those of self:plain."),
-    click.option("--grouping", type=click.Choice(GROUPINGS), default="contiguous", show_default=True,
-                 help="Which heads share: neighbours, or those that lose least by it."),
-    click.option("--ridge", type=click.FloatRange(min=0), default=0.03, show_default=True,
-                 help="Of the refit of the output projection."),
-    click.option("--refine-steps", type=click.IntRange(min=1), default=200, show_default=True,
-                 help="A layer, of --refine-batch blocks each."),
-    click.option("--refine-batch", type=click.IntRange(min=1), default=16, show_default=True),
-    click.option("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=0.02,
-                 show_default=True, help="Relative to the size of each tensor; it falls linearly to zero."),
-    click.option("--refine-precision", type=click.Choice(["no", "bf16"]), help="Of the products in refinement.  "
-                 "[default: bf16 where the device multiplies it natively]"),
-    click.option("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32",
-                 show_default=True, help="To run layers in; 16 bits blur what the converted layers lack."),
+    of_text("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
+            help="In all; shared by SOURCE@WEIGHT."),
+    of_text("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
+            help="Tokens of one block."),
+    of_text("--calibration-repeats/--no-calibration-repeats", default=True, show_default=True, help="Let half of "
+            "the blocks repeat themselves, which keeps a model able to look things up; not those of self:plain."),
+    of_maps("--grouping", type=click.Choice(GROUPINGS), default="contiguous", show_default=True,
+            help="Which heads share: neighbours, or those that lose least by it."),
+    of_text("--ridge", type=click.FloatRange(min=0), default=0.03, show_default=True,
+            help="Of the refit of the output projection."),
+    _of_refined("--refine-steps", type=click.IntRange(min=1), default=200, show_default=True,
+                help="A layer, of --refine-batch blocks each."),
+    _of_refined("--refine-batch", type=click.IntRange(min=1), default=16, show_default=True),
+    _of_refined("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=0.02,
+                show_default=True, help="Relative to the size of each tensor; it falls linearly to zero."),
+    _of_refined("--refine-precision", type=click.Choice(["no", "bf16"]), help="Of the products in refinement.  "
+                "[default: bf16 where the device multiplies it natively]"),
+    of_text("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32",
+            show_default=True, help="To run layers in; 16 bits blur what the converted layers lack."),
 ]  # fmt: skip
 _DEVICE = [
-    click.option("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
+    of_text("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
 ]  # fmt: skip
 
 
@@ -59,7 +98,6 @@ _TARGET = [
 
 def read_target(options: dict[str, Any]) -> Target:
     """What the options say. Raises RefusedError for a kind of attention that does not exist."""
-    from gqa.checkpoint.errors import RefusedError
     from gqa.convert.heads.family import KINDS
     from gqa.convert.recast.targets import Target
 
@@ -177,7 +215,7 @@ Examples:
 @click.option("--method", type=click.Choice(ALIGNING), default="calibrated", show_default=True)
 @maps_options
 @target_options
-@click.option("--seed", type=int, default=0, show_default=True)
+@of_draws("--seed", type=int, default=0, show_default=True)
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE, and forget an unfinished run of other options.")
 @click.option("-v", "--verbose", is_flag=True, help="Show where an unexpected error comes from.")
@@ -189,11 +227,11 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
     Finished layers of calibrated and refined are kept: the same command continues a run that was stopped. Methods that
     look at weights alone start over.
     """
-    from gqa.checkpoint.errors import RefusedError
     from gqa.checkpoint.hub import open_model
     from gqa.convert.align.find_maps import find_maps
     from gqa.convert.plan import make_plan
 
+    refuse_unused([options["method"]], f"--method {options['method']}")
     source = open_model(model, options["revision"])
     plan = make_plan(source, groups, options["method"], options["seed"], target=read_target(options))
     if groups >= plan.config.main.kv:

@@ -11,7 +11,17 @@ import click
 from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, run, version_option
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
-from gqa.convert.calibrate_cli import Bar, maps_options, read_options, read_target, target_options
+from gqa.convert.calibrate_cli import (
+    Bar,
+    is_given,
+    maps_options,
+    of_draws,
+    option_of,
+    read_options,
+    read_target,
+    refuse_unused,
+    target_options,
+)
 from gqa.convert.methods import LAYERWISE, METHODS, best
 
 if TYPE_CHECKING:
@@ -50,9 +60,10 @@ Examples:
     "--output",
     type=click.Path(),
     metavar="DIR",
-    help="Directory to make.  [default: MODEL-gqa<G> beside MODEL, MODEL-mqa for 1]",
+    help="Directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
 )
-@click.option(
+@option_of(
+    lambda method: True,
     "--method",
     type=click.Choice(list(METHODS)),
     default="mean",
@@ -67,7 +78,7 @@ Examples:
 )
 @maps_options
 @target_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Of random draws and samples.")
+@of_draws("--seed", type=int, default=0, show_default=True, help="Of random draws and samples.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16", "float64"]),
@@ -106,6 +117,9 @@ def command(model: str, groups: int, **options: Any) -> None:
     from gqa.checkpoint.hub import check_push
     from gqa.convert.api import plan_conversion
 
+    if options["maps"]:
+        refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
+    refuse_unused([options["method"]], f"--method {options['method']}")
     if options["push_to_hub"] and not options["dry_run"]:
         check_push(options["push_to_hub"], private=not options["public"])
     plan = plan_conversion(
@@ -122,7 +136,7 @@ def command(model: str, groups: int, **options: Any) -> None:
 def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
     from gqa.convert.api import convert_plan, default_output
 
-    out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan.groups)
+    out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan)
     quiet, start = options["quiet"], time.monotonic()
     # What finds maps runs models, whose imports take seconds.
     calibration = read_options(options) if plan.lacks_maps else None
@@ -158,7 +172,10 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
         _say(text, options)
-    for warning in result.warnings if result else plan.warnings:
+    warnings = list(result.warnings if result else plan.warnings)
+    if is_given("method") and plan.method not in METHODS:
+        warnings.append(f"--method {options['method']} is not used: no heads of the {plan.config.main.kv} are merged")
+    for warning in warnings:
         click.echo(one_line(f"warning: {warning}"), err=True)
     if result:
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}

@@ -53,6 +53,16 @@ class Method:
         return self.needs != "nothing"
 
     @property
+    def reads_text(self) -> bool:
+        """Whether text runs through the model, layer by layer."""
+        return self.needs == "text"
+
+    @property
+    def draws(self) -> bool:
+        """Whether a seed decides the result: that of random heads, or of text."""
+        return self.redraws or self.reads_text
+
+    @property
     def find(self) -> Callable[..., Iterator[tuple[str, HeadMaps]]]:
         """A plan, and whether to search for the best groups -> the maps of attention modules, each by its path."""
         module, _, function = self.finder.partition(":")
@@ -116,7 +126,7 @@ register("refined", "text", "calibrated, and minutes a layer", "calibrated, then
 )
 
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
-LAYERWISE = tuple(method.name for method in METHODS.values() if method.needs == "text")  # finished layers are kept
+LAYERWISE = tuple(method.name for method in METHODS.values() if method.reads_text)  # finished layers are kept
 
 
 def best(fits: Callable[[Method], bool]) -> list[str]:

@@ -118,7 +118,7 @@ def test_nan_and_inf_are_a_warning(name: str, value: float, tmp_path: Path) -> N
     assert [line for line in result.err.splitlines() if "NaN or Inf" in line] == result.err.splitlines()
     assert f"warning: {name} has NaN or Inf" in result.err
     assert any(name in warning for warning in json.loads(result.out)["warnings"])
-    rows = load(tmp_path / "m-gqa2")[name]
+    rows = load(tmp_path / "m-gqa2-mean")[name]
     assert (~rows.isfinite()).nonzero().tolist() == [[1, 7]]  # row 5 = row 1 of head 1: group 0
 
 
@@ -252,12 +252,12 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = llama(tmp_path / name, shards=1)
     result = run("--groups", 2, "--json", f"{model}/")
     assert result.code == 0, result
-    assert (tmp_path / f"{name}-gqa2" / "config.json").is_file()
-    json.loads((tmp_path / f"{name}-gqa2" / "gqa_conversion.json").read_text())
+    assert (tmp_path / f"{name}-gqa2-mean" / "config.json").is_file()
+    json.loads((tmp_path / f"{name}-gqa2-mean" / "gqa_conversion.json").read_text())
     monkeypatch.chdir(model)
     assert run("--groups", 1, ".").code == 0
-    assert (tmp_path / f"{name}-mqa" / "config.json").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name}-gqa2", f"{name}-mqa"])
+    assert (tmp_path / f"{name}-mqa-mean" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name}-gqa2-mean", f"{name}-mqa-mean"])
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"], ["-v"], ["--tensor-parallel", "2"], ["-q", "--checksums"]])

@@ -63,7 +63,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     words = ("--groups", 2, "--revision", "side", NAME)
     result = machine.run(*words, HF_TOKEN="hf_secret")
     assert (result.code, result.err) == (0, ""), result.err
-    out = machine.work / "tiny-llama-gqa2"
+    out = machine.work / "tiny-llama-gqa2-mean"
     assert [p.name for p in machine.work.iterdir()] == [out.name]
     assert hub.fetched() == {*needed, "assets/nested/vocab.txt", "README.md", INDEX, *SHARDS}
 
@@ -147,7 +147,7 @@ def test_bin_weights(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     result = machine.run("--groups", 2, NAME)
     assert (result.code, result.err) == (0, ""), result
     assert run("--groups", 2, source, "-o", tmp_path / "local").code == 0
-    assert same_weights(machine.work / "tiny-llama-gqa2", tmp_path / "local")
+    assert same_weights(machine.work / "tiny-llama-gqa2-mean", tmp_path / "local")
 
 
 def test_local_directory_wins(tmp_path: Path, hub: Hub, machine: Machine) -> None:
@@ -274,7 +274,7 @@ def test_cache_that_cannot_be_written(tmp_path: Path, hub: Hub, machine: Machine
 def test_push(tmp_path: Path, hub: Hub, machine: Machine, fails: bool) -> None:
     """A push that fails keeps the result."""
     hub.failing |= {"/api/models/me/pushed/commit": 403} if fails else {}
-    source, out = model(tmp_path / "source"), tmp_path / "source-gqa2"
+    source, out = model(tmp_path / "source"), tmp_path / "source-gqa2-mean"
     words = ("--groups", 2, *(["-q"] if fails else []), "--push-to-hub", "me/pushed", source)
     result = machine.run(*words, HF_TOKEN="hf_write")
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -318,7 +318,7 @@ def test_push_that_cannot_work_is_refused_before_converting(tmp_path: Path, hub:
     assert "me/public is public; allow that" in machine.refused(*push, "me/public", source, HF_TOKEN="hf_write")
     assert "no token to use me/new with: log in" in machine.refused(*push, "me/new", source)
     assert "no repository name" in machine.refused(*push, "a/b/c", source, HF_TOKEN="hf_write")
-    assert not (tmp_path / "source-gqa2").exists()
+    assert not (tmp_path / "source-gqa2-mean").exists()
 
 
 @pytest.mark.parametrize(

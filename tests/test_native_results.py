@@ -204,7 +204,7 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
         "to": {"model_type": "phi", "architecture": "PhiForCausalLM"},
         "way": "native",
     }
-    record, out = json.loads(done.out), tmp_path / "source-gqa2"
+    record, out = json.loads(done.out), tmp_path / "source-gqa2-mean"
     assert record["recast"] == json.loads((out / "gqa_conversion.json").read_text())["recast"] == both
     assert record["parameters"]["before"] == build(CASES["gpt_neox"].tiny, 4).num_parameters()
     card = (out / "README.md").read_text()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, fail, progress_bar, run, version_option, with_options
-from gqa.convert.calibrate_cli import read_options, search_options
+from gqa.convert.calibrate_cli import of_text, read_options, refuse_unused, search_options
 from gqa.convert.methods import METHODS
 from gqa.eval.study.study import SCOPES, TEACHERS
 from gqa.uptrain.cli import command as uptrain_command
@@ -62,8 +62,8 @@ _DATA = [
                  "for several."),
     click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", help="Of training; weights "
                  "and optimiser stay in float32."),
-    click.option("--calibration", type=Several(str), metavar="SOURCE[,...]", help="Text for calibrated and refined, as "
-                 "for gqa-convert.  [default: the data]"),
+    of_text("--calibration", type=Several(str), metavar="SOURCE[,...]", help="Text for calibrated and refined, as "
+            "for gqa-convert.  [default: the data]"),
 ]  # fmt: skip
 _OF_UPTRAIN = ("field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup", "batch_size",
                "micro_batch", "block_size", "optimizer", "weight_decay")  # fmt: skip
@@ -151,6 +151,7 @@ def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptio
         return {name: options[name] for name in names if name in options}
 
     methods = {method: seeds or options["seeds"] for method, seeds in options["methods"]}
+    refuse_unused(methods, f"--methods {','.join(methods)}")
     grid = Grid(methods, **of(("groups", "alphas", "train", "teachers", "seeds")))
     text = options["calibration"] or options["data"]
     maps = read_options(options | {"calibration": text, "seed": 0, "device": None})  # each cell has its own

@@ -133,9 +133,11 @@ def commands(point: Point) -> list[str]:
     out = f"{model.split('/')[-1]}-gqa{point['groups']}"
     words = ["gqa-convert", model, "--groups", point["groups"]]
     if method not in UNMERGED:
-        words += ["--method", method, "--seed", point["seed"]]
+        words += ["--method", method]
     names: list[str] = []
     how = METHODS.get(method)  # none where no heads were merged
+    if how and how.draws:
+        words += ["--seed", point["seed"]]
     if how and how.aligns and point["grouping"] != "contiguous":
         names += ["grouping"]
     if how and how.needs == "text":

@@ -1,0 +1,88 @@
+"""What a method does not use is refused, whatever the command; the method is in the name of what it makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from checkpoints import leftovers, llama, run
+
+from gqa.convert import cli, convert_checkpoint, plan_conversion
+from gqa.convert.calibrate_cli import MethodOption, command
+from gqa.convert.methods import METHODS
+
+OPTIONS = {option.opts[0]: option for option in cli.command.params if isinstance(option, MethodOption)}
+VALUES = {click.types.IntRange: "7", click.types.FloatRange: "0.5", click.types.IntParamType: "3"}
+USED = {  # by hand, once: the declarations beside the options must say the same
+    "mean": {"--method"},
+    "random": {"--method", "--seed"},
+    "aligned": {"--method", "--grouping"},
+    "calibrated": OPTIONS.keys() - {name for name in OPTIONS if name.startswith("--refine")},
+    "refined": OPTIONS.keys(),
+}
+
+
+def words(option: MethodOption) -> tuple[str, ...]:
+    """The option with some value that it takes."""
+    if option.is_flag:
+        return (option.opts[0],)
+    kind: Any = option.type
+    return option.opts[0], kind.choices[-1] if isinstance(kind, click.Choice) else VALUES.get(type(kind), "nofile.txt")
+
+
+@pytest.mark.parametrize("method", USED)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "--method"])
+def test_an_option_is_refused_by_the_methods_that_do_not_use_it(name: str, method: str, tmp_path: Path) -> None:
+    """One that is used gets as far as the model, which is not there."""
+    said = run("--groups", 2, "--method", method, *words(OPTIONS[name]), tmp_path / "nothing").err
+    if name in USED[method]:
+        assert "is not used by" not in said
+        assert "nothing" in said
+    else:
+        users = ", ".join(name_of for name_of in METHODS if OPTIONS[name].used_by(METHODS[name_of]))
+        assert said == f"gqa-convert: {name} is not used by --method {method}; it goes with --method {users}\n"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_maps_leave_no_method_to_choose(name: str, tmp_path: Path) -> None:
+    (tmp_path / "maps").touch()
+    said = run("--groups", 2, "--maps", tmp_path / "maps", *words(OPTIONS[name]), tmp_path / "nothing").err
+    assert said.startswith(f"gqa-convert: {name} is not used by --maps {tmp_path / 'maps'}, which holds what a method")
+
+
+def test_defaults_are_not_given(tmp_path: Path) -> None:
+    """An option with its default value in so many words was asked for, too; without any nothing is refused."""
+    assert "--refine-steps is not used" in run("--groups", 2, "--refine-steps", 200, tmp_path / "nothing").err
+    assert "is not used" not in run("--groups", 2, tmp_path / "nothing").err
+
+
+def test_the_other_commands_refuse_the_same(tmp_path: Path) -> None:
+    options = {option.opts[0] for option in command.params if isinstance(option, MethodOption)}
+    assert options == OPTIONS.keys() - {"--method"}
+    calibrate = ("--groups", 2, "-o", tmp_path / "maps", "--method", "aligned", "--ridge", 1, tmp_path / "nothing")
+    assert "--ridge is not used by --method aligned" in run(*calibrate, program="gqa-calibrate").err
+    study = ("--data", "text", "-o", tmp_path / "study", "--methods", "mean,aligned", "--refine-batch", 2, "nothing")
+    said = run(*study, program="gqa-ablate").err
+    assert "--refine-batch is not used by --methods mean,aligned; it goes with --method refined" in said
+
+
+@pytest.mark.parametrize(("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")])
+def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_path: Path) -> None:
+    """4 heads become fewer, stay, or are repeated; a method that has nothing to do is told of."""
+    model = llama(tmp_path / "m")
+    done = run("--groups", groups, "--method", "first", model)
+    assert (done.code, leftovers(tmp_path)) == (0, [])
+    assert (tmp_path / name / "config.json").is_file()
+    assert ("--method first is not used: no heads of the 4 are merged" in done.err) == (groups >= 4)
+    assert convert_checkpoint(model, groups, method="first", overwrite=True).out == tmp_path / name
+
+
+def test_maps_give_the_name_of_their_method(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    arguments = ("--groups", 2, "-o", tmp_path / "maps", "--method", "procrustes", model)
+    assert run(*arguments, program="gqa-calibrate").code == 0
+    assert run("--groups", 2, "--maps", tmp_path / "maps", model).code == 0
+    assert (tmp_path / "m-gqa2-procrustes" / "config.json").is_file()
+    assert plan_conversion(model, 2, maps=tmp_path / "maps").method == "procrustes"
