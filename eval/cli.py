@@ -104,7 +104,7 @@ _RUN = [
     click.option("--revision", help="Branch, tag or commit of hub ids."),
     click.option("--trust-remote-code", is_flag=True, help="Run code that a checkpoint brings (dangerous)."),
     click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write "
-                 "results.json, report.md and pictures here, in the place of an earlier report."),
+                 "results.json, report.html and pictures here, in the place of an earlier report."),
     click.option("--json", is_flag=True, help="One JSON object on stdout, the rest on stderr."),
     click.option("-v", "--verbose", is_flag=True, help="Every table; tracebacks of defects."),
     click.option("-q", "--quiet", is_flag=True, help="No progress, no tables."),
@@ -129,7 +129,8 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
 
     BASELINE and each MODEL are directories or hub ids; every MODEL is shown with its difference from BASELINE.
     """
-    from gqa.eval.report import as_json, check_output, no_pictures, tables, write_report
+    from gqa.eval.page import no_pictures
+    from gqa.eval.report import as_json, check_output, tables, verdicts, write_report
 
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
@@ -141,7 +142,7 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
         return
     if not options["quiet"]:
         shown = [table.text() for table in tables(results, every=options["verbose"])]
-        click.echo("\n\n".join(shown), err=options["json"])
+        click.echo("\n\n".join(["\n".join(verdicts(results)), *shown]).lstrip(), err=options["json"])
     if options["output"]:
         written = [*write_report(results, options["output"]), *filter(None, [no_pictures()])]
         if not options["quiet"]:

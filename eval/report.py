@@ -1,93 +1,24 @@
-"""Record as tables: in a terminal, and in report.md beside results.json and the plots."""
+"""A record of measurements as verdicts and tables, and as report.html beside results.json and the pictures."""
 
 from __future__ import annotations
 
 import json
 import math
-import string
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
+from gqa.eval.page import figures, no_pictures, page
+from gqa.eval.tables import Table, number, table
 
 Record = dict[str, Any]
 
 PICTURES = ("by_context", "recall", "attention_error", "decode")
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text; the first column is left-aligned, the others right."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-    def text(self) -> str:
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        shown = [
-            "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(cells))
-            for cells in (list(zip(line, widths, strict=True)) for line in lines)
-        ]
-        return "\n".join([self.title, *(line.rstrip() for line in shown), *([self.note] if self.note else [])])
-
-    def markdown(self) -> str:
-        def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(map(_escaped, cells)) + " |"
-
-        rule = "|" + "---|" + "---:|" * (len(self.header) - 1)
-        parts = [f"## {_escaped(self.title)}", "", line(self.header), rule, *(line(row) for row in self.rows)]
-        return "\n".join([*parts, *(["", _escaped(self.note)] if self.note else [])])
-
-
-def _escaped(text: str) -> str:
-    """Names of models and files as they are, in Markdown."""
-    return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in text)
-
-
-class _Formats(string.Formatter):
-    """Format strings with three more formats: `size` of bytes, `number` of five digits, `ms` of seconds. Words stay as
-    they are where a number is expected.
-    """
-
-    def format_field(self, value: Any, spec: str) -> str:
-        if isinstance(value, str):
-            return value
-        if spec == "size":
-            return size(value)
-        if spec == "number":
-            return number(value)
-        if spec.endswith("ms"):
-            return f"{value * 1e3:{spec.removesuffix('ms')}f}"
-        return str(super().format_field(value, spec))
-
-
-def shown(record: Any, columns: Iterable[str], missing: str = "") -> tuple[str, ...]:
-    """Cells of a row by their format strings; `missing` where the record has no such numbers."""
-    cells = []
-    for column in columns:
-        try:
-            cells.append(_Formats().vformat(column, (), record))
-        except (KeyError, TypeError):  # not measured, or null
-            cells.append(missing)
-    return tuple(cells)
-
-
-def number(value: float) -> str:
-    """Five digits: more are not the same in every batch size."""
-    if not 1 <= value < 1e5:
-        return f"{value:.4g}"
-    return f"{value:,.{4 - int(math.log10(value))}f}"
-
 
 _QUALITY = {
     "model": "{name}", "KV heads": "{heads[kv]}", "perplexity": "{quality[token_perplexity]:number}",
@@ -119,6 +50,51 @@ _DECODE = {
 }  # fmt: skip
 
 
+def verdicts(results: Record) -> list[str]:
+    """What was measured of each model but the first, in a line: what it saves and what that costs."""
+    first, *others = results["models"]
+    lines = [(model["name"], _verdict(first, model)) for model in others]
+    return [line if len(lines) == 1 else f"{name}: {line}" for name, line in lines if line]
+
+
+def _verdict(first: Record, model: Record) -> str:
+    parts, heads = [], ""
+    if "heads" in first and "heads" in model:
+        heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
+        before, after = (m["kv_cache"]["bytes_per_token"] for m in (first, model))
+        larger, smaller = after / before, before / after
+        parts.append(
+            "the same KV cache" if before == after
+            else f"KV cache {smaller:.3g}x smaller" if smaller > 1
+            else f"KV cache {larger:.3g}x larger"
+        )  # fmt: skip
+    if "quality" in model:
+        ratio = model["against_baseline"]
+        bounds = f" (95 %: {_times(ratio['ratio_low'])}-{_times(ratio['ratio_high'])})" if "ratio_low" in ratio else ""
+        parts.append(f"perplexity x{_times(ratio['ratio'])}{bounds}")
+    if "recall" in model:
+        kinds = (next(kind for kind in ("text", "samples") if kind in recalled(model)), "random")
+        shares = [tuple(recalled(m).get(kind, math.nan) for m in (first, model)) for kind in kinds]
+        told = [f"{before:.0%} -> {after:.0%}" for before, after in shares]
+        parts.append(f"recall {told[0]} (random tokens {told[1]})")
+    return heads + ", ".join(parts)
+
+
+def _times(ratio: float) -> str:
+    """Two decimals below 10, whole numbers from 100."""
+    return f"{ratio:,.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
+
+
+def recalled(model: Record) -> dict[str, float]:
+    """Of each kind of question, the share of all answers, at whatever distance, that are right."""
+    found: dict[str, float] = {}
+    for kind in dict.fromkeys(one["kind"] for one in model["recall"]):
+        lines = [one for one in model["recall"] if one["kind"] == kind]
+        right = sum(one["accuracy"] * one["answers"] for one in lines)
+        found[kind] = right / sum(one["answers"] for one in lines)
+    return found
+
+
 def tables(results: Record, every: bool = False) -> Iterator[Table]:
     """What was measured; `every` adds the tables that are too long for a terminal."""
     models: list[Record] = results["models"]
@@ -137,11 +113,6 @@ def tables(results: Record, every: bool = False) -> Iterator[Table]:
         yield _attention(models)
     if every and any("by_context" in m for m in models):
         yield _context(models)
-
-
-def table(title: str, columns: dict[str, str], records: Iterable[Any], note: str, missing: str = "") -> Table:
-    """A line for each record, by the format strings of the `columns`."""
-    return Table(title, tuple(columns), tuple(shown(record, columns.values(), missing) for record in records), note)
 
 
 def _quality(models: list[Record], text: Record) -> Table:
@@ -307,7 +278,7 @@ def check_output(directory: Path) -> None:
         raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
 
 
-_FILES = ("results.json", "report.md", *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
+_FILES = ("results.json", "report.html", *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
 
 
 def measured_with(record: Record) -> str:
@@ -316,15 +287,8 @@ def measured_with(record: Record) -> str:
     return f"{record['created']}, {record['device']}, {record['threads']} threads; {versions}"
 
 
-def no_pictures() -> str:
-    """Why a report has no pictures; nothing where it has."""
-    if find_spec("matplotlib"):
-        return ""
-    return "no pictures, for which matplotlib is missing: pip install 'gqa-convert[report]'"
-
-
 def write_report(results: Record, directory: Path) -> list[str]:
-    """results.json, report.md and, where matplotlib is installed, pictures; returns the names of what was written.
+    """results.json, report.html and, where matplotlib is installed, pictures; returns the names of what was written.
 
     An earlier report is replaced, other files in the directory stay. All are made aside first, so that what keeps one
     from being written leaves the directory as it was.
@@ -348,13 +312,12 @@ def _make_report(results: Record, directory: Path) -> list[str]:
         from gqa.eval import plots
 
         pictures = plots.draw(results, directory)
-    names = ", ".join(model["name"] for model in results["models"])
-    parts = [f"# {_escaped(names)}", "", f"    {one_line(results['command'])}", ""]
-    for table in tables(results, every=True):
-        parts += [table.markdown(), ""]
-    parts += [f"![{title}]({name}.svg)\n" for name, title in pictures]
-    parts += [f"{remark}\n"] if remark else []
-    parts += [f"{measured_with(results)}."]
-    write_text(directory / "report.md", "\n".join(parts) + "\n")
+    html = page(
+        title=", ".join(model["name"] for model in results["models"]), verdicts=verdicts(results),
+        tables=list(tables(results, every=True)), figures=figures(pictures, directory),
+        commands=[one_line(results["command"], 4000)],
+        foot=" ".join([*filter(None, [remark]), f"{measured_with(results)}."]),
+    )  # fmt: skip
+    write_text(directory / "report.html", html)
     write_text(directory / "results.json", as_json(results, indent=2) + "\n")
     return [name for name in _FILES if (directory / name).exists()]

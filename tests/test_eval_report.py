@@ -6,11 +6,12 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import struct
 import sys
+from html import escape, unescape
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,11 +19,13 @@ from checkpoints import run
 from embedded import SOURCE, copy_source
 from evaluations import done, place, refused, results, words
 from safetensors.torch import load_file, save_file
+from test_page import checked
 
 import gqa.eval
 from gqa.eval import evaluate, report
-from gqa.eval.report import Table, as_json, number
+from gqa.eval.report import as_json, verdicts
 from gqa.eval.subjects import distinct_names
+from gqa.eval.tables import Table, number
 
 SVG = "{http://www.w3.org/2000/svg}svg"
 MODEL_KEYS = {
@@ -102,19 +105,10 @@ def test_json_and_tables_do_not_mix(tmp_path: Path) -> None:
     assert "\nwritten to " in result.err
 
 
-def check_markdown(text: str, directory: Path) -> None:
-    """Tables have rows of one width under a rule, pictures are there."""
-    blocks = [block.splitlines() for block in text.split("\n\n")]
-    tables = [block for block in blocks if block[0].startswith("|")]
-    assert tables
-    for table in tables:
-        assert re.fullmatch(r"\|---\|(---:\|)+", table[1])
-        assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {table[1].count("|")}
-    pictures = re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
-    assert pictures
-    for name in pictures:
-        assert ElementTree.parse(directory / name).getroot().tag == SVG
-        png = (directory / name).with_suffix(".png").read_bytes()
+def check_pictures(directory: Path, names: list[str]) -> None:
+    for name in names:
+        assert ElementTree.parse(directory / f"{name}.svg").getroot().tag == SVG
+        png = (directory / f"{name}.png").read_bytes()
         assert png[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", png[16:24]) == (960, 600)
 
@@ -122,20 +116,22 @@ def check_markdown(text: str, directory: Path) -> None:
 def test_report(tmp_path: Path) -> None:
     out = tmp_path / "new" / "report"
     shown = done(FULL, "-o", out).out
-    names = ["results.json", "report.md"] + [
+    names = ["results.json", "report.html"] + [
         f"{name}.{suffix}"
         for name in ("by_context", "recall", "attention_error", "decode")
         for suffix in ("svg", "png")
     ]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     assert shown.endswith(f"written to {out}: {', '.join(names)}\n")
-    text = (out / "report.md").read_text()
-    check_markdown(text, out)
+    html = (out / "report.html").read_text()
+    found = checked(html)
+    check_pictures(out, ["by_context", "recall", "attention_error", "decode"])
+    assert found.pictures == [(out / name).read_text() for name in names[2::2]]
     recorded = json.loads((out / "results.json").read_text())
-    assert recorded["command"] in text
-    assert f"{recorded['models'][1]['quality']['token_perplexity']:.2f}" in text
-    for name in names[2::2]:
-        assert f"]({name})" in text
+    assert escape(recorded["command"]) in html
+    perplexity = f"{recorded['models'][1]['quality']['token_perplexity']:.2f}"
+    assert [row[2] for row in found.tables[0]][2] == perplexity
+    assert f'<p class="verdict">{escape(verdicts(recorded)[0])}</p>' in html
 
 
 def test_a_report_replaces_its_predecessor_and_nothing_else(tmp_path: Path) -> None:
@@ -145,12 +141,12 @@ def test_a_report_replaces_its_predecessor_and_nothing_else(tmp_path: Path) -> N
     assert (out / "decode.svg").is_file()
     done("SRC --data TEXT --context 64", "-o", out)
     assert sorted(path.name for path in out.iterdir()) == [
-        "by_context.png", "by_context.svg", "notes.md", "report.md", "results.json"
+        "by_context.png", "by_context.svg", "notes.md", "report.html", "results.json"
     ]  # fmt: skip
     assert (out / "notes.md").read_text() == "mine"
 
 
-@pytest.mark.parametrize("taken", [{"results.json": '{"acc": 1}'}, {"report.md": "# Mine"}, {"results.json": "{"}])
+@pytest.mark.parametrize("taken", [{"results.json": '{"acc": 1}'}, {"report.html": "# Mine"}, {"results.json": "{"}])
 def test_files_of_something_else_are_not_overwritten(tmp_path: Path, taken: dict[str, str]) -> None:
     for name, text in taken.items():
         (tmp_path / name).write_text(text)
@@ -163,9 +159,9 @@ def test_names_cannot_break_a_report(tmp_path: Path) -> None:
     name = r"a|b_*<img>`$\frac$"
     shutil.copytree(SOURCE, tmp_path / name)
     done("SRC --data TEXT --context 64", tmp_path / name, "-o", tmp_path / "report")
-    text = (tmp_path / "report" / "report.md").read_text()
-    check_markdown(text, tmp_path / "report")
-    assert r"| a\|b\_\*\<img\>\`$\\frac$ |" in text
+    found = checked((tmp_path / "report" / "report.html").read_text())
+    assert found.tables[0][2][0] == name
+    assert "img" in found.tags
 
 
 def test_a_report_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +170,8 @@ def test_a_report_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delattr(gqa.eval, "plots", raising=False)
     shown = done("SRC --data TEXT --context 64", "-o", tmp_path / "report").out
     told = "no pictures, for which matplotlib is missing: pip install 'gqa-convert[report]'\n"
-    assert shown.endswith(f"results.json, report.md, {told}")
-    assert told in (tmp_path / "report" / "report.md").read_text()
+    assert shown.endswith(f"results.json, report.html, {told}")
+    assert told.strip() in unescape((tmp_path / "report" / "report.html").read_text())
 
 
 def test_what_keeps_a_report_from_being_written_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +201,34 @@ def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatc
         now = {path.name: path.read_bytes() for path in target.iterdir()} if target.exists() else None
         assert now == left
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def judged(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    cache = {"heads": {"kv": 8}, "kv_cache": {"bytes_per_token": 800}}
+    return verdicts({"models": [{"name": "a", **cache, **before}, {"name": "b", **cache, **after}]})
+
+
+def test_a_verdict_says_what_is_saved_and_what_it_costs() -> None:
+    fewer = {"heads": {"kv": 2}, "kv_cache": {"bytes_per_token": 200}}
+    ratio = {"ratio": 1.0903, "ratio_low": 1.0841, "ratio_high": 1.1}
+    measured = {"quality": {}, "against_baseline": ratio}
+    assert judged({}, fewer | measured) == ["2 of 8 heads: KV cache 4x smaller, perplexity x1.09 (95 %: 1.08-1.10)"]
+    asked = [
+        [{"kind": "samples", "accuracy": share, "answers": n} for share, n in lines]
+        + [{"kind": "random", "accuracy": lines[0][0] / 2, "answers": 10}]
+        for lines in (((0.9, 300), (0.8, 100)), ((0.5, 300), (0.1, 100)))
+    ]  # fmt: skip
+    told = judged({"recall": asked[0]}, fewer | {"recall": asked[1]})
+    assert told == ["2 of 8 heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)"]
+    assert judged({}, {}) == ["8 of 8 heads: the same KV cache"]
+    assert judged({}, {"heads": {"kv": 16}, "kv_cache": {"bytes_per_token": 1600}})[0].endswith("KV cache 2x larger")
+
+
+def test_a_verdict_of_several_names_each() -> None:
+    ratios = [{"quality": {}, "against_baseline": {"ratio": ratio}} for ratio in (12.34, 1234.5)]
+    models = [{"name": "a"}, *({"name": name, **ratio} for name, ratio in zip("bc", ratios, strict=True))]
+    assert verdicts({"models": models}) == ["b: perplexity x12.3", "c: perplexity x1,234"]
+    assert verdicts({"models": models[:1]}) == []
 
 
 def test_number() -> None:

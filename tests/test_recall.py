@@ -140,7 +140,7 @@ def test_what_keeps_recall_from_being_measured_keeps_no_report(tmp_path: Path, m
     monkeypatch.setattr("gqa.eval.evaluate.sampled_blocks", samples)
     text = "SRC --data TEXT --context 128 --max-tokens 300"
     assert "not measured\nit writes nothing" in done(text, "-o", tmp_path / "report").out
-    assert "it writes nothing" in (tmp_path / "report" / "report.md").read_text()
+    assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
     assert "it writes nothing" in refused(f"{text} --recall")
 
 

@@ -10,11 +10,11 @@ from gqa.checkpoint.loading import load_model
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.methods import METHODS
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.eval.report import Table, table
 from gqa.eval.scoring import score
 from gqa.eval.study.ablation import Study
 from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell
+from gqa.eval.tables import Table, table
 
 # Forward passes that something takes for each token. A backward pass is two; calibrating runs both models, and solves.
 TRAINING, TEACHING, CALIBRATING = 3.0, 1.0, 5.0

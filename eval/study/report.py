@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
-from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
-from gqa.eval.report import Table, measured_with, no_pictures, table
+from gqa.eval.page import figures, no_pictures, page
+from gqa.eval.report import measured_with
 from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import points, recommend
+from gqa.eval.tables import Table, table
 
 BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
@@ -173,25 +172,8 @@ def _make(results: Results, directory: Path) -> None:
     indented = "\n".join(f"    {command}" for command in commands)
     text = "\n\n".join([f"# {title}", indented, lead, first, *pasted, *others, *feet])
     write_text(directory / "report.md", f"{text}\n")
-    data = [b64encode((directory / f"{name}.svg").read_bytes()).decode() for name, _ in pictures]
-    figures = [{"caption": caption, "data": svg} for (_, caption), svg in zip(pictures, data, strict=True)]
-    html = page(title=title, commands=commands, lead=lead, tables=found, figures=figures, foot=" ".join(feet))
+    html = page(
+        title=title, verdicts=[lead], tables=found, figures=figures(pictures, directory), commands=commands,
+        foot=" ".join(feet),
+    )  # fmt: skip
     write_text(directory / "report.html", html)
-
-
-def page(**given: Any) -> str:
-    """A whole HTML document; page.html.jinja says of what. Text is escaped."""
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.filters["kinds"] = _kinds
-    return environment.get_template("page.html.jinja").render(given)
-
-
-def _kinds(table: Table) -> list[str]:
-    """Of its columns: numbers, of which a few may be words as `failed` is; words on one line; or longer words."""
-
-    def kind(column: Sequence[str]) -> str:
-        if 2 * sum(bool(re.search("[a-z]{3}", cell)) for cell in column) <= len(column):
-            return "numbers"
-        return "words" if max(map(len, column)) <= 30 else "long words"
-
-    return [kind(column) for column in zip(*table.rows, strict=True)]
