@@ -242,21 +242,20 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
 
 def _recall_context(subjects: list[Subject], options: dict[str, Any]) -> int | None:
     """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
-    from gqa.eval.recall import DISTANCES
+    from gqa.eval.evaluate import check_recall
     from gqa.eval.text import choose_context
 
-    asked, first = options["recall"], subjects[0]
+    asked = options["recall"]
     if not (options["output"] if asked is None else asked):
         return None
-    context, least = choose_context(subjects, options["context"], options["beyond_positions"]), 2 * DISTANCES[0]
-    impossible = ""
-    if first.config.is_encoder_decoder:
-        impossible = f"--recall is for decoders, and {first.name} is an encoder-decoder"
-    elif context < least:
-        impossible = f"--recall needs a context of at least {least} tokens, and --context is {context}"
-    if impossible and asked:
-        raise RefusedError(impossible)
-    return None if impossible else context
+    context = choose_context(subjects, options["context"], options["beyond_positions"])
+    try:
+        check_recall(subjects[0], context)
+    except RefusedError:
+        if asked:
+            raise
+        return None
+    return context
 
 
 def _find_tasks(subjects: list[Subject], options: dict[str, Any], quiet: bool) -> Harness:

@@ -28,7 +28,7 @@ from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, continued, prompts
 from gqa.eval.memory import what_fits
 from gqa.eval.perplexity import Text, perplexity
-from gqa.eval.recall import make_questions, recall
+from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.report import nearest
 from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import by_context, kl_statistics, paired_ratio
@@ -240,14 +240,39 @@ def time_decoding(
         subject.record["kv_cache"]["measured"] = {"tokens": tokens, "bytes": held, "formula": formula}
 
 
-def measure_recall(
-    subjects: Sequence[Subject], text: Text | None, context: int, options: Options, bars: Callable[[str, int], Progress]
-) -> None:
-    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says.
+@dataclass(frozen=True)
+class Probe:
+    """What models are asked about their context, and the texts that the first of them writes by itself."""
 
-    Passages are of `text`, where there is one, and of what the first writes itself. Raises RefusedError.
+    asked: Sequence[Questions]
+    texts: Sequence[Window]
+
+    @property
+    def windows(self) -> list[Window]:
+        return [*(window for one in self.asked for window in one.windows), *self.texts]
+
+    def measured(self, scores: Scores) -> dict[str, Any]:
+        """What `scores` of the windows say of a model, for its record."""
+        assert scores.hits is not None
+        written = scores.hits[-sum(window.scored for window in self.texts) :]
+        return {"recall": recall(self.asked, scores), "greedy": agreement(written, self.texts)}
+
+
+def check_recall(first: Subject, context: int) -> None:
+    """Raises RefusedError where a model cannot be asked about `context` tokens."""
+    least = 2 * DISTANCES[0]
+    if first.config.is_encoder_decoder:
+        raise RefusedError(f"--recall is for decoders, and {first.name} is an encoder-decoder")
+    if context < least:
+        raise RefusedError(f"--recall needs a context of at least {least} tokens, and --context is {context}")
+
+
+def make_probe(first: Subject, text: Text | None, context: int, options: Options) -> Probe:
+    """Questions about up to `context` tokens of `text`, where there is one, and of what the first model writes itself.
+
+    Raises RefusedError.
     """
-    first, texts = subjects[0], list[Window]()
+    check_recall(first, context)
     tokenizer, windows = first.tokenizer, text.windows if text else ()
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:
@@ -257,19 +282,24 @@ def measure_recall(
     plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
     plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
     asked = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
-    questions = [window for one in asked for window in one.windows]
+    model = load(first, options)
+    with _explained(first.name, options, "greedy texts", "give --no-recall"):
+        return Probe(asked, continued(model, prompts(tokenizer, samples[: len(PROMPTS)])))
+
+
+def measure_recall(
+    subjects: Sequence[Subject], text: Text | None, context: int, options: Options, bars: Callable[[str, int], Progress]
+) -> None:
+    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says.
+    Raises RefusedError.
+    """
+    probe = make_probe(subjects[0], text, context, options)
+    windows, found = probe.windows, list[dict[str, Any]]()
     tried = f"a batch of {options.batch_size} sequences of {context:,} tokens"
-    found: list[dict[str, Any]] = []
     for subject in subjects:
-        head = _head(subject, options)
+        head, progress = _head(subject, options), bars(subject.name, sum(window.scored for window in windows))
         with _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"):
-            texts = texts or continued(head.model, prompts(tokenizer, samples[: len(PROMPTS)]))
-            every = [*questions, *texts]
-            progress = bars(subject.name, sum(window.scored for window in every))
-            scores = score(head, every, batch_size=options.batch_size, progress=progress)
-        assert scores.hits is not None
-        written = scores.hits[sum(window.scored for window in questions) :]
-        found.append({"recall": recall(asked, scores), "greedy": agreement(written, texts)})
+            found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=progress)))
         del head  # before the next one is loaded
     for subject, record in zip(subjects, found, strict=True):  # of all or of none
         subject.record.update(record)

@@ -16,6 +16,7 @@ import pandas
 import pytest
 from checkpoints import run, snapshot
 from datasets import load_dataset
+from embedded import SOURCE
 from studies import SAME, ablate, copied, dies, measured, place, rows, study, untimed, words
 from training import words_for
 
@@ -116,6 +117,32 @@ def test_rows_are_read_as_docs_say() -> None:
     for line, (_, read), also in zip(rows(study()), frame.iterrows(), dataset, strict=True):
         there = {name: value for name, value in line.items() if value is not None}
         assert there == {name: read[name] for name in there} == {name: also[name] for name in there}
+
+
+def test_recall_is_what_the_command_finds(tmp_path: Path) -> None:
+    """Of the source and of a conversion, which finds less; nothing else is asked of either."""
+    heldout, converted = place() / "heldout.jsonl", tmp_path / "converted"
+    found = measured(
+        tmp_path / "study", model=SOURCE, methods="mean", groups="4", alphas="0", context=128, recall=True, no_kl=True,
+        block_size=None, batch_size=None,
+    )  # fmt: skip
+    command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
+    options = ("--data", heldout, "--context", 128, "--recall", "--json", "-q")
+    expected = json.loads(command("gqa-eval", SOURCE, converted, *options))["models"]
+    source = json.loads((tmp_path / "study" / "study.json").read_text())["source"]
+    for told, model in zip((source, *found), expected, strict=True):
+        for one, other in zip(told["recall_by_distance"], model["recall"], strict=True):
+            assert one.pop("by_depth") == pytest.approx(other.pop("by_depth"))
+            assert one == pytest.approx(other, abs=1e-6)
+            if one["kind"] in ("text", "random"):  # at one distance each
+                assert told[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
+        assert told["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
+        assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= told.keys()
+    assert found[0]["recall_text"] < source["recall_text"] - 0.1
+    assert 0 < source["recall_first_reading"] < source["recall_text"]
+    html = (tmp_path / "study" / "report.html").read_text()
+    assert "Recall: second copies of the text" in html
+    assert f"{found[0]['recall_text']:.1%}" in html
 
 
 # ------------------------------------------------------------------------------------------------ stop, continue

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pandas
@@ -20,9 +21,12 @@ from gqa.eval.plots import look
 from gqa.eval.study import plots
 from gqa.eval.study.checks import checks
 from gqa.eval.study.plots import draw_study
-from gqa.eval.study.tradeoff import pareto_front, points, recommend
+from gqa.eval.study.report import _tables, open_results
+from gqa.eval.study.tradeoff import Bounds, least_recall, pareto_front, points, recommend
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SOURCE: dict[str, Any] = {"kv_bytes_per_token": 400}
+RECALLING = {**SOURCE, "recall_text": 0.9, "recall_first_reading": 0.4}
 # A source of 2 nats and 4 heads of 100 bytes.
 TABLE = [
     row("mean", 1, 0.0, 5.0), row("mean", 1, 0.1, 2.35), row("refined", 1, 0.1, 2.2),
@@ -59,22 +63,81 @@ CHOSEN = {
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_smallest_cache_within_the_budget(name: str) -> None:
     rows, budget, expected = CHOSEN[name]
-    chosen = recommend(points(rows), 400, budget).chosen
+    chosen = recommend(points(rows), SOURCE, Bounds(budget)).chosen
     assert (None if chosen is None else (chosen.method, chosen.groups, chosen.alpha)) == expected
 
 
 def test_why() -> None:
-    text = recommend(points(TABLE), 400, 0.1).text
-    assert "recommended refined, 2 KV heads, untrained: 200 bytes of KV cache a token (50% of the source's)" in text
+    text = recommend(points(TABLE), SOURCE, Bounds(0.1)).text
+    assert "recommended refined, 2 KV heads, untrained: +0.0900 nats per token, with 200 bytes of KV cache" in text
+    assert "(50% of the source's)" in text
+    assert "recall      not measured" in text
     assert "3 of 8 combinations are within 0.1 nats" in text
-    assert "at best refined, 1 KV head, alpha 0.1 with +0.2000 nats per token" in text
-    assert "refined, 2 KV heads, alpha 0.1 is better with +0.0400" in text
+    assert "at best refined, 1 KV head, alpha 0.1: +0.2000 nats per token" in text
+    assert "refined, 2 KV heads, alpha 0.1: +0.0400 nats per token is better" in text
     assert "gqa-convert org/name --groups 2 --method refined" in text
-    trained = recommend(points(TABLE), 400, 0.25).text
+    trained = recommend(points(TABLE), SOURCE, Bounds(0.25)).text
     assert "gqa-uptrain name-gqa1 --data text --alpha 0.1 --learning-rate 0.001 -o name-gqa1-trained" in trained
-    nothing = recommend(points(TABLE), 400, 0.01).text
+    nothing = recommend(points(TABLE), SOURCE, Bounds(0.01)).text
     assert "nothing that was measured is within 0.01 nats" in nothing
     assert "closest     refined, 2 KV heads, alpha 0.1: +0.0400 nats per token" in nothing
+
+
+def recalling(*shares: float) -> pandas.DataFrame:
+    """One conversion to a head each, that loses the more the more it recalls."""
+    return points([row("refined", 1, 0.01 * n, 2.0 + share / 20, recall_text=share) for n, share in enumerate(shares)])
+
+
+FORGETTING = {
+    "what falls by less than the bound": (recalling(0.86, 0.87), RECALLING, 0.0),
+    "what recalls too little is passed over": (recalling(0.84, 0.87), RECALLING, 0.01),
+    "nothing recalls enough": (recalling(0.84, 0.7), RECALLING, None),
+    "a source that finds no more than it reads": (recalling(0.3, 0.2), RECALLING | {"recall_text": 0.6}, 0.0),
+    "a source that was not asked": (recalling(0.3, 0.2), SOURCE, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_what_forgets_is_not_recommended(name: str) -> None:
+    found, source, expected = FORGETTING[name]
+    chosen = recommend(found, source, Bounds()).chosen
+    assert (None if chosen is None else chosen.alpha) == expected
+    assert recommend(found, source, Bounds(recall=100)).chosen.alpha == 0  # the control: no bound
+
+
+def test_the_recommendation_says_what_recall_decides() -> None:
+    text = recommend(recalling(0.84, 0.87), RECALLING, Bounds()).text
+    assert "alpha 0.01: +0.0435 nats per token, 87.0% of second copies right, with" in text
+    assert "within 0.1 nats per token above the source and 5 points of recall below it" in text
+    assert (
+        "recall      the source gets 90.0% of second copies of the text right, and 40.0% where they stand first" in text
+    )
+    assert "it alone rules out 1: the best of them is refined, 1 KV head, untrained: +0.0420 nats" in text
+    nothing = recommend(recalling(0.84, 0.7), RECALLING, Bounds()).text
+    assert "closest     refined, 1 KV head, untrained: +0.0420 nats per token, 84.0% of second copies" in nothing
+    assert "allow more with --max-recall-loss" in nothing
+    assert "it recalls too little for a bound" in least_recall(RECALLING | {"recall_text": 0.6}, Bounds())[1]
+    refused = recommend(recalling(0.8), SOURCE | {"recall_refused": "too short"}, Bounds()).text
+    assert "recall      not measured: too short" in refused
+
+
+def test_the_worst_seed_must_recall() -> None:
+    seeds = [row("random", 1, 0.0, 2.0, seed=seed, recall_text=share) for seed, share in enumerate((0.95, 0.8))]
+    found = points(seeds)
+    assert (found.recall_text.iloc[0], found.recall_worst.iloc[0]) == (pytest.approx(0.875), 0.8)
+    assert recommend(found, RECALLING, Bounds()).chosen is None
+    assert recommend(points(seeds[:1]), RECALLING, Bounds()).chosen is not None
+
+
+def test_a_study_of_before_recall_was_measured_is_read() -> None:
+    """The one in docs, if it is one, and any: without the columns nothing is bounded and the table says so."""
+    results = open_results(study())
+    assert "recall_text" not in results.source  # windows of 64 tokens
+    told = {table.title: table for table in _tables(results)}
+    assert "--recall needs a context of at least 128 tokens" in told["Recall: second copies of the text"].rows[0][0]
+    del results.source["recall_refused"]
+    told = {table.title: table for table in _tables(results)}
+    assert told["Recall: second copies of the text"].header == ("not measured",)
 
 
 def test_failed_cells_do_not_count() -> None:

@@ -20,6 +20,7 @@ from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.plan import check_grouping, make_plan
+from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.sources import parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.perplexity import Text, make_text
@@ -91,6 +92,8 @@ def open_study(options: StudyOptions, grid: Grid) -> Study:
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
     config = _check_plans(subject, grid, options.maps.grouping)
     text = _text(subject, options, heldout_sources(training))
+    if options.recall:
+        evaluate.check_recall(subject, text.context)
     steps, tokens = {}, {}
     for alpha in filter(None, grid.alphas):
         one = replace(training, alpha=alpha)
@@ -202,7 +205,16 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
     )  # fmt: skip
     scores = evaluate.measure_quality([subject], study.text, how)
     key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
-    bench = Bench(options, work, study.text, np.asarray(scores.nats), key, study.steps, how.device)
+    bench, told = Bench(options, work, study.text, np.asarray(scores.nats), key, study.steps, how.device), {}
+    if options.recall is not False:
+        try:
+            bench.probe = evaluate.make_probe(subject, study.text, study.text.context, how)
+            head = ChunkedHead(bench.load(subject.path, options.dtype))
+            told = bench.recall(head) | bench.first_reading(head)
+        except RefusedError as error:  # what is measured by itself does not cost what was asked for
+            if options.recall:
+                raise
+            told = {"recall_refused": str(error)}
     return bench, {
         "groups": study.heads,
         "query_heads": study.config.main.query,
@@ -211,6 +223,7 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
         "bits_per_byte": quality["bits_per_byte"],
         "kl_lost_to_rounding": bench.baseline.record["kl_lost_mean"] if bench.baseline else None,
         "text": study.text.record(),
+        **told,
         "seconds": time.perf_counter() - start,
     }
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from gqa.convert import convert_checkpoint
 from gqa.convert.align.find_maps import Silent, find_maps
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
+from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode
-from gqa.eval.evaluate import decode_contexts, some_windows, summary
+from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
 from gqa.eval.perplexity import Text
 from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
@@ -49,7 +50,7 @@ class Bench:
     teacher, and as what outputs are compared with.
 
     source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
-    `work`; steps: of each alpha.
+    `work`; steps: of each alpha; probe: what is asked about the context, if anything is.
     """
 
     options: StudyOptions
@@ -59,6 +60,7 @@ class Bench:
     baseline_key: str
     steps: dict[float, int]
     device: str
+    probe: Probe | None = None
 
     def load(self, path: Path | str, dtype: str) -> PreTrainedModel:
         return load_model(str(path), dtype=dtype, device=self.device)
@@ -82,9 +84,8 @@ class Bench:
 
     def quality(self, model: PreTrainedModel) -> Row:
         """Columns of what a model predicts."""
-        start, text = time.perf_counter(), self.text
-        size = self.options.eval_batch
-        scores = score(ChunkedHead(model), text.windows, batch_size=size, baseline=self.baseline)
+        start, text, head = time.perf_counter(), self.text, ChunkedHead(model)
+        scores = score(head, text.windows, batch_size=self.options.eval_batch, baseline=self.baseline)
         found = summary(scores, text, Scores(self.source_nats))
         own, against = found["quality"], found["against_baseline"]
         return {
@@ -98,8 +99,32 @@ class Bench:
             "bits_per_byte": own["bits_per_byte"],
             "kl": against["kl"]["mean"] if self.baseline else None,
             "top1_agreement": against["same_top"] if self.baseline else None,
+            **self.recall(head),
             "seconds_evaluating": time.perf_counter() - start,
         }
+
+    def recall(self, head: ChunkedHead) -> Row:
+        """Columns of what a model finds again in its context: of each kind the share of right answers at all distances,
+        and everything by distance.
+        """
+        if self.probe is None:
+            return {}
+        found = self.probe.measured(score(head, self.probe.windows, batch_size=self.options.eval_batch))
+        shares = {}
+        for kind, some in groupby(found["recall"], key=lambda one: one["kind"]):
+            right, answers = np.sum([(one["accuracy"] * one["answers"], one["answers"]) for one in some], axis=0)
+            shares[f"recall_{kind.replace('-', '_')}"] = float(right / answers)
+        return {**shares, "greedy_tokens": found["greedy"]["tokens"], "recall_by_distance": found["recall"]}
+
+    def first_reading(self, head: ChunkedHead) -> Row:
+        """The share of `recall_text` that a model gets right where the same tokens stand first: without any recall."""
+        if self.probe is None:
+            return {}
+        copies = chain.from_iterable(one.windows for one in self.probe.asked if one.kind == "text")
+        firsts = [Window(copy.ids[: copy.scored + 2], copy.scored) for copy in copies]
+        hits = score(head, firsts, batch_size=self.options.eval_batch).hits
+        assert hits is not None
+        return {"recall_first_reading": float(hits.mean())}
 
     def merge_errors(self, model: PreTrainedModel) -> Row:
         """Columns of what merging did to each attention module's output."""

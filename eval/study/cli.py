@@ -77,6 +77,8 @@ _MEASURE = [
                  help="To measure in; auto: as stored."),
     click.option("--kl/--no-kl", default=True, help="Compare predictions with the source's, which are kept meanwhile "
                  "(2 bytes x vocabulary x tokens)."),
+    click.option("--recall/--no-recall", default=None, help="Ask for what stands in the context, as gqa-eval does.  "
+                 "[default: where the model can be asked]"),
     click.option("--decode/--no-decode", default=True, help="Time decoding."),
     click.option("--decode-batch", type=_POSITIVE, default=8),
     click.option("--decode-context", type=_POSITIVE, help="Tokens of the prompts.  [default: the model's positions, "
@@ -90,9 +92,12 @@ _RUN = [
                  "in turn.  [default: a GPU if there is one]"),
     click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
                  "state of a training so often.  [default: only when it is stopped]"),
-    click.option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase."),
+    click.option("--recommend", is_flag=True, help="Name the smallest KV cache within "
+                 "--max-loss-increase and --max-recall-loss."),
     click.option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, help="Nats per token above the "
                  "source's."),
+    click.option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of "
+                 "text that the source finds and the result does not, where the source finds them."),
     click.option("--dry-run", is_flag=True, help="List the cells and what they would cost, and stop."),
     click.option("--overwrite", is_flag=True, help="Remove the study at DIR first."),
     click.option("-v", "--verbose", is_flag=True, help="Tracebacks of defects."),
@@ -177,7 +182,7 @@ def _measure(study: Study, quiet: bool) -> Rows:
 
 def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
     from gqa.eval.study.report import open_results, short_table, write_study_report
-    from gqa.eval.study.tradeoff import recommend
+    from gqa.eval.study.tradeoff import Bounds, recommend
 
     results = open_results(output)
     written = write_study_report(results)
@@ -185,8 +190,8 @@ def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
         click.echo(short_table(results).text())
         click.echo(f"\nwritten to {output}: {', '.join(written)}")
     if options["recommend"]:
-        found = recommend(results.points, results.source["kv_bytes_per_token"], options["max_loss_increase"])
-        click.echo(found.text)
+        bounds = Bounds(options["max_loss_increase"], options["max_recall_loss"])
+        click.echo(recommend(results.points, results.source, bounds).text)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.methods import METHODS
 from gqa.corpus.likelihood import ChunkedHead
+from gqa.eval.recall import DISTANCES, READ
 from gqa.eval.scoring import score
 from gqa.eval.study.ablation import Study
 from gqa.eval.study.report import CELL
@@ -24,16 +25,23 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     """Tokens of forward passes that each of `cells`, in their order, takes. The first cell of a conversion pays for the
     conversion, and each cell of a training for the tokens since the one before.
     """
-    found = {}
+    found, measuring = {}, study.text.tokens + _asking(study)
     for (method, _), some in groupby(cells, key=lambda cell: (cell.method, cell.conversion)):
         converting = _converting(study, method)
         for _, along in groupby(some, key=lambda cell: cell.training):
             before = 0
             for cell in along:
                 tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
-                found[cell] = converting + (tokens - before) * of_each + study.text.tokens
+                found[cell] = converting + (tokens - before) * of_each + measuring
                 converting, before = 0.0, tokens
     return found
+
+
+def _asking(study: Study) -> int:
+    """Tokens of the questions about the context, roughly: three kinds of second copies at each distance."""
+    if study.options.recall is False:
+        return 0
+    return 3 * READ * sum(distance <= study.text.context for distance in DISTANCES)
 
 
 def _converting(study: Study, method: str) -> float:

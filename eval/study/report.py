@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,16 @@ from gqa.eval.report import measured_with
 from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
-from gqa.eval.study.tradeoff import points, recommend
+from gqa.eval.study.tradeoff import Bounds, points, recommend
 from gqa.eval.tables import Table, table
 
 BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
+_RECALL = {
+    "text recalled": "{recall_text:.1%}", "samples": "{recall_samples:.1%}", "random": "{recall_random:.1%}",
+    "look-ups": "{recall_look_up:.1%}", "passkeys": "{recall_passkey:.1%}", "greedy tokens": "{greedy_tokens:.1f}",
+}  # fmt: skip
 CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
         "alpha": "{alpha:g}"}  # fmt: skip
 _CELLS = {
@@ -77,6 +81,7 @@ def open_results(directory: Path) -> Results:
 def _tables(results: Results) -> Iterator[Table]:
     """All of the report, the short one first."""
     yield short_table(results)
+    yield _recall(results)
     if found := list(checks(results.points)):
         rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
         note = f"{sum(c.agrees for c in found)} of {len(found)} agree; numbers are nats per token, of means over seeds"
@@ -91,20 +96,35 @@ def _tables(results: Results) -> Iterator[Table]:
 
 def short_table(results: Results) -> Table:
     """What fits into a terminal: losses by method and number of heads, a column for each alpha."""
-    found, alphas = results.points, [f"alpha {alpha:g}" for alpha in sorted(results.points.alpha.unique())]
-    records = [
-        some.iloc[0].to_dict() | {"losses": {f"alpha {point.alpha:g}": _loss(point) for point in some.itertuples()}}
-        for _, some in found.groupby(["groups", "series"], sort=False)
-    ]
-    if "source" not in set(found.series):
-        losses = dict.fromkeys(alphas[:1], f"{results.source['loss']:.4f}")
-        records.insert(0, {"series": "source", **results.source, "losses": losses})
-    columns = {"method": "{series}", "KV heads": "{groups}", **_BYTES, **_SPEED}
     note = "nats per token on held-out text, means over seeds ± half of their range"
     if failed := len(results.failed):
         note += f"; {failed} of {len(results.rows)} cells failed, as the report says"
-    columns |= {alpha: f"{{losses[{alpha}]}}" for alpha in alphas}
-    return table(f"Study of {results.name}", columns, records, note)
+    return _by_alpha(results, f"Study of {results.name}", _loss, _BYTES | _SPEED, note)
+
+
+def _recall(results: Results) -> Table:
+    """What the recommendation goes by, in the shape of the short table."""
+    title, source = "Recall: second copies of the text", results.source
+    if "recall_text" not in source:
+        return Table(title, ("not measured",), ((source.get("recall_refused", "this study has no numbers of it"),),))
+    note = (
+        f"share of tokens right at all distances within {source['text']['context']:,} tokens, means over seeds; where "
+        f"they stand first the source gets {source['recall_first_reading']:.1%} right"
+    )
+    return _by_alpha(results, title, lambda point: f"{point.recall_text:.1%}", {}, note)
+
+
+def _by_alpha(results: Results, title: str, told: Callable[[Any], str], columns: Row, note: str) -> Table:
+    found, alphas = results.points, [f"alpha {alpha:g}" for alpha in sorted(results.points.alpha.unique())]
+    records = [
+        some.iloc[0].to_dict() | {"at": {f"alpha {point.alpha:g}": told(point) for point in some.itertuples()}}
+        for _, some in found.groupby(["groups", "series"], sort=False)
+    ]
+    if "source" not in set(found.series):
+        source = pandas.Series(results.source | {"seeds": 1})
+        records.insert(0, {"series": "source", **results.source, "at": dict.fromkeys(alphas[:1], told(source))})
+    columns = {"method": "{series}", "KV heads": "{groups}", **columns}
+    return table(title, columns | {alpha: f"{{at[{alpha}]}}" for alpha in alphas}, records, note)
 
 
 def _loss(point: Any) -> str:
@@ -124,13 +144,14 @@ def _cells(results: Results) -> Table:
         batch = results.record["identity"]["decode_batch"]
         note += f"; tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
     rows = [Cell.of(row)._asdict() | {"loss": "failed"} if row["error"] else row for row in results.rows]
-    return table("Cells", _CELLS, rows, note)
+    columns = _CELLS | (_RECALL if "recall_text" in source else {})
+    return table("Cells", columns, rows, note)
 
 
 def _budgets(results: Results) -> Table:
     records = []
     for budget in BUDGETS:
-        chosen = recommend(results.points, results.source["kv_bytes_per_token"], budget).chosen
+        chosen = recommend(results.points, results.source, Bounds(budget)).chosen
         found = {"series": "nothing smaller than the source"} if chosen is None else chosen.to_dict()
         records.append(found | {"budget": budget})
     columns = {

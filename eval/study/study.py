@@ -103,6 +103,7 @@ class StudyOptions:
     eval_batch: int = 8
     dtype: str = "auto"
     kl: bool = True
+    recall: bool | None = None  # where it can be
     decode: bool = True
     decode_batch: int = 8
     decode_context: int | None = None
@@ -125,6 +126,7 @@ class StudyOptions:
             "data": ",".join(map(without_place, training.data)),
             "heldout": training.heldout and without_place(training.heldout),
             "measure_kl": self.kl,
+            "measure_recall": self.recall is not False,
             "measure_decode": self.decode,
             "calibration": ",".join(map(without_place, text.sources)),
             "calibration_tokens": text.tokens,

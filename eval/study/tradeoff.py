@@ -18,7 +18,8 @@ from gqa.uptrain.options import TrainOptions
 
 Point = Any  # a line of `points`
 _POINT = ["groups", "method", "train", "teacher", "alpha"]
-_NUMBERS = ("loss", "loss_increase", "kv_bytes_per_token", "decode_seconds_per_token", "decode_tokens_before")
+_NUMBERS = ("loss", "loss_increase", "recall_text", "kv_bytes_per_token", "decode_seconds_per_token",
+            "decode_tokens_before")  # fmt: skip
 
 
 def measured(rows: Iterable[Row]) -> pandas.DataFrame:
@@ -38,16 +39,16 @@ def _series(cell: Cell) -> str:
 def points(rows: Iterable[Row]) -> pandas.DataFrame:
     """One line a combination, in the order of the grid: the row of its first seed, but over all `seeds`
 
-    `loss` (nats per token) and `loss_increase` (above the source's) are means, `lowest`, `highest` and `worst` (of the
-    increases) extremes.
+    `loss` (nats per token), `loss_increase` (above the source's) and `recall_text` are means, `lowest`, `highest`,
+    `worst` (of the increases) and `recall_worst` extremes.
     """
     frame = measured(rows)
     seeds = frame.groupby(_POINT, sort=False)
-    loss, increase = seeds["loss"], seeds["loss_increase"]
+    loss, increase, recall = seeds["loss"], seeds["loss_increase"], seeds["recall_text"]
     found = frame.drop_duplicates(_POINT).set_index(_POINT)
     return found.assign(
         seeds=seeds.size(), loss=loss.mean(), lowest=loss.min(), highest=loss.max(), loss_increase=increase.mean(),
-        worst=increase.max(),
+        worst=increase.max(), recall_text=recall.mean(), recall_worst=recall.min(),
     ).reset_index()  # fmt: skip
 
 
@@ -71,50 +72,83 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
+class Bounds(NamedTuple):
+    """How much worse than the source a result may be: nats per token, and points of recall (`recall_text`)."""
+
+    loss: float = 0.1
+    recall: float = 5.0
+
+
 class Recommendation(NamedTuple):
-    """`chosen` is None where nothing that is smaller than the source is within the budget; `text` says why."""
+    """`chosen` is None where nothing that is smaller than the source is within the bounds; `text` says why."""
 
     chosen: Point | None
     text: str
 
 
-def recommend(found: pandas.DataFrame, source_bytes: int, budget: float) -> Recommendation:
-    """The smallest KV cache whose loss, of its worst seed, is at most `budget` nats above the source's; of those with
-    the same cache what trains on the fewest tokens, and then what loses least.
+def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
+    """The share of second copies of text that must be found, and why; 0 where recall decides nothing.
+
+    A source recalls where it finds in second copies at least half of what it does not know of the first.
     """
-    smaller = found[found.kv_bytes_per_token < source_bytes]
+    share, first = source.get("recall_text"), source.get("recall_first_reading", 0.0)
+    if share is None:
+        refused = source.get("recall_refused")
+        return 0.0, f"not measured: {refused}" if refused else "not measured"
+    told = f"the source gets {share:.1%} of second copies of the text right, and {first:.1%} where they stand first"
+    if share - first < (1 - first) / 2:
+        return 0.0, f"{told}: it recalls too little for a bound"
+    return share - bounds.recall / 100, told
+
+
+def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommendation:
+    """The smallest KV cache of which every seed is within the bounds; of those with the same cache what trains on the
+    fewest tokens, and then what loses least.
+    """
+    kept = source["kv_bytes_per_token"]
+    smaller = found[found.kv_bytes_per_token < kept]
     if smaller.empty:
         return Recommendation(None, "nothing with a smaller KV cache than the source's was measured")
-    within = smaller[smaller.worst <= budget]
-    limit = f"{budget:g} nats per token above the source"
+    least, recall = least_recall(source, bounds)
+    fluent = smaller[smaller.worst <= bounds.loss]
+    within = fluent[fluent.recall_worst >= least] if least else fluent
+    limit = f"{bounds.loss:g} nats per token above the source"
+    limit += f" and {bounds.recall:g} points of recall below it" if least else ""
+    lines = [f"recall      {recall}"]
+    if forgetful := len(fluent) - len(within):
+        best = _best(fluent.drop(within.index), "recall_worst", highest=True)
+        lines.append(f"            it alone rules out {forgetful}: the best of them is {_named(best)}")
     if within.empty:
-        closest = _best(smaller, "worst")
-        return Recommendation(
-            None,
-            f"nothing that was measured is within {limit}\n"
-            f"closest     {name(closest)}: {_increase(closest)} with {_cache(closest, source_bytes)}\n"
-            "allow more with --max-loss-increase, or add longer training, a teacher or methods to the study",
-        )
+        closest, option = _best(smaller, "worst"), "--max-loss-increase"
+        if forgetful:
+            closest, option = best, "--max-recall-loss"
+        lines = [
+            f"nothing that was measured is within {limit}",
+            f"closest     {_named(closest)}, with {_cache(closest, kept)}",
+            *lines,
+            f"allow more with {option}, or add longer training, a teacher or methods to the study",
+        ]
+        return Recommendation(None, "\n".join(lines))
     chosen = _best(within, "kv_bytes_per_token", "train_tokens", "loss")
     below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
     same = within[within.kv_bytes_per_token == chosen.kv_bytes_per_token]
     none = "none has a smaller cache"
     if len(below):
-        best = _best(below, "worst")
-        none = f"none of those with a smaller cache: at best {name(best)} with {_increase(best)}"
-    lines = [
-        f"recommended {name(chosen)}: {_cache(chosen, source_bytes)}, {_increase(chosen)}",
-        f"why         {len(within)} of {len(smaller)} combinations are within {limit}, {none}",
-    ]
+        none = f"none of those with a smaller cache: at best {_named(_best(below, 'worst'))}"
+    why = [f"why         {len(within)} of {len(smaller)} combinations are within {limit}, {none}"]
     if len(same) > 1:
-        least = _best(same, "loss")
-        better = f"; {name(least)} is better with {_increase(least)}" if least.loss < chosen.loss else ""
-        lines.append(f"            of {len(same)} with that cache it trains on the fewest tokens{better}")
-    return Recommendation(chosen, "\n".join([*lines, *(f"            {line}" for line in commands(chosen))]))
+        best = _best(same, "loss")
+        better = f"; {_named(best)} is better" if best.loss < chosen.loss else ""
+        why.append(f"            of {len(same)} with that cache it trains on the fewest tokens{better}")
+    lines = [
+        f"recommended {_named(chosen)}, with {_cache(chosen, kept)}", *why, *lines,
+        *(f"            {command}" for command in commands(chosen)),
+    ]  # fmt: skip
+    return Recommendation(chosen, "\n".join(lines))
 
 
-def _best(found: pandas.DataFrame, *by: str) -> Point:
-    return found.sort_values(list(by), kind="stable").iloc[0]
+def _best(found: pandas.DataFrame, *by: str, highest: bool = False) -> Point:
+    return found.sort_values(list(by), ascending=not highest, kind="stable").iloc[0]
 
 
 def _cache(point: Point, source_bytes: int) -> str:
@@ -122,9 +156,11 @@ def _cache(point: Point, source_bytes: int) -> str:
     return f"{size(kept)} of KV cache a token ({kept / source_bytes:.0%} of the source's)"
 
 
-def _increase(point: Point) -> str:
+def _named(point: Point) -> str:
+    """A point with what it costs in quality."""
     worst = f" (worst of {point.seeds} seeds {point.worst:+.4f})" if point.seeds > 1 else ""
-    return f"{point.loss_increase:+.4f} nats per token{worst}"
+    recall = f", {point.recall_worst:.1%} of second copies right" if pandas.notna(point.recall_worst) else ""
+    return f"{name(point)}: {point.loss_increase:+.4f} nats per token{worst}{recall}"
 
 
 def commands(point: Point) -> list[str]:
