@@ -66,13 +66,19 @@ version_option = click.version_option(
 
 
 def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:
-    """On stderr, only where a person looks at it."""
-    from tqdm import tqdm
+    """On stderr, or in the cell of a notebook, only where a person looks at it."""
+    from tqdm.auto import tqdm
 
     return tqdm(
         total=total, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False,
-        disable=quiet or not sys.stderr.isatty(),
+        disable=quiet or not watched(),
     )  # fmt: skip
+
+
+def watched() -> bool:
+    """Whether a person looks at what is written as it comes: at a terminal, or in a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
 
 
 def fail(program: str, message: str, code: int) -> NoReturn:

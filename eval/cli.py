@@ -134,10 +134,10 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
 
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    _check(options, given, len(models))
+    check(options, given, len(models))
     if options["output"]:
         check_output(options["output"])
-    results = measure((baseline, *models), options)
+    results = measure((baseline, *models), options, shlex.join(["gqa-eval", *sys.argv[1:]]))
     if not results:  # another rank reports
         return
     if not options["quiet"]:
@@ -152,7 +152,8 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
     _gate(results, options["fail_above"])
 
 
-def _check(options: dict[str, Any], given: set[str], others: int) -> None:
+def check(options: dict[str, Any], given: set[str], others: int) -> None:
+    """Raise RefusedError where options do not go together; `given` are those that somebody said."""
     if not any(options[name] for name in ("data", "recall", "decode", "memory", "tasks")):
         raise RefusedError("nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks")
     for leader, followers in _NEEDS.items():
@@ -175,8 +176,8 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that was asked for, as one JSON-ready object; empty on all ranks but the first.
+def measure(names: tuple[str, ...], options: dict[str, Any], words: str) -> dict[str, Any]:
+    """Everything that was asked for in `words`, as one JSON-ready object; empty on all ranks but the first.
 
     What can be refused without running a model is refused first.
     """
@@ -197,7 +198,7 @@ def measure(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
     subjects = open_subjects(names, options["trust_remote_code"], options["revision"])
     harness = _find_tasks(subjects, options, quiet) if options["tasks"] else None
     results: dict[str, Any] = {
-        "command": shlex.join(["gqa-eval", *sys.argv[1:]]),
+        "command": words,
         **evaluate.environment(how.device, ["lm_eval"] if options["tasks"] else []),
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
         "models": [subject.record for subject in subjects],

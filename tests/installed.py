@@ -23,7 +23,9 @@ for package in ('convert', 'corpus', 'uptrain', 'eval'):
 files = {path.name for path in importlib.resources.files('gqa.checkpoint.modelling').iterdir()}
 assert {'gpt2.py', 'whisper.py'} <= files, files
 from gqa.convert import convert_checkpoint, plan_conversion
-import importlib.metadata
+import gqa, importlib.metadata
+assert importlib.resources.files('gqa').joinpath('py.typed').is_file()
+assert callable(gqa.convert_model) and gqa.__version__ == importlib.metadata.version('gqa-convert')
 assert importlib.metadata.metadata('gqa-convert')['License-Expression'] == 'Apache-2.0'
 """
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gqa.checkpoint.console import watched
 from gqa.checkpoint.write import finite, replacing
 from gqa.uptrain.setup import Setup
 
@@ -26,11 +27,11 @@ class Log:
 
     def __init__(self, setup: Setup, first: int, quiet: bool) -> None:
         """`first` steps were done before: what metrics.jsonl tells of later ones is dropped, as they are done again."""
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         self._accelerator, self._path, self._steps = setup.accelerator, setup.metrics, setup.dataloader.steps
         self._flops = 6 * setup.model.num_parameters()  # per token: forward and backward of every weight
-        self._main, self._terminal = self._accelerator.is_main_process, sys.stderr.isatty()
+        self._main, self._terminal = self._accelerator.is_main_process, watched()
         if self._main:
             _cut(self._path, first)
         self._quiet = quiet or not self._main

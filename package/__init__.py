@@ -1,0 +1,66 @@
+"""Multi-head checkpoints become grouped-query ones: convert, train further, measure. docs/api.md has examples.
+
+    import gqa
+
+    small = gqa.convert_model("examples/stdlib-mha", kv_heads=2)
+    model = small.load()
+
+Torch and transformers are imported when a function is first called. What is listed in `__all__` is public, and so are
+`gqa.convert.convert_checkpoint` and `plan_conversion`, which these functions build on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gqa.checkpoint.errors import CorpusError, CorruptError, OutputError, RefusedError
+    from gqa.convert.align.calibration import MapsOptions
+    from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.refine import Refinement
+    from gqa.convert.api import Plan, Target, plan_conversion
+    from gqa.uptrain.loop import DivergedError, StoppedError
+    from gqa.uptrain.options import TrainOptions
+
+    from .conversion import calibrate, convert_model
+    from .measuring import evaluate
+    from .results import ConvertedModel, Evaluation, FoundMaps, TrainedModel
+    from .training import uptrain_model
+
+    __version__: str
+
+_HOMES = {
+    "gqa.checkpoint.errors": ("CorpusError", "CorruptError", "OutputError", "RefusedError"),
+    "gqa.convert.align.calibration": ("MapsOptions",),
+    "gqa.convert.align.calibration_text": ("CalibrationText",),
+    "gqa.convert.align.refine": ("Refinement",),
+    "gqa.convert.api": ("Plan", "Target", "plan_conversion"),
+    "gqa.uptrain.loop": ("DivergedError", "StoppedError"),
+    "gqa.uptrain.options": ("TrainOptions",),
+    "gqa.conversion": ("calibrate", "convert_model"),
+    "gqa.measuring": ("evaluate",),
+    "gqa.results": ("ConvertedModel", "Evaluation", "FoundMaps", "TrainedModel"),
+    "gqa.training": ("uptrain_model",),
+}
+_FOUND_IN = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [  # noqa: RUF022 - functions, what they give, what they take, what they raise
+    "convert_model", "uptrain_model", "evaluate", "calibrate", "plan_conversion",
+    "ConvertedModel", "TrainedModel", "Evaluation", "FoundMaps", "Plan",
+    "MapsOptions", "CalibrationText", "Refinement", "Target", "TrainOptions",
+    "RefusedError", "CorruptError", "CorpusError", "OutputError", "DivergedError", "StoppedError",
+    "__version__",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "__version__":
+        return import_module("gqa.checkpoint.provenance").version()
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_FOUND_IN[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,138 @@
+"""What the functions are given: models in memory or in a place, and options by the names of a command's."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import click
+
+from gqa.checkpoint.console import Several
+from gqa.checkpoint.errors import RefusedError, explain
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Model: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
+
+_SCRATCH = "gqa-"
+
+
+def in_memory(model: object) -> bool:
+    """Whether it is a loaded model. Raises RefusedError for what is neither that nor the name of a place."""
+    if isinstance(model, str | os.PathLike):
+        return False
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return True
+    wrapped = " (merge its adapter first: merge_and_unload)" if hasattr(model, "merge_and_unload") else ""
+    raise RefusedError(
+        f"the model is a {type(model).__name__}{wrapped}; give a directory, a hub id or a PreTrainedModel of "
+        "transformers"
+    )
+
+
+@contextmanager
+def stored(model: Model, tokenizer: Any = None) -> Iterator[str]:
+    """Where the model lies; one in memory is written to a temporary directory, which goes when the block ends.
+
+    Raises RefusedError for a model that cannot be written, and for a tokenizer beside one that has its own.
+    """
+    if not in_memory(model):
+        if tokenizer is not None:
+            raise RefusedError(f"tokenizer is for models in memory, and {model} brings its own; leave it out")
+        yield os.fspath(model)
+        return
+    with scratch() as parent:
+        place = Path(parent, name_of(model))
+        _save(model, place)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+        yield str(place)
+
+
+def scratch() -> TemporaryDirectory[str]:
+    """A temporary directory that goes when nothing holds it."""
+    return TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True)
+
+
+def name_of(model: Any) -> str:
+    """What a model in memory is called: where it is from, else its class."""
+    name = Path(str(getattr(model, "name_or_path", "") or "")).name
+    return name if name.strip(".") else type(model).__name__
+
+
+def _save(model: Any, place: Path) -> None:
+    """`save_pretrained` writes to the config of the model, which here is a copy meanwhile."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise RefusedError(f"{name_of(model)} holds an adapter, which would be saved alone; merge it first")
+    kept = {name: vars(model)[name] for name in ("config", "generation_config") if name in vars(model)}
+    try:
+        vars(model).update(copy.deepcopy(kept))
+        model.save_pretrained(place)
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        raise RefusedError(f"transformers cannot save {name_of(model)}: {explain(error)}") from None
+    finally:
+        vars(model).update(kept)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """transformers says errors only, as in the commands, and logs again as it did when the block ends."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+
+
+def asked(
+    command: click.Command, models: Sequence[str], values: Mapping[str, Any], of_terminals: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The options of a command as it would read them, and the words that it would read them from.
+
+    `values` are by the names of options; None is as if nothing were said. Those `of_terminals` are not for Python.
+    Raises TypeError for a name that there is none of, and RefusedError, in the command's own words, for a value that it
+    would not take.
+    """
+    options = {p.name: p for p in command.params if isinstance(p, click.Option) and p.expose_value and p.name}
+    for name in values:
+        if name not in options or name in of_terminals:
+            known = sorted(options.keys() - of_terminals)
+            near = get_close_matches(name, known, 1)
+            told = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
+            raise TypeError(f"{name!r} is no option; {told}")
+    try:
+        words = [word for name, value in values.items() if value is not None for word in _words(options[name], value)]
+        context = command.make_context(command.name, [*words, "--", *models])
+    except click.UsageError as error:
+        raise RefusedError(error.format_message().rstrip(".")) from None
+    return context.params, [*models, *words]
+
+
+def _words(option: click.Option, value: Any) -> list[str]:
+    """What says a value on a command line."""
+    flag = option.opts[-1]
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise click.BadParameter(f"{value!r} is neither True nor False", param=option)
+        return [flag] if value else option.secondary_opts[-1:]
+    if not isinstance(value, list | tuple):
+        return [f"{flag}={value}"]
+    if option.multiple:
+        return [f"{flag}={one}" for one in value]
+    if not isinstance(option.type, Several):
+        raise click.BadParameter(f"{value!r} are several, and one is meant", param=option)
+    return [f"{flag}={','.join(map(str, value))}"]

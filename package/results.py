@@ -1,0 +1,222 @@
+"""What the functions give: small objects that say in a line what was done, and show as a table in a notebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .given import undisturbed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from gqa.convert.maps_file import MapsFile
+    from gqa.convert.plan import Plan
+
+
+def html_table(title: str, rows: Iterable[Sequence[object]], header: Sequence[str] = (), note: str = "") -> str:
+    """A table for a notebook, which brings the style."""
+
+    def row(cells: Sequence[object], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    head = f"<thead>{row(header, 'th')}</thead>" if header else ""
+    body = "".join(row(cells, "td") for cells in rows)
+    below = f"<p>{escape(note)}</p>" if note else ""
+    return f"<table><caption>{escape(title)}</caption>{head}<tbody>{body}</tbody></table>{below}"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class _Checkpoint:
+    """A checkpoint that was written: something that every function takes as a model."""
+
+    path: Path
+    _kept: Any = field(default=None, compare=False)  # a temporary directory, which is there as long as this is
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def load(
+        self,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        attn_implementation: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> PreTrainedModel:
+        """The model, in evaluation mode, in the class that its config names.
+
+        Args:
+            dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+
+        Raises:
+            RefusedError: transformers cannot load it.
+        """
+        from gqa.checkpoint.loading import load_model
+
+        with undisturbed():
+            return load_model(
+                str(self.path), dtype=dtype, device=device, attention=attn_implementation,
+                trust_remote_code=trust_remote_code,
+            )  # fmt: skip
+
+    def push_to_hub(self, repo: str, *, private: bool = True) -> str:
+        """Upload it to `repo` (owner/name), which is made if it is not there; returns its address.
+
+        Raises RefusedError where that cannot work (no token, a public repository), OSError where it failed.
+        """
+        from gqa.checkpoint.hub import check_push, push
+
+        check_push(repo, private)
+        return push(self.path, repo, private)
+
+    def facts(self) -> dict[str, str]:
+        """What a notebook shows, by name."""
+        return {"path": str(self.path)}
+
+    def _line(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._line()}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.path.name, self.facts().items())
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class ConvertedModel(_Checkpoint):
+    """What `convert_model` wrote.
+
+    layer_errors: by layer, the squared error of its attention outputs relative to the base model's on the calibration
+    text; empty where the method looks at no text. seconds: of all of it.
+    """
+
+    plan: Plan
+    warnings: tuple[str, ...] = ()
+    layer_errors: Mapping[int, float] = field(default_factory=dict)
+    checksums: Mapping[str, Mapping[str, str]] | None = None
+    seconds: float = 0.0
+
+    def facts(self) -> dict[str, str]:
+        """What a notebook shows, by name."""
+        from gqa.convert.summary import kv_line
+
+        plan = self.plan
+        told = {
+            **super().facts(),
+            "key/value heads": f"{plan.config.main.kv} -> {plan.groups} of {plan.config.main.query} query heads",
+            "method": plan.method,
+            "KV cache": kv_line(plan),
+            "parameters": f"{plan.parameters_before:,} -> {plan.parameters_after:,}",
+            "took": f"{self.seconds:.1f} s",
+        }
+        if self.layer_errors:
+            worst = max(self.layer_errors, key=lambda layer: self.layer_errors[layer])
+            told["largest error of a layer"] = f"{self.layer_errors[worst]:.4f} (layer {worst})"
+        return told | ({"warnings": "; ".join(self.warnings)} if self.warnings else {})
+
+    def _line(self) -> str:
+        heads, groups = self.plan.config.main.kv, self.plan.groups
+        before, after = self.plan.cache_before.bytes_per_token, self.plan.cache_after.bytes_per_token
+        cache = f", KV cache {before / after:.3g}x smaller" if 0 < after < before else ""
+        return f"{self.path}: {heads} -> {groups} KV heads ({self.plan.method}){cache}"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class TrainedModel(_Checkpoint):
+    """What `uptrain_model` wrote. `record` is what lies beside the weights as gqa_uptraining.json."""
+
+    record: Mapping[str, Any]
+
+    @property
+    def heldout(self) -> tuple[float | None, float | None]:
+        """Nats per token on text that was held out, before and after; None where none was."""
+        losses = self.record["losses"]
+        return losses["heldout_before"], losses["heldout_after"]
+
+    def facts(self) -> dict[str, str]:
+        """What a notebook shows, by name."""
+        record, (before, after) = self.record, self.heldout
+        told = {
+            **super().facts(),
+            "trained from": str(record["model"]),
+            "tokens": f"{record['tokens']:,} of {', '.join(record['data'])}",
+            "steps": f"{record['steps']:,}",
+            "teacher": record["teacher"] or "none",
+        }
+        if before is not None:
+            told["held-out loss"] = f"{before:.4f} -> {after:.4f} nats per token"
+        return told
+
+    def _line(self) -> str:
+        before, after = self.heldout
+        told = "" if before is None else f", held-out loss {before:.4f} -> {after:.4f}"
+        return f"{self.path}: {self.record['steps']:,} steps, {self.record['tokens']:,} tokens{told}"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class FoundMaps:
+    """What `calibrate` wrote: a file that `convert_model` takes as `maps`."""
+
+    path: Path
+    layer_errors: Mapping[int, float]
+    method: str
+    groups: int
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def load(self) -> MapsFile:
+        """The maps, by module."""
+        from gqa.convert.maps_file import open_maps
+
+        return open_maps(self.path)
+
+    def __repr__(self) -> str:
+        return f"<FoundMaps {self.path}: {self.method}, {self.groups} KV heads>"
+
+    def _repr_html_(self) -> str:
+        rows = [(layer, f"{error:.4f}") for layer, error in self.layer_errors.items()]
+        note = "squared error of attention outputs, relative to the base model's on the calibration text"
+        return html_table(repr(self)[1:-1], rows, ("layer", "error"), note if rows else "from the weights alone")
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Evaluation:
+    """What `evaluate` measured. `results` is what gqa-eval writes as results.json, `path` where its report lies."""
+
+    results: Mapping[str, Any]
+    path: Path | None = None
+
+    @property
+    def models(self) -> list[dict[str, Any]]:
+        """What was found of each model, the baseline first."""
+        return list(self.results["models"])
+
+    def text(self, every: bool = False) -> str:
+        """The verdicts and tables that gqa-eval prints; `every` table that there is."""
+        from gqa.eval.report import tables, verdicts
+
+        found, shown = dict(self.results), [table.text() for table in tables(dict(self.results), every=every)]
+        return "\n\n".join(["\n".join(verdicts(found)), *shown]).lstrip()
+
+    def __repr__(self) -> str:
+        parts = []
+        for model in self.models:
+            quality, ratio = model.get("quality"), model.get("against_baseline", {}).get("ratio")
+            told = f" {quality['token_perplexity']:.4g}" if quality else ""
+            parts.append(f"{model['name']}{told}" + (f" (x{ratio:.4g})" if ratio else ""))
+        what = "perplexity of " if any("quality" in model for model in self.models) else ""
+        return f"<Evaluation {what}{', '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        from gqa.eval.report import tables, verdicts
+
+        found = dict(self.results)
+        lines = [f"<p>{escape(line)}</p>" for line in verdicts(found)]
+        return "".join([*lines, *(html_table(one.title, one.rows, one.header, one.note) for one in tables(found))])

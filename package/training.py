@@ -1,0 +1,81 @@
+"""Training from Python: what gqa-uptrain does, in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from .given import Model, asked, in_memory, name_of, scratch, stored, undisturbed
+from .results import TrainedModel
+
+_OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run")
+
+
+def uptrain_model(
+    model: Model,
+    data: str | Sequence[str] | None = None,
+    teacher: Model | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    *,
+    tokenizer: Any = None,
+    **options: Any,
+) -> TrainedModel:
+    """Train a converted checkpoint further and write the result as a checkpoint.
+
+    Args:
+        model: A directory, a hub id, a result of another function, or a loaded model with its `tokenizer`.
+        data: Text: `stdlib:train`, files, hub data sets, `self:TOKENS` (the teacher writes it); several in a list.
+        teacher: The model before conversion, whose predictions are learnt; also in memory, as `model`.
+        out: Directory to make. None: `MODEL-uptrained`, and for a loaded model a temporary directory that is there as
+            long as the result.
+        progress: Show how it goes.
+        options: The fields of `TrainOptions` by name (`tokens=2_000_000`, `learning_rate=1e-4` ...), which are the
+            options of gqa-uptrain and are read as it reads them.
+
+    Raises:
+        RefusedError: The model, the text or an option cannot be used; before anything is written.
+        TypeError: An option has a name that there is none of.
+        DivergedError: The loss was not finite too often in a row.
+        StoppedError: A signal (an interrupt of the kernel) asked for the end; with `resume=True` the run goes on.
+        OutputError: The result could not be written or did not verify.
+    """
+    from gqa.uptrain.cli import command
+    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.run import uptrain
+    from gqa.uptrain.setup import prepare
+
+    with ExitStack() as stack:
+        stack.enter_context(undisturbed())
+        kept = scratch() if out is None and in_memory(model) else None
+        loaded = teacher is not None and in_memory(teacher)
+        given = {"data": data, "teacher": name_of(teacher) if loaded else teacher, **options}
+        name = name_of(model) if in_memory(model) else os.fspath(model)
+        goal = Path(kept.name if kept else "", f"{name}-uptrained") if out is None else Path(out)
+        read, words = asked(command, [name], given | {"output": goal}, _OF_TERMINALS)
+        read = {option: read[option] for option in TrainOptions.__dataclass_fields__ if option in read}
+        read |= {"model": stack.enter_context(stored(model, tokenizer))}
+        read |= {"teacher": stack.enter_context(stored(teacher, tokenizer))} if loaded and teacher is not None else {}
+        stack.enter_context(_own_accelerator())
+        _, record = uptrain(prepare(TrainOptions(**read)), quiet=not progress, words=words)
+    return TrainedModel(path=goal, record=record, _kept=kept)
+
+
+@contextmanager
+def _own_accelerator() -> Iterator[None]:
+    """accelerate remembers the first precision of a process: that of the caller is as it was when the block ends."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    states = (AcceleratorState, GradientState)
+    before = [dict(state._shared_state) for state in states]
+    try:
+        for state in states:
+            state._shared_state.clear()
+        yield
+    finally:
+        for state, kept in zip(states, before, strict=True):
+            state._shared_state.clear()
+            state._shared_state.update(kept)

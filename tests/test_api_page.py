@@ -1,0 +1,59 @@
+"""docs/api.md: its blocks run in their order, and it names what is public."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from training import fresh_accelerator
+
+import gqa
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/api.md"
+BLOCKS = [(token.map, token.content) for token in MarkdownIt().parse(PAGE.read_text()) if token.info == "python"]
+
+
+def lacks(code: str) -> list[str]:
+    """Libraries that a block imports and that are not installed."""
+    names = re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)
+    return [name for name in names if find_spec(name) is None]
+
+
+def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    """As one session in a directory that has examples/. Blocks with libraries that are not here are left out; of
+    those with the project's own dependencies none is.
+    """
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/stdlib-mha").symlink_to(ROOT / "examples/stdlib-mha")
+    monkeypatch.chdir(tmp_path)
+    left_out, names = [], dict[str, object]()
+    with fresh_accelerator():
+        for lines, code in BLOCKS:
+            assert lines is not None
+            if found := lacks(code):
+                left_out += found
+                continue
+            exec(compile("\n" * (lines[0] + 1) + code, PAGE, "exec"), names)  # so that a traceback has the page's lines
+    assert set(left_out) <= {"trl", "peft"}
+    assert {"small", "two_heads", "refined", "plan", "trained", "found", "trainer"} <= names.keys()
+    assert (tmp_path / "continued/model.safetensors").is_file()
+
+
+def test_lacking_libraries_are_seen() -> None:
+    """The control."""
+    assert lacks("import os\nfrom nowhere_to_be_found import x\n") == ["nowhere_to_be_found"]
+
+
+def test_everything_public_is_named() -> None:
+    page = PAGE.read_text()
+    assert [name for name in gqa.__all__ if name not in page and name not in ("Plan", "__version__")] == []
+
+
+@pytest.mark.parametrize("name", ["MapsOptions", "CalibrationText", "Refinement", "Target"])
+def test_fields_of_options_are_named(name: str) -> None:
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |"))
+    assert all(f"`{field}`" in row for field in getattr(gqa, name).__dataclass_fields__)
