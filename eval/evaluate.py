@@ -184,8 +184,8 @@ def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[
     if baseline is None:
         return found
     compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, text.clusters)
-    if scores.kl is not None and scores.same_top is not None:
-        compared |= kl_statistics(scores.kl, scores.same_top, scores.nats, baseline.nats)
+    if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
+        compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, scores.nats, baseline.nats)
     return found | {"against_baseline": compared}
 
 

@@ -30,7 +30,7 @@ _TEXT_QUALITY = {"bits/byte": "{quality[bits_per_byte]:.4f}", "word perplexity":
 _DISTRIBUTIONS = {
     "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "median": "{kl[median]:.4g}",
     "90 %": "{kl[p90]:.4g}", "99 %": "{kl[p99]:.4g}", "99.9 %": "{kl[p99.9]:.4g}", "max": "{kl[maximum]:.4g}",
-    "top-1 agreement": "{same_top:.2%}", "RMS dp": "{delta_p_percent[rms]:.2f} %",
+    "top-1 agreement": "{same_top:.2%}", "acceptance": "{acceptance:.2%}", "RMS dp": "{delta_p_percent[rms]:.2f} %",
     "RMS dlnp": "{log_probability_rms:.3f}", "corr": "{log_probability_correlation:.4f}",
 }  # fmt: skip
 _CACHE = {
@@ -130,7 +130,10 @@ def _quality(models: list[Record], text: Record) -> Table:
 
 def _distributions(models: list[Record]) -> Table:
     compared = [model["against_baseline"] | {"name": model["name"]} for model in models[1:]]
-    note = "KL(baseline || model) in nats; dp, dlnp: change of the true token's probability and its logarithm"
+    note = (
+        "KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in speculative "
+        "decoding, sampled at temperature 1; dp, dlnp: change of the true token's probability and its logarithm"
+    )
     if lost := compared[0].get("stored_baseline"):
         note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"
     return table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note)

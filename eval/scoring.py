@@ -31,16 +31,19 @@ from gqa.corpus.windows import Window, batches
 
 @dataclass(frozen=True)
 class Scores:
-    """One number per scored token, window by window. `kl` and `same_top` are against a baseline, where there is one.
+    """One number per scored token, window by window. From `kl` on they are against a baseline, where there is one.
 
     nats: -ln p(token); hits: the token is the most probable one.
     kl: KL(baseline || model) in nats; same_top: both find the same token the most probable.
+    acceptance: sum over tokens x of min(p(x), q(x)): how probable it is that speculative sampling from the baseline's p
+        accepts a token that the model drafts from its q (Leviathan et al., arXiv 2211.17192, section 3.2).
     """
 
     nats: NDArray[np.float32]
     hits: NDArray[np.bool_] | None = None
     kl: NDArray[np.float32] | None = None
     same_top: NDArray[np.bool_] | None = None
+    acceptance: NDArray[np.float32] | None = None
     baseline_nats: NDArray[np.float32] | None = None
 
     @property
@@ -170,7 +173,10 @@ def _score_batch(
         if theirs:
             p = theirs(piece)
             parts[-1] |= {"kl": kl_divergence(p, q), "same_top": p.argmax(-1) == q.argmax(-1)}
-            parts[-1]["baseline_nats"] = _at(p, targets)
+            parts[-1] |= {
+                "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
+                "baseline_nats": _at(p, targets),
+            }
     return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
 
 

@@ -33,13 +33,17 @@ def percentiles(values: Floats) -> dict[str, float]:
     return {"maximum": float(values.max()), **named, "minimum": float(values.min())}
 
 
-def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], model: Floats, baseline: Floats) -> dict[str, Any]:
+def kl_statistics(
+    kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats, model: Floats, baseline: Floats
+) -> dict[str, Any]:
     """How a model's next-token distributions Q differ from the baseline's P.
 
     Args:
-        kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; model, baseline: -ln of the true token's probability.
+        kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; acceptance: sum min(P, Q), which is 1 less half of the
+            sum of |P - Q|; model, baseline: -ln of the true token's probability.
     """
     mean, error = mean_and_error(kl)
+    accepted, accepted_error = mean_and_error(acceptance)
     share = float(same_top.mean())
     p, q = np.exp(-baseline.astype(np.float64)), np.exp(-model.astype(np.float64))
     change = (q - p) * 100
@@ -47,6 +51,8 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], model: Floats, baseli
         "kl": {"mean": mean, "mean_error": error, **percentiles(kl)},
         "same_top": share,
         "same_top_error": math.sqrt(share * (1 - share) / (len(kl) - 1)) if len(kl) > 1 else math.nan,
+        "acceptance": accepted,
+        "acceptance_error": accepted_error,
         "delta_p_percent": {"mean": float(change.mean()), "rms": _rms(change), **percentiles(change)},
         "log_probability_rms": _rms(model.astype(np.float64) - baseline),
         "log_probability_correlation": correlation(model, baseline),

@@ -63,7 +63,7 @@ def test_json_has_these_keys() -> None:
     against = second["against_baseline"]
     assert set(against) == {
         "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
-        "delta_p_percent", "log_probability_rms", "log_probability_correlation",
+        "acceptance", "acceptance_error", "delta_p_percent", "log_probability_rms", "log_probability_correlation",
     }  # fmt: skip
     assert set(against["kl"]) == percentiles | {"mean_error"}
     assert set(against["delta_p_percent"]) == percentiles | {"rms"}

@@ -151,6 +151,8 @@ def test_a_model_against_itself(source, text, scores):
     found = score(ChunkedHead(source), text.windows, batch_size=4, baseline=live_baseline(ChunkedHead(source)))
     assert found.kl.max() == 0
     assert found.same_top.all()
+    assert np.allclose(found.acceptance, 1, atol=1e-5)
+    assert found.acceptance.max() <= 1
     assert np.array_equal(found.nats, found.baseline_nats)
     assert np.allclose(found.nats, scores.nats, atol=1e-5)
 
@@ -158,16 +160,32 @@ def test_a_model_against_itself(source, text, scores):
 @torch.no_grad()
 def test_comparison_with_torch_on_whole_logits(source, grouped, text):
     found = score(ChunkedHead(grouped), text.windows[:3], batch_size=2, baseline=live_baseline(ChunkedHead(source)))
-    expected, same = [], []
+    expected, same, accepted = [], [], []
     for window in text.windows[:3]:
         ids = torch.tensor([window.ids[:-1]])
         p, q = (m(input_ids=ids).logits[0, -window.scored :].double().log_softmax(-1) for m in (source, grouped))
         expected.append(torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1))
         same.append(p.argmax(-1) == q.argmax(-1))
+        accepted.append(1 - (p.exp() - q.exp()).abs().sum(-1) / 2)
     assert np.allclose(found.kl, torch.cat(expected), atol=2e-4)
     assert np.array_equal(found.same_top, torch.cat(same))
+    assert np.allclose(found.acceptance, torch.cat(accepted), atol=1e-5)
+    assert found.acceptance.mean() < 0.9
     assert found.kl.mean() > 0.5
     assert found.same_top.mean() < 0.9
+
+
+@torch.no_grad()
+def test_acceptance_is_how_often_drafts_are_accepted(source, grouped, text):
+    """Speculative sampling itself: a token drawn from q is accepted with probability min(1, p / q)."""
+    window = text.windows[0]
+    found = score(ChunkedHead(grouped), [window], batch_size=1, baseline=live_baseline(ChunkedHead(source))).acceptance
+    ids = torch.tensor([window.ids[:-1]])
+    p, q = (m(input_ids=ids).logits[0, -window.scored :].softmax(-1) for m in (source, grouped))
+    torch.manual_seed(0)
+    drafts = torch.multinomial(q, 400, replacement=True)
+    kept = torch.rand(drafts.shape) < p.gather(-1, drafts) / q.gather(-1, drafts)
+    assert found.mean() == pytest.approx(kept.double().mean().item(), abs=5 / (2 * kept.numel() ** 0.5))
 
 
 def test_stored_baseline(source, grouped, text, directory):
@@ -183,6 +201,8 @@ def test_stored_baseline(source, grouped, text, directory):
     assert abs(found.kl.mean() - live.kl.mean()) < 1e-4
     assert not np.array_equal(found.kl, live.kl)  # it was rounded
     assert (found.same_top == live.same_top).mean() > 0.99
+    assert np.allclose(found.acceptance, live.acceptance, atol=2e-3)
+    assert not np.array_equal(found.acceptance, live.acceptance)
 
 
 def test_stored_baseline_of_something_else_is_not_used(text, directory):

@@ -57,7 +57,7 @@ def test_mean_and_error_by_hand():
 
 def test_a_comparison_of_equals():
     values = np.random.default_rng(0).gamma(2, 1, 500).astype(np.float32)
-    found = kl_statistics(np.zeros(500, np.float32), np.ones(500, bool), values, values)
+    found = kl_statistics(np.zeros(500, np.float32), np.ones(500, bool), np.ones(500), values, values)
     assert found["kl"]["mean"] == found["kl"]["maximum"] == 0
     assert found["same_top"] == 1
     assert found["same_top_error"] == 0
@@ -69,12 +69,13 @@ def test_a_comparison_of_equals():
 
 def test_changes_of_probability_by_hand():
     model, baseline = -np.log([0.5, 0.1]), -np.log([0.25, 0.4])
-    found = kl_statistics(np.array([0.1, 0.2]), np.array([True, False]), model, baseline)
+    found = kl_statistics(np.array([0.1, 0.2]), np.array([True, False]), np.array([0.5, 0.7]), model, baseline)
     assert found["delta_p_percent"]["mean"] == pytest.approx((25 - 30) / 2)
     assert found["delta_p_percent"]["rms"] == pytest.approx(math.sqrt((25**2 + 30**2) / 2))
     assert found["log_probability_rms"] == pytest.approx(math.sqrt((math.log(2) ** 2 + math.log(4) ** 2) / 2))
     assert found["same_top"] == 0.5
     assert found["same_top_error"] == pytest.approx(0.5)
+    assert (found["acceptance"], found["acceptance_error"]) == (pytest.approx(0.6), pytest.approx(0.1))
 
 
 def test_the_paired_error_is_smaller_than_the_unpaired():
