@@ -1,21 +1,53 @@
-"""What the commands share: sizes as options, one line for every error, exit codes. Imports no torch."""
+"""What the commands share: how options are declared, types of their values, one line for every error, exit codes.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import click
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 
-Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_PRECISIONS = {"no": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_ACCELERATE = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; did you mean refined?` where a word that is not known is like one that is, else nothing."""
+    return "".join(f"; did you mean {found}?" for found in get_close_matches(word, list(known), 1))
+
+
+class Choice(click.Choice[str]):
+    """One of some words; of one that is misspelt the near one is told."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value) in self.choices:
+            return str(value)
+        return self.fail(f"{self.get_invalid_choice_message(value, ctx).rstrip('.')}{near(value, self.choices)}")
+
+
+class Precision(Choice):
+    """What numbers are computed in, by any of its names. `accelerate`: the result is accelerate's name (no, bf16)."""
+
+    def __init__(self, *choices: str, accelerate: bool = False) -> None:
+        super().__init__(choices)
+        self._accelerate = accelerate
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        found = super().convert(_PRECISIONS.get(str(value), value), param, ctx)
+        return _ACCELERATE[found] if self._accelerate else found
 
 
 class ByteSize(click.ParamType[int]):
@@ -29,6 +61,28 @@ class ByteSize(click.ParamType[int]):
             self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
         size = float(match[1]) * _UNITS[match[2].upper()]
         return int(min(max(size, 1), 2**62))
+
+
+def read_count(text: str) -> int | None:
+    """A number of tokens like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    return int(float(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
+
+
+class Count(click.ParamType[int]):
+    """`64k`, `500M`, `1B`: a number of tokens, at least `least`."""
+
+    name = "count"
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if (count := read_count(str(value))) is None:
+            self.fail(f"{value!r} is not a number of tokens; give one like 65536, 64k, 500M or 1B", param, ctx)
+        if count < self._least:
+            self.fail(f"{value} is less than {self._least} tokens", param, ctx)
+        return count
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
@@ -49,7 +103,85 @@ class Several(click.ParamType[tuple[Any, ...]]):
         return tuple(found)
 
 
-def with_options(*groups: Sequence[Option]) -> Option:
+class Option(click.Option):
+    """An option that may have `aliases`: other names that mean the same and that --help does not show."""
+
+    def __init__(self, *declared: Any, aliases: str = "", **how: Any) -> None:
+        super().__init__(*declared, **how)
+        pairs = [alias.partition("/") for alias in aliases.split()]
+        self.aliases = [name for name, _, _ in pairs]
+        self.secondary_aliases = [name for _, _, name in pairs if name]
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts, self.secondary_opts
+        self.opts, self.secondary_opts = [*self.opts, *self.aliases], [*self.secondary_opts, *self.secondary_aliases]
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.opts, self.secondary_opts = shown
+
+
+class Command(click.Command):
+    """A command that tells the documented name that an unknown option is like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(f"No such option {error.option_name}{self._near(error.option_name)}") from None
+
+    def _near(self, name: str) -> str:
+        options = [found for found in self.params if isinstance(found, Option)]
+        shown = {name: found.opts[-1] for found in options for name in (*found.aliases, *found.secondary_aliases)}
+        shown |= {name: name for found in self.params for name in (*found.opts, *found.secondary_opts)}
+        return "".join(f"; did you mean {shown[found]}?" for found in get_close_matches(name, shown, 1))
+
+
+def _sources(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Sources given one by one or separated by commas; a file with a comma in its name is one."""
+    found = [value.split(",") if "," in value and not os.path.exists(value) else [value] for value in values]
+    words = [word.strip() for several in found for word in several]
+    if values and not any(words):
+        raise click.BadParameter("names nothing; give one source or more, separated by commas", ctx, param)
+    return tuple(filter(None, words))
+
+
+# Options of several commands, by their documented names.
+_POSITIVE = click.IntRange(min=1)
+SHARED: dict[str, dict[str, Any]] = {
+    "--groups": {"short": "-g", "aliases": "--kv-heads", "type": _POSITIVE, "metavar": "G", "required": True},
+    "--data": {"multiple": True, "callback": _sources, "metavar": "SOURCE[,...]"},
+    "--field": {"default": "text", "metavar": "NAME", "help": "Of jsonl, csv, parquet and data sets."},
+    "--data-config": {"metavar": "NAME", "help": "Configuration of a hub data set."},
+    "--tokens": {"type": Count(), "metavar": "COUNT"},
+    "--context": {"metavar": "COUNT"},
+    "--device": {"metavar": "NAME", "help": "cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]"},
+    "--precision": {"type": Precision("float32", "bfloat16", "float16")},
+    "--attn-implementation": {
+        "aliases": "--attention", "metavar": "NAME",
+        "help": "sdpa, eager, flash_attention_2 ...  [default: sdpa where the model has it]",
+    },
+    "--trust-remote-code": {"is_flag": True, "help": "Run code that a checkpoint brings (dangerous)."},
+    "--seed": {"type": int, "default": 0},
+    "--revision": {"metavar": "NAME", "help": "Branch, tag or commit of a hub id."},
+    "--tensor-parallel": {"type": _POSITIVE, "metavar": "N"},
+    "--dry-run": {"is_flag": True},
+    "--overwrite": {"is_flag": True},
+    "--json": {"is_flag": True, "help": "One JSON object on stdout, everything else on stderr."},
+    "--verbose": {"short": "-v", "is_flag": True, "help": "Tracebacks of defects."},
+    "--quiet": {"short": "-q", "is_flag": True, "help": "Print errors and warnings only."},
+}  # fmt: skip
+
+
+def option(*names: str, **how: Any) -> Decorator:
+    """`click.option` with `aliases` (see `Option`), the default shown, and what options of that name have in common."""
+    flags = [name for name in names if name.startswith("--")]
+    how = SHARED.get(flags[0].partition("/")[0], {}) | {"show_default": True} | how if flags else how
+    short = [name] if (name := how.pop("short", "")) else []
+    return click.option(*short, *names, **{"cls": Option} | how)
+
+
+def with_options(*groups: Sequence[Decorator]) -> Decorator:
     """Groups of click options as one decorator; --help lists them in this order."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:

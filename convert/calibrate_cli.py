@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, progress_bar, run, version_option, with_options
+from gqa.checkpoint.console import (
+    CONTEXT_SETTINGS,
+    Choice,
+    Command,
+    Count,
+    Decorator,
+    Option,
+    Precision,
+    option,
+    progress_bar,
+    run,
+    version_option,
+    with_options,
+)
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.convert.methods import ALIGNING, GROUPINGS, LAYERWISE, METHODS, Method
 
@@ -22,7 +35,7 @@ if TYPE_CHECKING:
 _LOG_SECONDS = 30.0  # between two lines
 
 
-class MethodOption(click.Option):
+class MethodOption(Option):
     """An option that not every method uses: `used_by` says of one whether it does."""
 
     def __init__(self, *names: Any, used_by: Callable[[Method], bool], **attributes: Any) -> None:
@@ -30,9 +43,9 @@ class MethodOption(click.Option):
         self.used_by = used_by
 
 
-def option_of(used_by: Callable[[Method], bool], *names: str, **attributes: Any) -> Callable[..., Any]:
-    """`click.option` of what only those methods use."""
-    return click.option(*names, cls=MethodOption, used_by=used_by, **attributes)
+def option_of(used_by: Callable[[Method], bool], *names: str, **attributes: Any) -> Decorator:
+    """An option that only those methods use."""
+    return option(*names, cls=MethodOption, used_by=used_by, **attributes)
 
 
 def is_given(name: str) -> bool:
@@ -45,11 +58,11 @@ def refuse_unused(methods: Iterable[str], where: str) -> None:
     words what was asked for instead.
     """
     known = [METHODS[name] for name in methods]
-    for option in click.get_current_context().command.params:
-        if isinstance(option, MethodOption) and is_given(str(option.name)) and not any(map(option.used_by, known)):
-            users = ", ".join(name for name, method in METHODS.items() if option.used_by(method))
+    for found in click.get_current_context().command.params:
+        if isinstance(found, MethodOption) and is_given(str(found.name)) and not any(map(found.used_by, known)):
+            users = ", ".join(name for name, method in METHODS.items() if found.used_by(method))
             told = f"it goes with --method {users}" if known else "leave one of the two out"
-            raise RefusedError(f"{option.opts[0]} is not used by {where}; {told}")
+            raise RefusedError(f"{found.opts[0]} is not used by {where}; {told}")
 
 
 of_text = partial(option_of, lambda method: method.reads_text)
@@ -58,42 +71,45 @@ of_draws = partial(option_of, lambda method: method.draws)
 _of_refined = partial(option_of, lambda method: method.refines)
 
 _TEXT = [
-    of_text("--calibration", type=Several(str), default="self", show_default=True, metavar="SOURCE[,...]",
-            help="Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a "
-            "file, a hub data set, stdlib:train."),
+    of_text("--data", "calibration", aliases="--calibration", default=("self",), help="Text for calibrated and "
+            "refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data set, stdlib:train; "
+            "several times, or with commas, for a mixture (SOURCE@WEIGHT)."),
 ]  # fmt: skip
-_SEARCH = [
-    of_text("--calibration-tokens", type=click.IntRange(min=1), default=65_536, show_default=True,
-            help="In all; shared by SOURCE@WEIGHT."),
-    of_text("--calibration-length", type=click.IntRange(min=2), default=256, show_default=True,
-            help="Tokens of one block."),
-    of_text("--calibration-repeats/--no-calibration-repeats", default=True, show_default=True, help="Let half of "
-            "the blocks repeat themselves, which keeps a model able to look things up; not those of self:plain."),
-    of_maps("--grouping", type=click.Choice(GROUPINGS), default="contiguous", show_default=True,
-            help="Which heads share: neighbours, or those that lose least by it."),
-    of_text("--ridge", type=click.FloatRange(min=0), default=0.03, show_default=True,
-            help="Of the refit of the output projection."),
-    _of_refined("--refine-steps", type=click.IntRange(min=1), default=200, show_default=True,
-                help="A layer, of --refine-batch blocks each."),
-    _of_refined("--refine-batch", type=click.IntRange(min=1), default=16, show_default=True),
-    _of_refined("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=0.02,
-                show_default=True, help="Relative to the size of each tensor; it falls linearly to zero."),
-    _of_refined("--refine-precision", type=click.Choice(["no", "bf16"]), help="Of the products in refinement.  "
-                "[default: bf16 where the device multiplies it natively]"),
-    of_text("--calibration-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32",
-            show_default=True, help="To run layers in; 16 bits blur what the converted layers lack."),
-]  # fmt: skip
-_DEVICE = [
-    of_text("--device", help="To calibrate on: cpu, cuda, mps.  [default: a GPU where there is one]"),
-]  # fmt: skip
-
-
+_DEVICE = [of_text("--device")]
 _TARGET = [
-    click.option("--remote-code/--no-remote-code", default=None, help="Whether a model whose class cannot have fewer "
-                 "heads gets custom modelling code.  [default: where no class of transformers will do]"),
-    click.option("--attention", metavar="KIND[,...]", help="Whose heads become fewer, in an encoder-decoder that gets "
-                 "such a class: decoder-self, cross, encoder.  [default: decoder-self,cross]"),
+    option("--remote-code/--no-remote-code", default=None, help="Whether a model whose class cannot have fewer heads "
+           "gets custom modelling code.  [default: where no class of transformers will do]"),
+    option("--attention", metavar="KIND[,...]", help="Whose heads become fewer, in an encoder-decoder that gets such a "
+           "class: decoder-self, cross, encoder.  [default: decoder-self,cross]"),
 ]  # fmt: skip
+
+
+def _search(prefix: str) -> list[Decorator]:
+    """How maps are found. `prefix` is for a command whose --tokens, --context ... are of something else."""
+
+    def own(name: str, old: str, no: str = "", **how: Any) -> Decorator:
+        names, aliases = (f"--{word}{no and '/--no-'}{no and word}" for word in (prefix + name, f"calibration-{old}"))
+        return of_text(names, f"calibration_{name}", aliases=aliases, **how)
+
+    return [
+        own("tokens", "tokens", type=Count(), default="65536", metavar="COUNT",
+            help="Tokens of text in all, shared by SOURCE@WEIGHT."),
+        own("context", "length", type=Count(2), default="256", metavar="COUNT", help="Tokens of one block."),
+        own("repeats", "repeats", "no", default=True, help="Let half of the blocks repeat themselves, which keeps a "
+            "model able to look things up; not those of self:plain."),
+        of_maps("--grouping", type=Choice(GROUPINGS), default="contiguous",
+               help="Which heads share: neighbours, or those that lose least by it."),
+        of_text("--ridge", type=click.FloatRange(min=0), default=0.03, help="Of the refit of the output projection."),
+        _of_refined("--refine-steps", type=click.IntRange(min=1), default=200, help="A layer, of --refine-batch "
+               "blocks each."),
+        _of_refined("--refine-batch", type=click.IntRange(min=1), default=16),
+        _of_refined("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=0.02,
+               help="Relative to the size of each tensor; it falls linearly to zero."),
+        _of_refined("--refine-precision", type=Precision("float32", "bfloat16"), help="Of the products in refinement.  "
+               "[default: bfloat16 where the device multiplies it natively]"),
+        own("precision", "dtype", type=Precision("float32", "bfloat16", "float16"), default="float32",
+            help="To run layers in; 16 bits blur what the converted layers lack."),
+    ]  # fmt: skip
 
 
 def read_target(options: dict[str, Any]) -> Target:
@@ -107,8 +123,8 @@ def read_target(options: dict[str, Any]) -> Target:
     return Target(options["remote_code"], tuple(kind for kind in KINDS if kind in named) or None)
 
 
-maps_options = with_options(_TEXT, _SEARCH, _DEVICE)  # of finding maps
-search_options = with_options(_SEARCH)  # those of them that say neither on which text nor where
+maps_options = with_options(_TEXT, _search(""), _DEVICE)  # of finding maps
+search_options = with_options(_search("calibration-"))  # those of them that say neither on which text nor where
 target_options = with_options(_TARGET)  # about the class that a model is written for
 
 
@@ -123,15 +139,15 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
     precision = options["refine_precision"]
     return MapsOptions(
         CalibrationText(
-            options["calibration"], tokens, options["calibration_length"], seed, field, options["calibration_repeats"]
+            options["calibration"], tokens, options["calibration_context"], seed, field, options["calibration_repeats"]
         ),
         ridge=options["ridge"],
         refinement=Refinement(
             options["refine_steps"], options["refine_batch"], options["refine_learning_rate"],
-            autocast=None if precision is None else precision == "bf16", seed=seed,
+            autocast=None if precision is None else precision == "bfloat16", seed=seed,
         ),
         device=find_device(options["device"]),
-        dtype=options["calibration_dtype"],
+        dtype=options["calibration_precision"],
         grouping=options["grouping"],
     )  # fmt: skip
 
@@ -208,18 +224,18 @@ Examples:
 """
 
 
-@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
-@click.option("-g", "--groups", type=click.IntRange(min=1), required=True, metavar="G", help="Key/value heads to keep.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="To write.")
-@click.option("--method", type=click.Choice(ALIGNING), default="calibrated", show_default=True)
+@option("--groups", help="Key/value heads to keep.")
+@option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="To write.")
+@option("--method", type=Choice(ALIGNING), default="calibrated")
 @maps_options
 @target_options
-@of_draws("--seed", type=int, default=0, show_default=True)
-@click.option("--revision", help="Branch, tag or commit of a hub id.")
-@click.option("--overwrite", is_flag=True, help="Replace FILE, and forget an unfinished run of other options.")
-@click.option("-v", "--verbose", is_flag=True, help="Show where an unexpected error comes from.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@of_draws("--seed", help="Of random draws and samples.")
+@option("--revision")
+@option("--overwrite", help="Replace FILE, and forget an unfinished run of other options.")
+@option("--verbose")
+@option("--quiet")
 @version_option
 def command(model: str, groups: int, output: Path, **options: Any) -> None:
     """Find out how the heads of MODEL are best merged into G, and write that as maps that gqa-convert applies.

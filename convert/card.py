@@ -45,14 +45,14 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
     words = ["--grouping", told["grouping"]] if told["grouping"] != "contiguous" else []
     if text := told.get("text"):
         sources = ",".join(map(without_place, text["sources"]))
-        words += ["--calibration", sources, "--calibration-tokens", str(text["tokens"])]
-        words += ["--calibration-length", str(text["length"]), "--seed", str(text["seed"])]
-        words += [] if text.get("repeats") else ["--no-calibration-repeats"]
-        words += ["--ridge", str(told["ridge"]), "--calibration-dtype", told["dtype"]]
+        words += ["--data", sources, "--tokens", str(text["tokens"])]
+        words += ["--context", str(text["length"]), "--seed", str(text["seed"])]
+        words += [] if text.get("repeats") else ["--no-repeats"]
+        words += ["--ridge", str(told["ridge"]), "--precision", told["dtype"]]
     if how := told.get("refinement"):
         words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]
         words += ["--refine-learning-rate", str(how["learning_rate"])]
-        words += ["--refine-precision", "bf16" if how["autocast"] else "no"]
+        words += ["--refine-precision", "bfloat16" if how["autocast"] else "float32"]
     return words
 
 

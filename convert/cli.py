@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, fail, run, version_option
+from gqa.checkpoint.console import (
+    CONTEXT_SETTINGS,
+    ByteSize,
+    Choice,
+    Command,
+    fail,
+    option,
+    run,
+    version_option,
+    with_options,
+)
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.calibrate_cli import (
@@ -45,68 +55,43 @@ Examples:
 """
 
 
-@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+_MERGING = [
+    option("--groups", help="Key/value heads of the result: a divisor of the model's own, or a multiple to expand."),
+    option("-o", "--output", type=click.Path(), metavar="DIR", help="Directory to make.  [default: "
+           "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
+    option_of(lambda method: True, "--method", type=Choice(list(METHODS)), default="mean", help="How the heads of a "
+              "group become one."),
+    option("--maps", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="Apply what gqa-calibrate "
+           "wrote, instead of --method."),
+]  # fmt: skip
+_WRITING = [
+    of_draws("--seed", help="Of random draws and samples."),
+    option("--dtype", type=Choice(["float32", "float16", "bfloat16", "float64"]), help="Store all weights so.  "
+           "[default: as they are]"),
+    option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]"),
+    option("--revision"),
+    option("--dry-run", help="Print the plan and write nothing; of a hub id only headers are fetched."),
+    option("--json", "as_json"),
+    option("--overwrite", help="Replace the checkpoint at DIR once the new one is complete."),
+    option("--checksums", is_flag=True, help="Compare every untouched byte; record SHA-256 of all shards."),
+    option("--verify-load", is_flag=True, help="Also load the result with transformers and run it once."),
+    option("--tensor-parallel", help="Say whether N ranks can hold it."),
+    option("--jobs", type=click.IntRange(min=1), default=DEFAULT_JOBS, help="Shards written at a time."),
+    option("--push-to-hub", metavar="REPO", help="Upload the finished result to this repository."),
+    option("--public", is_flag=True, help="Make the pushed repository public.  [default: private]"),
+    option("--verbose", help="List every changed tensor."),
+    option("--quiet"),
+    option("--families", is_flag=True, is_eager=True, expose_value=False, callback=_show_families,
+           help="Print what is supported and exit."),
+]  # fmt: skip
+
+
+@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
-@click.option(
-    "-g",
-    "--groups",
-    type=click.IntRange(min=1),
-    required=True,
-    metavar="G",
-    help="Key/value heads of the result: a divisor of the model's own, or a multiple to expand.",
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(),
-    metavar="DIR",
-    help="Directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
-)
-@option_of(
-    lambda method: True,
-    "--method",
-    type=click.Choice(list(METHODS)),
-    default="mean",
-    show_default=True,
-    help="How the heads of a group become one.",
-)
-@click.option(
-    "--maps",
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Apply what gqa-calibrate wrote, instead of --method.",
-)
+@with_options(_MERGING)
 @maps_options
 @target_options
-@of_draws("--seed", type=int, default=0, show_default=True, help="Of random draws and samples.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "float16", "bfloat16", "float64"]),
-    help="Store all weights so.  [default: as they are]",
-)
-@click.option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]")
-@click.option("--revision", help="Branch, tag or commit of a hub id.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing; of a hub id only headers are fetched.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, everything else on stderr.")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DIR once the new one is complete.")
-@click.option("--checksums", is_flag=True, help="Compare every untouched byte; record SHA-256 of all shards.")
-@click.option("--verify-load", is_flag=True, help="Also load the result with transformers and run it once.")
-@click.option("--tensor-parallel", type=click.IntRange(min=1), metavar="N", help="Say whether N ranks can hold it.")
-@click.option(
-    "--jobs", type=click.IntRange(min=1), default=DEFAULT_JOBS, show_default=True, help="Shards written at a time."
-)
-@click.option("--push-to-hub", metavar="REPO", help="Upload the finished result to this repository.")
-@click.option("--public", is_flag=True, help="Make the pushed repository public.  [default: private]")
-@click.option("-v", "--verbose", is_flag=True, help="List every changed tensor.")
-@click.option("-q", "--quiet", is_flag=True, help="Print errors and warnings only.")
-@click.option(
-    "--families",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_show_families,
-    help="Print what is supported and exit.",
-)
+@with_options(_WRITING)
 @version_option
 def command(model: str, groups: int, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.

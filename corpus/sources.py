@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+from gqa.checkpoint.console import read_count
 from gqa.checkpoint.errors import CorpusError, listing
 from gqa.corpus.document import Document
 from gqa.corpus.files import find_files, is_local, read_file
@@ -56,12 +57,6 @@ def parse_self(spec: str) -> OwnText:
             "self:plain, like self:plain:1M, for text of which nothing is repeated"
         )
     return OwnText(tokens, plain)
-
-
-def read_count(text: str) -> int | None:
-    """A number of tokens like 65536, 500M or 1B; None for what is no such number above zero."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
-    return int(float(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,13 @@ from click.core import ParameterSource
 from gqa.checkpoint.console import (
     CONTEXT_SETTINGS,
     ByteSize,
+    Choice,
+    Command,
+    Count,
+    Precision,
     Several,
     fail,
+    option,
     progress_bar,
     run,
     version_option,
@@ -54,72 +59,73 @@ def ratio(text: str) -> float:
 
 _POSITIVE = click.IntRange(min=1)
 _TEXT = [
-    click.option("--data", metavar="SOURCE", help="Text: a file (txt, jsonl, csv, parquet, arrow), a directory or "
-                 "glob of them, stdlib:heldout, or a hub data set."),
-    click.option("--field", default="text", show_default=True, help="Of jsonl, csv, parquet and data sets."),
-    click.option("--target-field", help="Of encoder-decoders: the text to predict from --field."),
-    click.option("--data-config", metavar="NAME", help="Configuration of a hub data set."),
-    click.option("--split", help="Split of a hub data set.  [default: test]"),
-    click.option("--protocol", type=click.Choice(["rolling", "strided", "llama.cpp"]), help="How text is cut into "
-                 "windows: as lm-evaluation-harness does, overlapping (needs --stride), or as llama-perplexity does.  "
-                 "[default: rolling, strided with --stride]"),
-    click.option("--context", type=click.IntRange(min=4), help="Tokens of a window.  [default: the model's positions, "
-                 "2048 at most; 512 at most for llama.cpp]"),
-    click.option("--stride", type=_POSITIVE, help="Tokens from one window to the next."),
-    click.option("--max-tokens", type=_POSITIVE, help="Stop after the document that reaches it."),
-    click.option("--beyond-positions", is_flag=True, help="Allow a context longer than the model's."),
+    option("--data", multiple=False, callback=None, metavar="SOURCE", help="Text: a file (txt, jsonl, csv, parquet, "
+           "arrow), a directory or glob of them, stdlib:heldout, or a hub data set."),
+    option("--field"),
+    option("--target-field", help="Of encoder-decoders: the text to predict from --field."),
+    option("--data-config"),
+    option("--split", help="Split of a hub data set.  [default: test]"),
+    option("--protocol", type=Choice(["rolling", "strided", "llama.cpp"]), help="How text is cut into windows: as "
+           "lm-evaluation-harness does, overlapping (needs --stride), or as llama-perplexity does.  [default: rolling, "
+           "strided with --stride]"),
+    option("--context", type=Count(4), help="Tokens of a window.  [default: the model's positions, 2048 at most; 512 "
+           "at most for llama.cpp]"),
+    option("--stride", type=Count(), help="Tokens from one window to the next."),
+    option("--tokens", aliases="--max-tokens", help="Stop after the document that reaches so many tokens."),
+    option("--beyond-positions", is_flag=True, help="Allow a context longer than the model's."),
 ]  # fmt: skip
 _MEASURE = [
-    click.option("--kl", is_flag=True, help="Compare next-token distributions and attention outputs with the "
-                 "baseline's, in lockstep."),
-    click.option("--baseline-cache", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Of --kl: "
-                 "keep the baseline's distributions here (2 bytes x vocabulary x tokens), so that it runs once for "
-                 "many commands; attention outputs are not compared then."),
-    click.option("--recall/--no-recall", default=None, help="Ask for what stands in the context: second copies of "
-                 "text, of samples and of random tokens, values by their keys, passkeys.  [default: with -o]"),
-    click.option("--decode", is_flag=True, help="Time prefill and decoding."),
-    click.option("--batches", type=Several(_POSITIVE), default="1,8", show_default=True, help="Of --decode."),
-    click.option("--contexts", type=Several(_POSITIVE), help="Of --decode.  [default: a half, all of the positions, "
-                 "4096 at most]"),
-    click.option("--steps", type=_POSITIVE, default=32, show_default=True, help="Of --decode."),
-    click.option("--repeats", type=_POSITIVE, default=5, show_default=True, help="Of --decode."),
-    click.option("--memory", type=ByteSize(), metavar="SIZE", help="Say what fits into it, of one device."),
-    click.option("--tensor-parallel", type=_POSITIVE, default=1, show_default=True, metavar="N", help="Of --memory: "
-                 "devices that share one model."),
-    click.option("--tasks", metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas."),
-    click.option("--shots", type=click.IntRange(min=0), help="Of --tasks.  [default: each task's own]"),
-    click.option("--limit", type=_POSITIVE, help="Of --tasks: documents of each."),
-    click.option("--include-tasks", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
-                 help="Of --tasks: directory of definitions of your own."),
-    click.option("--fail-above", type=ratio, metavar="RATIO", help="Exit with 3 where a perplexity is more than "
-                 "RATIO x the baseline's."),
+    option("--kl", is_flag=True, help="Compare next-token distributions and attention outputs with the baseline's, in "
+           "lockstep."),
+    option("--baseline-cache", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Of --kl: keep "
+           "the baseline's distributions here (2 bytes x vocabulary x tokens), so that it runs once for many commands; "
+           "attention outputs are not compared then."),
+    option("--recall/--no-recall", default=None, help="Ask for what stands in the context: second copies of text, of "
+           "samples and of random tokens, values by their keys, passkeys.  [default: with -o]"),
+    option("--decode", is_flag=True, help="Time prefill and decoding."),
+    option("--decode-batches", aliases="--batches", type=Several(_POSITIVE), default="1,8", help="Of --decode."),
+    option("--decode-contexts", aliases="--contexts", type=Several(Count()), help="Of --decode.  [default: a half, all "
+           "of the positions, 4096 at most]"),
+    option("--decode-steps", aliases="--steps", type=_POSITIVE, default=32, help="Of --decode."),
+    option("--decode-repeats", aliases="--repeats", type=_POSITIVE, default=5, help="Of --decode."),
+    option("--memory", type=ByteSize(), metavar="SIZE", help="Say what fits into it, of one device."),
+    option("--tensor-parallel", default=1, help="Of --memory: devices that share one model."),
+    option("--tasks", metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas."),
+    option("--shots", type=click.IntRange(min=0), help="Of --tasks.  [default: each task's own]"),
+    option("--limit", type=_POSITIVE, help="Of --tasks: documents of each."),
+    option("--include-tasks", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+           help="Of --tasks: directory of definitions of your own."),
+    option("--fail-above", type=ratio, metavar="RATIO", help="Exit with 3 where a perplexity is more than RATIO x the "
+           "baseline's."),
 ]  # fmt: skip
 _RUN = [
-    click.option("--batch-size", type=_POSITIVE, default=8, show_default=True, help="Windows at a time."),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-                 show_default=True, help="To compute in; auto: as stored."),
-    click.option("--device", help="cpu, cuda, cuda:1 ...  [default: a GPU if there is one]"),
-    click.option("--attention", help="sdpa, eager, flash_attention_2 ...  [default: sdpa where the model has it]"),
-    click.option("--compile", is_flag=True, help="Score text with models compiled by torch.compile."),
-    click.option("--revision", help="Branch, tag or commit of hub ids."),
-    click.option("--trust-remote-code", is_flag=True, help="Run code that a checkpoint brings (dangerous)."),
-    click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write "
-                 "results.json, report.html and pictures here, in the place of an earlier report."),
-    click.option("--json", is_flag=True, help="One JSON object on stdout, the rest on stderr."),
-    click.option("-v", "--verbose", is_flag=True, help="Every table; tracebacks of defects."),
-    click.option("-q", "--quiet", is_flag=True, help="No progress, no tables."),
+    option("--batch-size", type=_POSITIVE, default=8, help="Windows at a time."),
+    option("--precision", aliases="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"), default="auto",
+           help="To compute in; auto: as stored."),
+    option("--device"),
+    option("--attn-implementation"),
+    option("--compile", is_flag=True, help="Score text with models compiled by torch.compile."),
+    option("--revision", help="Branch, tag or commit of hub ids."),
+    option("--trust-remote-code"),
+    option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write "
+           "results.json, report.html and pictures here."),
+    option("--overwrite", help="Replace the report at DIR."),
+    option("--json"),
+    option("--verbose", help="Every table; tracebacks of defects."),
+    option("--quiet", help="No progress, no tables."),
 ]  # fmt: skip
 # Options that mean nothing without another.
 _NEEDS = {
-    "data": ("kl", "fail_above", "field", "target_field", "data_config", "split", "protocol", "stride", "max_tokens"),
+    "data": ("kl", "fail_above", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
     "kl": ("baseline_cache",),
-    "decode": ("batches", "contexts", "steps", "repeats"),
+    "decode": ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
     "memory": ("tensor_parallel",),
     "tasks": ("shots", "limit", "include_tasks"),
+    "output": ("overwrite",),
 }
 
 
-@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("baseline", metavar="BASELINE")
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @with_options(_TEXT, _MEASURE, _RUN)
@@ -136,7 +142,7 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     check(options, given, len(models))
     if options["output"]:
-        check_output(options["output"])
+        check_output(options["output"], options["overwrite"])
     results = measure((baseline, *models), options, shlex.join(["gqa-eval", *sys.argv[1:]]))
     if not results:  # another rank reports
         return
@@ -193,7 +199,8 @@ def measure(names: tuple[str, ...], options: dict[str, Any], words: str) -> dict
     quiet = options["quiet"] or not main
     how = evaluate.Options(
         device=evaluate.usable_device(options["device"]), compare=options["kl"],
-        **{name: options[name] for name in ("batch_size", "dtype", "attention", "compile", "baseline_cache")},
+        dtype=options["precision"], attention=options["attn_implementation"],
+        **{name: options[name] for name in ("batch_size", "compile", "baseline_cache")},
     )  # fmt: skip
     subjects = open_subjects(names, options["trust_remote_code"], options["revision"])
     harness = _find_tasks(subjects, options, quiet) if options["tasks"] else None
@@ -204,8 +211,8 @@ def measure(names: tuple[str, ...], options: dict[str, Any], words: str) -> dict
         "models": [subject.record for subject in subjects],
     }
     recall_context = _recall_context(subjects, options)
-    batches, steps, repeats = options["batches"], options["steps"], options["repeats"]
-    contexts = evaluate.decode_contexts(subjects, options["contexts"], steps) if options["decode"] else ()
+    batches, steps, repeats = (options[f"decode_{name}"] for name in ("batches", "steps", "repeats"))
+    contexts = evaluate.decode_contexts(subjects, options["decode_contexts"], steps) if options["decode"] else ()
     if options["memory"]:
         context = choose_context(subjects, options["context"], options["beyond_positions"])
         results["memory"] = evaluate.fit(subjects, options["memory"], options["tensor_parallel"], context)

@@ -63,7 +63,7 @@ def usable_device(asked: str | None) -> str:
 
 
 def load(subject: Subject, options: Options) -> PreTrainedModel:
-    advice = "choose another --dtype or give fewer checkpoints to --decode"
+    advice = "choose another --precision or give fewer checkpoints to --decode"
     with _explained(subject.name, options, "its weights", advice):
         return load_model(
             subject.path, dtype=options.dtype, device=options.device, attention=options.attention,
@@ -216,7 +216,7 @@ def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, st
         if subject.positions and max(contexts) + steps > subject.positions:
             raise RefusedError(
                 f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the {subject.positions:,} "
-                f"positions of {subject.name}; give smaller --contexts or --steps"
+                f"positions of {subject.name}; give smaller --decode-contexts or --decode-steps"
             )
     return contexts
 
@@ -231,7 +231,9 @@ def time_decoding(
     models = {subject.name: load(subject, options) for subject in subjects}
     caches = {subject.name: subject.cache for subject in subjects if subject.cache}
     tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
-    with _explained(", ".join(models), options, tried, "give smaller --batches or --contexts, or fewer checkpoints"):
+    with _explained(
+        ", ".join(models), options, tried, "give smaller --decode-batches or --decode-contexts, or fewer checkpoints"
+    ):
         points = measure_decode(models, caches, batches, contexts, steps, repeats, progress)
     for subject in subjects:
         model, tokens = models[subject.name], contexts[0]

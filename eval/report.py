@@ -264,10 +264,11 @@ def nearest(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-def check_output(directory: Path) -> None:
+def check_output(directory: Path, overwrite: bool) -> None:
     """Find out before hours of measuring what would keep a report from being written. Leaves nothing behind.
 
-    Raises OutputError, and RefusedError where files that are no report's would be overwritten.
+    Raises OutputError, and RefusedError where files that are no report's would be overwritten, and where an earlier
+    report would be unless `overwrite` is said.
     """
     try:
         tempfile.TemporaryFile(dir=nearest(directory)).close()
@@ -279,6 +280,8 @@ def check_output(directory: Path) -> None:
     taken = [name for name in _FILES if (directory / name).exists()]
     if taken and not (isinstance(found, dict) and {"schema", "command", "models"} <= found.keys()):
         raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
+    if taken and not overwrite:
+        raise RefusedError(f"{directory} holds an earlier report; give --overwrite to replace it, or another directory")
 
 
 _FILES = ("results.json", "report.html", *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))

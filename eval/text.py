@@ -37,11 +37,11 @@ def read_text(subjects: Sequence[Subject], options: Mapping[str, Any]) -> Text:
         if targets.get(sample.name) == sample.text:
             raise RefusedError(f"--field and --target-field of {options['data']} are the same text; name two fields")
         pairs = ((d.text, targets[d.name]) for d in documents(options["field"]) if d.name in targets)
-        text = make_pairs(pairs, first.tokenizer, first.decoder_start, context, options["max_tokens"])
+        text = make_pairs(pairs, first.tokenizer, first.decoder_start, context, options["tokens"])
     else:
         text = make_text(
             (found.text for found in documents(options["field"])), first.tokenizer, protocol=options["protocol"],
-            context=context, stride=options["stride"], max_tokens=options["max_tokens"],
+            context=context, stride=options["stride"], max_tokens=options["tokens"],
         )  # fmt: skip
     check_ids(subjects, text)
     return text

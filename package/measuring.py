@@ -32,7 +32,7 @@ def evaluate(
             model.
         models: The others.
         data: Text: a file, a directory or glob of them, `stdlib:heldout`, or a hub data set.
-        out: Directory for a report, in the place of an earlier one.
+        out: Directory for a report; `overwrite=True` replaces an earlier one.
         progress: Show bars.
         tokenizer: Of the models that are loaded.
         options: The options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), read as it reads them.
@@ -50,10 +50,10 @@ def evaluate(
         stack.enter_context(undisturbed())
         names = [name_of(model) if in_memory(model) else os.fspath(model) for model in (baseline, *models)]
         read, words = asked(command, names, given, _OF_TERMINALS)
+        read |= {"output": out, "quiet": not progress}
         check(read, set(given), len(models))
         if out is not None:
-            check_output(Path(out))
-        read |= {"output": out, "quiet": not progress}
+            check_output(Path(out), read["overwrite"])
         places = [
             stack.enter_context(stored(model, tokenizer if in_memory(model) else None)) for model in (baseline, *models)
         ]

@@ -40,7 +40,7 @@ def words(out: Path, **options: Any) -> list[str]:
     """The command of a small study; an option that is None is left out, one that is True is a flag."""
     given: dict[str, Any] = {
         "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "methods": "mean,first", "groups": "1",
-        "alphas": "0,0.1,0.3", "batch_size": 4, "block_size": BLOCK, "learning_rate": 3e-3, "no_decode": True,
+        "alphas": "0,0.1,0.3", "batch_size": 4, "train_context": BLOCK, "learning_rate": 3e-3, "no_decode": True,
         "output": out, "quiet": True,
     }  # fmt: skip
     found = [str(options.pop("model", place() / "model"))]

@@ -48,7 +48,7 @@ def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
     model, converted, trained = place() / "model", tmp_path / "converted", tmp_path / "trained"
     command("gqa-convert", "-q", "--groups", 1, "--method", "first", "-o", converted, model)
     data, heldout = place() / "train.jsonl", place() / "heldout.jsonl"
-    given = words_for(converted, data, trained, alpha=0.1, batch_size=4, block_size=64, learning_rate=3e-3)
+    given = words_for(converted, data, trained, alpha=0.1, batch_size=4, context=64, learning_rate=3e-3)
     command("gqa-uptrain", *given, "--heldout", heldout)
     options = ("--data", heldout, "--kl", "--json", "-q")
     _, plain, further = json.loads(command("gqa-eval", model, converted, trained, *options))["models"]
@@ -79,7 +79,7 @@ def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(study_cells, "convert_checkpoint", noting)
     measured(
         tmp_path / "study", methods="calibrated", alphas="0,0.1", train="all,kv", teachers="none,source",
-        calibration_tokens=640, calibration_length=64,
+        calibration_tokens=640, calibration_context=64,
     )  # fmt: skip
     assert made == ["calibrated"]
     found = by_cell(tmp_path / "study")
@@ -89,8 +89,8 @@ def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(set(plain)) == 1
     assert len({*plain, *trained}) == 5
     command(
-        "gqa-convert", "-q", "--groups", 1, "--method", "calibrated", "--calibration", place() / "train.jsonl",
-        "--calibration-tokens", 640, "--calibration-length", 64, "-o", tmp_path / "converted", place() / "model",
+        "gqa-convert", "-q", "--groups", 1, "--method", "calibrated", "--data", place() / "train.jsonl",
+        "--tokens", 640, "--context", 64, "-o", tmp_path / "converted", place() / "model",
     )  # fmt: skip
     options = ("--data", place() / "heldout.jsonl", "--json", "-q")
     (expected,) = json.loads(command("gqa-eval", tmp_path / "converted", *options))["models"]
@@ -124,7 +124,7 @@ def test_recall_is_what_the_command_finds(tmp_path: Path) -> None:
     heldout, converted = place() / "heldout.jsonl", tmp_path / "converted"
     found = measured(
         tmp_path / "study", model=SOURCE, methods="mean", groups="4", alphas="0", context=128, recall=True, no_kl=True,
-        block_size=None, batch_size=None,
+        train_context=None, batch_size=None,
     )  # fmt: skip
     command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
     options = ("--data", heldout, "--context", 128, "--recall", "--json", "-q")

@@ -47,7 +47,7 @@ REFUSED = {
     "no model": ({"model": "nowhere"}, ["nowhere"]),
     "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
     "recall of a window that is too short": ({"recall": True}, ["--recall needs a context of at least 128 tokens"]),
-    "less text than a window": ({"heldout_fraction": 0.0, "block_size": 4096}, ["--block-size 4096"]),
+    "less text than a window": ({"heldout_fraction": 0.0, "train_context": 4096}, ["--context 4096"]),
     "a device that is not there": ({"devices": "cuda:99"}, ["cuda:99"]),
 }
 

@@ -114,7 +114,7 @@ def train(name: str, model: Path, out: Path, *options: str, nodes: int = 1) -> d
     batch.
     """
     words = [
-        "--data", "stdlib:train", "--steps", "2", "--batch-size", "4", "--block-size", "64", "--heldout-tokens", "256",
+        "--data", "stdlib:train", "--steps", "2", "--batch-size", "4", "--context", "64", "--heldout-tokens", "256",
         "--precision", "no", "-o", str(out),
     ]  # fmt: skip
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}

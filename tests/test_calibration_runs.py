@@ -97,8 +97,8 @@ def test_a_conversion_goes_on_where_it_was_stopped(
     text.write_text("words " * 999)
 
     def words(output: Path) -> tuple[Any, ...]:
-        return (small, "-g", 2, "--method", "refined", "--refine-steps", 2, "--calibration", text, "-q", "-o", output,
-                "--calibration-length", 16, "--calibration-tokens", 256)  # fmt: skip
+        return (small, "-g", 2, "--method", "refined", "--refine-steps", 2, "--data", text, "-q", "-o", output,
+                "--context", 16, "--tokens", 256)  # fmt: skip
 
     command = [sys.executable, "-c", _STOPPED, str(int(number)), *map(str, words(out))]
     stopped = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -267,8 +267,8 @@ def test_one_line_for_what_cannot_be_calibrated(
     file = tmp_path / "text.txt"
     file.write_text(text or "")
     before = checkpoints.snapshot(tmp_path)
-    words = ("-g", 2, "--method", method, "--calibration", "self" if text is None else file, "--calibration-length", 16,
-             "--calibration-tokens", 64, "--refine-steps", 2)  # fmt: skip
+    words = ("-g", 2, "--method", method, "--data", "self" if text is None else file, "--context", 16,
+             "--tokens", 64, "--refine-steps", 2)  # fmt: skip
     for program, output in (("gqa-calibrate", "maps.safetensors"), ("gqa-convert", "out")):
         done = checkpoints.run(model, "-o", tmp_path / output, *words, program=program)
         assert done.code == 2, done.err
@@ -290,8 +290,8 @@ def test_what_is_said_of_a_stop_is_true(
     monkeypatch.setattr(calibrate_cli.Bar, "layer", stop)
     (tmp_path / "text.txt").write_text("words " * 99)
     done = checkpoints.run(
-        small, "-o", tmp_path / "out", "-g", 2, "--method", method, "--calibration", tmp_path / "text.txt",
-        "--calibration-length", 16, "--calibration-tokens", 64, "--refine-steps", 2, program=program,
+        small, "-o", tmp_path / "out", "-g", 2, "--method", method, "--data", tmp_path / "text.txt",
+        "--context", 16, "--tokens", 64, "--refine-steps", 2, program=program,
     )  # fmt: skip
     assert done.code == 130
     assert (method in done.err) is (len(list(tmp_path.iterdir())) > 1), done.err
@@ -307,9 +307,7 @@ def fails(error: Exception) -> Callable[..., None]:
 NO_MEMORY = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
 )
-MOST = (
-    r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --calibration-"
-)
+MOST = r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --context or"
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
 
@@ -351,7 +349,7 @@ def test_sources_with_an_at_sign(small: Path, tmp_path: Path) -> None:
     """In a file's name it is no weight; behind one it is."""
     file = tmp_path / "me@home.txt"
     file.write_text("words " * 200)
-    words = ("-g", 2, "-o", tmp_path / "maps", "--calibration-length", 16, "--calibration-tokens", 64, "-q")
+    words = ("-g", 2, "-o", tmp_path / "maps", "--context", 16, "--tokens", 64, "-q")
     for given in (file, f"{file}@2,self@1"):
-        done = checkpoints.run(small, *words, "--calibration", given, "--overwrite", program="gqa-calibrate")
+        done = checkpoints.run(small, *words, "--data", given, "--overwrite", program="gqa-calibrate")
         assert (done.code, done.err) == (0, "")

@@ -239,7 +239,7 @@ def test_our_commands_need_no_trust(gpt2: Path, tmp_path: Path) -> None:
     done = run(tmp_path / "two", *data, "--json", program="gqa-eval")
     assert done.code == 0, done.err
     done = run(
-        tmp_path / "two", *data, "--steps", 1, "--block-size", 16, "-o", tmp_path / "trained", program="gqa-uptrain"
+        tmp_path / "two", *data, "--steps", 1, "--context", 16, "-o", tmp_path / "trained", program="gqa-uptrain"
     )
     assert done.code == 0, done.err
     assert (tmp_path / "trained" / "modeling_gqa_gpt2.py").is_file()

@@ -45,7 +45,7 @@ def test_the_table() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_printed_numbers_do_not_depend_on_the_batch_size(dtype: str) -> None:
-    line = f"SRC G2 --data TEXT --max-tokens 400 --kl -v --dtype {dtype}"
+    line = f"SRC G2 --data TEXT --tokens 400 --kl -v --precision {dtype}"
     printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 3, 64)}
     assert len(printed) == 1
     assert done(f"{line} --context 127").out not in printed
@@ -53,7 +53,7 @@ def test_printed_numbers_do_not_depend_on_the_batch_size(dtype: str) -> None:
 
 def test_dtypes() -> None:
     found = {
-        dtype: results(f"SRC --data TEXT --context 64 --dtype {dtype}")["models"][0]
+        dtype: results(f"SRC --data TEXT --context 64 --precision {dtype}")["models"][0]
         for dtype in ("auto", "bfloat16", "float32")
     }
     nats = {dtype: model["quality"]["nats"] for dtype, model in found.items()}
@@ -78,7 +78,7 @@ def test_llama_cpp_takes_512_or_what_the_model_has(tmp_path: Path) -> None:
     short = copy_source(tmp_path)
     edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=100))
     assert results(f"{short} --data TEXT --protocol llama.cpp")["text"]["context"] == 100
-    assert results("SRC --data TEXT --protocol llama.cpp --max-tokens 1200")["text"]["context"] == 512
+    assert results("SRC --data TEXT --protocol llama.cpp --tokens 1200")["text"]["context"] == 512
 
 
 def test_beyond_positions() -> None:
@@ -88,7 +88,7 @@ def test_beyond_positions() -> None:
 
 
 def test_decoding_of_the_same_checkpoint_twice() -> None:
-    line = "SRC SRC --decode --contexts 4 --batches 1 --steps 2 --repeats 1"
+    line = "SRC SRC --decode --decode-contexts 4 --decode-batches 1 --decode-steps 2 --decode-repeats 1"
     found = results(line)["models"]
     assert [model["decode"]["points"][0]["turns"] for model in found] == [[0], [1]]
     assert all(m["kv_cache"]["measured"]["bytes"] == m["kv_cache"]["measured"]["formula"] for m in found)
@@ -137,7 +137,7 @@ def test_encoder_decoder_is_the_class_with_labels(tmp_path: Path) -> None:
     assert quality["nats"] == pytest.approx(nats, rel=1e-5)
     size = sum(len(target) for target in ("return x", "sys.exit(0)  # leave"))
     assert quality["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
-    assert results(line, "--max-tokens", 1)["text"]["documents"] == 1
+    assert results(line, "--tokens", 1)["text"]["documents"] == 1
     assert longest[0] < longest[1]
     cut = results(line, "--context", longest[1] - 1)
     assert cut["text"]["cut"] == 1
@@ -161,7 +161,7 @@ def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         evaluate, "load", lambda subject, options: loaded.append(subject.name) or LOAD(subject, options)
     )
-    line = "SRC G2 --data TEXT --context 64 --dtype float32 --kl"
+    line = "SRC G2 --data TEXT --context 64 --precision float32 --kl"
     live = results(line)
     first = results(line, "--baseline-cache", tmp_path / "cache")
     assert loaded == ["stdlib-mha", "gqa2"] * 2
@@ -177,7 +177,7 @@ def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert second["models"][1]["against_baseline"]["stored_baseline"]["kl_lost_mean"] < 1e-3
     assert "the stored baseline's rounding alone is a KL of" in done(line, "--baseline-cache", tmp_path / "cache").out
     del loaded[:]
-    results(f"{line} --max-tokens 100", "--baseline-cache", tmp_path / "cache")
+    results(f"{line} --tokens 100", "--baseline-cache", tmp_path / "cache")
     assert loaded == ["stdlib-mha", "gqa2"]  # it was of another text
 
 
@@ -202,7 +202,7 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ranks_print_one_result() -> None:
     """Nor does anything that they print depend on how many shared the work."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "gqa.eval"]
-    line = words("SRC G2 --data TEXT --context 64 --dtype float32 --kl -v")
+    line = words("SRC G2 --data TEXT --context 64 --precision float32 --kl -v")
     program, environment = [sys.executable, *launcher, *line], os.environ | {"OMP_NUM_THREADS": "1"}
     found = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
     assert found.returncode == 0, found.stderr[-2000:]

@@ -32,7 +32,7 @@ LOAD = evaluate.load
         ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks"),
         ("SRC G2 --kl --memory 1GB", "--kl means nothing without --data"),
         ("SRC G2 --data TEXT --baseline-cache x", "--baseline-cache means nothing without --kl"),
-        ("SRC G2 --data TEXT --steps 3", "--steps means nothing without --decode"),
+        ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps means nothing without --decode"),
         ("SRC --data TEXT --kl", "--kl compares checkpoints: give at least two"),
         ("SRC --data TEXT --fail-above 2", "--fail-above compares checkpoints: give at least two"),
         ("SRC G2 --data TEXT --fail-above nan", "'nan' is not a ratio"),
@@ -41,19 +41,20 @@ LOAD = evaluate.load
         ("SRC --data TEXT --context 64 --stride 65", "--stride 65 is more than the context of 64"),
         ("SRC --data PLACE/short.txt", "the text has 4 tokens, less than one window of 512"),
         ("SRC --data PLACE/short.txt --stride 4", "the text has 4 tokens, less than one window of 512"),
-        ("SRC --data TEXT --context 400 --max-tokens 1 --protocol llama.cpp", "less than two windows of 400"),
+        ("SRC --data TEXT --context 400 --tokens 1 --protocol llama.cpp", "less than two windows of 400"),
         ("SRC --data PLACE/empty.txt", "holds no text: it is empty or blank"),
         ("SRC --data PLACE/latin.txt", "is not UTF-8: byte 1 is 0xfc"),
         ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'other', 'text'"),
         ("SRC --data PLACE/nothere.txt", "there is no file or directory"),
         ("SRC PLACE/nothere --data TEXT", "there is no directory"),
+        ("SRC --data TEXT --overwrite", "--overwrite means nothing without --output"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
-        ("SRC --decode --contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
-        ("SRC --decode --contexts 1,x", "'x' is not a valid integer"),
+        ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
+        ("SRC --decode --decode-contexts 1,x", "'x' is not a number of tokens"),
         ("SRC --data TEXT --device nonsense", "--device nonsense cannot be used"),
         ("SRC --data TEXT --device cuda:99", "--device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
         ("SRC --data TEXT --device meta", "--device meta cannot be used"),
-        ("SRC --data TEXT --attention nonsense", 'attn_implementation="nonsense"` is not supported'),
+        ("SRC --data TEXT --attn-implementation nonsense", 'attn_implementation="nonsense"` is not supported'),
         ("SRC --tasks ,", "--tasks names no task"),
         ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
@@ -196,7 +197,7 @@ def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pyte
 def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
     said = refused("SRC --data TEXT --context 64")
-    assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --dtype" in said
+    assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --precision" in said
 
 
 def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ MODEL_KEYS = {
     "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
     "kv_cache", "dtype", "attention", "quality", "by_context", "decode",
 }  # fmt: skip
-FULL = "SRC G2 --data TEXT --context 128 --kl --decode --contexts 4,8 --batches 1 --steps 2 --repeats 1 --memory 1GB"
+DECODE = "--decode --decode-batches 1 --decode-repeats 1"
+FULL = f"SRC G2 --data TEXT --context 128 --kl {DECODE} --decode-contexts 4,8 --decode-steps 2 --memory 1GB"
 
 
 def test_json_has_these_keys() -> None:
@@ -71,7 +72,7 @@ def test_json_has_these_keys() -> None:
     assert set(second["by_context"][0]) == {"from", "to", "nats", "tokens"}
     assert set(second["decode"]) == {"steps", "repeats", "points"}
     assert second["provenance"]["options"]["groups"] == 2
-    assert found["options"]["contexts"] == [4, 8]
+    assert found["options"]["decode_contexts"] == [4, 8]
     assert found["options"]["kl"] is True
 
 
@@ -93,7 +94,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     weights = load_file(broken / "model.safetensors")
     weights["model.norm.weight"] *= 4096
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    quality = results(f"{broken} --data TEXT --context 64 --dtype float32")["models"][0]["quality"]
+    quality = results(f"{broken} --data TEXT --context 64 --precision float32")["models"][0]["quality"]
     assert quality["token_perplexity"] == "inf"  # which float() reads
     assert quality["token_perplexity_error"] is None or isinstance(quality["token_perplexity_error"], str)
 
@@ -136,10 +137,14 @@ def test_report(tmp_path: Path) -> None:
 
 def test_a_report_replaces_its_predecessor_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    done("SRC --decode --contexts 4 --batches 1 --steps 1 --repeats 1", "-o", out)
+    done(f"SRC {DECODE} --decode-contexts 4 --decode-steps 1", "-o", out)
     (out / "notes.md").write_text("mine")
     assert (out / "decode.svg").is_file()
-    done("SRC --data TEXT --context 64", "-o", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    said = refused("SRC --data TEXT --context 64", "-o", out)
+    assert f"{out} holds an earlier report; give --overwrite to replace it, or another directory" in said
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    done("SRC --data TEXT --context 64 --overwrite", "-o", out)
     assert sorted(path.name for path in out.iterdir()) == [
         "by_context.png", "by_context.svg", "notes.md", "report.html", "results.json"
     ]  # fmt: skip
@@ -195,7 +200,7 @@ def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatc
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     monkeypatch.setattr(report, "write_text", full)
     for target, left in ((out, before), (tmp_path / "other", None)):
-        result = run(*words("G2 --data TEXT --context 64 -q"), "-o", target, program="gqa-eval")
+        result = run(*words("G2 --data TEXT --context 64 -q --overwrite"), "-o", target, program="gqa-eval")
         assert (result.code, result.out) == (1, "")
         assert result.err == f"gqa-eval: no report was written to {target}: No space left on device\n"
         now = {path.name: path.read_bytes() for path in target.iterdir()} if target.exists() else None

@@ -264,7 +264,7 @@ def test_classes_that_keep_documents_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["jamba", "falcon_h1", "falcon"])
 def test_classes_that_do_not_are_refused(name: str) -> None:
-    with pytest.raises(RefusedError, match="does not keep documents apart; use --attention sdpa"):
+    with pytest.raises(RefusedError, match="does not keep documents apart; use --attn-implementation sdpa"):
         training_model(made(name))(**packed([9, 24]))
 
 

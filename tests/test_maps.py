@@ -162,7 +162,7 @@ def test_the_result_says_how_its_maps_were_made(made: tuple[Path, Path], tmp_pat
     assert record["maps"]["model"]
     assert record["command"].startswith(f"gqa-convert --groups 2 --method {record['maps']['method']} ")
     told = shlex.join(_calibration(described))
-    assert told.startswith("--calibration text.txt@2,self --calibration-tokens 64 --calibration-length 8 --seed 3 ")
+    assert told.startswith("--data text.txt@2,self --tokens 64 --context 8 --seed 3 ")
     assert "secret" not in told + json.dumps(_told_of_maps(described))
     assert "(method calibrated)" in (out / "README.md").read_text()
 

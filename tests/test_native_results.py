@@ -169,7 +169,7 @@ def test_what_is_written_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:
     directory = source(tmp_path, "gpt2")
     (tmp_path / "text.txt").write_text("some words")
-    said = refusal(directory, "--groups", 1, "--method", "calibrated", "--calibration", tmp_path / "text.txt")
+    said = refusal(directory, "--groups", 1, "--method", "calibrated", "--data", tmp_path / "text.txt")
     assert "source has no tokenizer; copy its base model's tokenizer files into " in said
     assert said.endswith(", or use self\n")
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gqa.convert.cli import command
 
-CALIBRATED = ("--method", "calibrated", "--calibration", "self:256", "--calibration-length", 32)
+CALIBRATED = ("--method", "calibrated", "--data", "self:256", "--context", 32)
 REFINED = (
-    *("--method", "refined", "--calibration", "self:2048", "--calibration-length", 32),
+    *("--method", "refined", "--data", "self:2048", "--context", 32),
     *("--refine-steps", 20, "--refine-batch", 8),
 )
 # Each option that changes weights: a conversion, and what the option adds to it.
@@ -27,17 +27,17 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     "seed": (("--method", "random"), ("--seed", 7)),
     "seed of samples": (CALIBRATED, ("--seed", 7)),
     "dtype": ((), ("--dtype", "bfloat16")),
-    "calibration": (CALIBRATED, ("--calibration", "self:512")),
-    "calibration_tokens": (("--method", "calibrated", "--calibration-tokens", 256), ("--calibration-tokens", 512)),
-    "calibration_length": (CALIBRATED, ("--calibration-length", 16)),
-    "calibration_repeats": ((*CALIBRATED, "--calibration-length", 64), ("--no-calibration-repeats",)),
-    "calibration_dtype": (CALIBRATED, ("--calibration-dtype", "bfloat16")),
+    "calibration": (("--method", "calibrated", "--tokens", 256, "--context", 64), ("--data", "self:plain")),
+    "calibration_tokens": (("--method", "calibrated", "--tokens", 256), ("--tokens", 512)),
+    "calibration_context": (CALIBRATED, ("--context", 16)),
+    "calibration_repeats": ((*CALIBRATED, "--context", 64), ("--no-repeats",)),
+    "calibration_precision": (CALIBRATED, ("--precision", "bfloat16")),
     "grouping": (("--method", "aligned"), ("--grouping", "search")),
     "ridge": (CALIBRATED, ("--ridge", 0.123456789)),
     "refine_steps": (REFINED, ("--refine-steps", 30)),
     "refine_batch": (REFINED, ("--refine-batch", 4)),
     "refine_learning_rate": (REFINED, ("--refine-learning-rate", 0.0123456789)),
-    "refine_precision": ((*REFINED, "--refine-precision", "no"), ("--refine-precision", "bf16")),
+    "refine_precision": ((*REFINED, "--refine-precision", "float32"), ("--refine-precision", "bfloat16")),
 }
 # What is computed is the same with and without them, but for rounding on another device; `maps` are made by options
 # that are told, `revision` and the two about the class are held against their own tests.

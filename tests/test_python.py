@@ -142,7 +142,7 @@ def test_models_in_memory_are_trained_and_compared(given: Path, loaded: Any, tmp
     assert made.heldout[0] is not None
     assert state(loaded) == before
     found = gqa.evaluate(
-        loaded, made, data=data, tokenizer=tokenizer, context=32, max_tokens=200, progress=False, recall=False,
+        loaded, made, data=data, tokenizer=tokenizer, context=32, tokens=200, progress=False, recall=False,
         out=tmp_path / "report",
     )  # fmt: skip
     assert [model["name"] for model in found.models] == ["teacher", made.path.name]

@@ -109,7 +109,7 @@ def test_intervals_hold_what_they_are_of(questions: list[Questions]) -> None:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return results("SRC G2 --recall --context 256 --batch-size 4 --dtype float32")
+    return results("SRC G2 --recall --context 256 --batch-size 4 --precision float32")
 
 
 def test_recall_needs_no_text(report: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ def test_recall_needs_no_text(report: dict[str, Any]) -> None:
 
 
 def test_a_report_asks_unless_told_not_to(tmp_path: Path) -> None:
-    text = "SRC --data TEXT --context 128 --max-tokens 300"
+    text = "SRC --data TEXT --context 128 --tokens 300"
     told = done(text, "-o", tmp_path / "with").out
     assert "Recall from the context" in told
     assert "recall.png" in told
@@ -138,7 +138,7 @@ def test_what_keeps_recall_from_being_measured_keeps_no_report(tmp_path: Path, m
         raise RefusedError("it writes nothing")
 
     monkeypatch.setattr("gqa.eval.evaluate.sampled_blocks", samples)
-    text = "SRC --data TEXT --context 128 --max-tokens 300"
+    text = "SRC --data TEXT --context 128 --tokens 300"
     assert "not measured\nit writes nothing" in done(text, "-o", tmp_path / "report").out
     assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
     assert "it writes nothing" in refused(f"{text} --recall")

@@ -87,7 +87,7 @@ def own_tasks_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("data", "context"), [("several", 512), ("several", 200), ("one", 512)])
 def test_rolling_perplexity_is_the_harness_on_the_same_documents(data: str, context: int) -> None:
     """The issue asks for 1e-4 relative of the word perplexity."""
-    line = f"SRC --data {tasks()}/{data}.jsonl --dtype float32 --context {context}"
+    line = f"SRC --data {tasks()}/{data}.jsonl --precision float32 --context {context}"
     quality = results(line)["models"][0]["quality"]
     theirs = harness(SOURCE, data, max_length=context)["local_perplexity"]
     for name in METRICS:
@@ -95,9 +95,9 @@ def test_rolling_perplexity_is_the_harness_on_the_same_documents(data: str, cont
 
 
 def test_another_context_or_checkpoint_has_another_perplexity() -> None:
-    line = f"SRC G4 --data {tasks()}/several.jsonl --dtype float32"
+    line = f"SRC G4 --data {tasks()}/several.jsonl --precision float32"
     theirs = harness(SOURCE, "several", max_length=512)["local_perplexity"]
-    for options, number in (("", 1), ("--context 200", 0), ("--field text --max-tokens 1", 0)):
+    for options, number in (("", 1), ("--context 200", 0), ("--field text --tokens 1", 0)):
         quality = results(f"{line} {options}")["models"][number]["quality"]
         for name in METRICS:
             assert quality[name] != pytest.approx(theirs[f"{name},none"], rel=1e-3), (options, name)
@@ -105,13 +105,13 @@ def test_another_context_or_checkpoint_has_another_perplexity() -> None:
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(json.loads((tasks() / "one.jsonl").read_text())["text"])
-    quality = results(f"SRC --data {tmp_path}/one.txt --dtype float32")["models"][0]["quality"]
+    quality = results(f"SRC --data {tmp_path}/one.txt --precision float32")["models"][0]["quality"]
     theirs = harness(SOURCE, "one", max_length=512)["local_perplexity"]
     assert quality["word_perplexity"] == pytest.approx(theirs["word_perplexity,none"], rel=1e-5)
 
 
 def test_tasks_are_the_harness_own_numbers() -> None:
-    line = f"SRC G4 --tasks local_*,local_choice --include-tasks {tasks()}/several --dtype float32 --batch-size 4"
+    line = f"SRC G4 --tasks local_*,local_choice --include-tasks {tasks()}/several --precision float32 --batch-size 4"
     result = run(*words(line), "--json", program="gqa-eval")
     assert result.code == 0, result
     found = json.loads(result.out)  # nothing of the harness is on stdout

@@ -210,7 +210,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"output": full}, "full exists; choose another output with -o"),
         ({"output": place / "model"}, "is the model itself or inside it"),
         ({"output": Path("/")}, "is the root of a file system"),
-        ({"block_size": 65}, "--block-size 65 is more than the 64 positions of model"),
+        ({"context": 65}, "--context 65 is more than the 64 positions of model"),
         ({"attention": "magic"}, "magic"),
         ({"model": odd, "mask_documents": True}, "does not keep documents apart"),
         ({"precision": "fp16"}, "--precision fp16 needs a GPU; on a CPU use bf16"),
@@ -263,7 +263,7 @@ NO_MEMORY = {
 
 
 PREPARING = "preparing the model; see Memory"
-TRAINING = "training, 2 blocks of 64 tokens at a time on cpu; lower --micro-batch (now 2) or --block-size (now 64), or"
+TRAINING = "training, 2 blocks of 64 tokens at a time on cpu; lower --micro-batch (now 2) or --context (now 64), or"
 ASKING = {  # for memory, and what is told
     "gqa.uptrain.setup.Accelerator": "accelerate starts; free some",
     "transformers.LlamaForCausalLM.from_pretrained": PREPARING,

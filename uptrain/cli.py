@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, fail, run, version_option, with_options
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, fail, option, run, version_option, with_options
 from gqa.uptrain.options import TrainOptions, click_options
 
 _EPILOG = """\b
@@ -19,14 +19,14 @@ Examples:
   torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8 --data 'shards/*.parquet' --tokens 1B --precision bf16 -o OUT
 """
 _HOW = [
-    click.option("--dry-run", is_flag=True, help="Print what would be trained on what, and stop."),
-    click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, the rest on stderr."),
-    click.option("-v", "--verbose", is_flag=True, help="Tracebacks of defects."),
-    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+    option("--dry-run", help="Print what would be trained on what, and stop."),
+    option("--json", "as_json"),
+    option("--verbose"),
+    option("--quiet"),
 ]
 
 
-@click.command(context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
 @with_options(click_options(), _HOW)
 @version_option

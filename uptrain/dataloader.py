@@ -114,7 +114,7 @@ def _steps(n_blocks: int, options: TrainOptions, block_size: int) -> int:
         return steps
     raise RefusedError(
         f"there are {n_blocks} blocks of {block_size} tokens to train on, less than one batch of "
-        f"{options.batch_size}; give more, a smaller --batch-size or a smaller --block-size"
+        f"{options.batch_size}; give more, a smaller --batch-size or a smaller --context"
     )
 
 

@@ -12,38 +12,26 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
-from gqa.checkpoint.console import Option
+from gqa.checkpoint.console import SHARED, Choice, Count, Decorator, Precision, option
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.sources import is_self, parse_self, read_count
+from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.schedule import Schedule
 
-Precision = Literal["no", "bf16", "fp16"]
 Scope = Literal["all", "attention", "kv", "lora"]
 
 
-class Count(click.ParamType[int]):
-    """`500M`, `1B`."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if (count := read_count(str(value))) is None:
-            self.fail(f"{value!r} is not a number of tokens; give one like 65536, 500M or 1B", param, ctx)
-        return count
-
-
-def _option(default: Any, help: str | None = None, *flags: str, free: bool = False, **how: Any) -> Any:
+def _option(default: Any, help: str | None = None, /, *flags: str, free: bool = False, **how: Any) -> Any:
     """A field that is an option too: `flags` besides its own name, and `how` click takes it beyond what its type says.
 
     `free`: may change between a run and its continuation, as it is about where the run is kept and what is told of it.
     """
-    return field(default=default, metadata={"flags": flags, "click": {"help": help, **how}, "free": free})
+    how |= {"help": help} if help else {}
+    return field(default=default, metadata={"flags": flags, "click": how, "free": free})
 
 
 _ABOVE_ZERO, _FROM_ZERO, _SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0), click.FloatRange(0, 1)
 _FROM_ONE = click.IntRange(1)
 _DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False), "metavar": "DIR", "required": True}
-_SOURCES: dict[str, Any] = {"metavar": "SOURCE", "required": True}
 
 
 @dataclass(frozen=True)
@@ -56,12 +44,12 @@ class TrainOptions:
     )
     data: tuple[str, ...] = _option(
         ("stdlib:train",),
-        "stdlib:train, a file, a directory or glob of them, a hub data set; several times for a mixture, with "
-        "SOURCE@WEIGHT.",
-        **_SOURCES,
+        "stdlib:train, a file, a directory or glob of them, a hub data set; several times, or with commas, for a "
+        "mixture (SOURCE@WEIGHT).",
+        required=True,
     )
-    field: str = _option("text", "Of jsonl, csv, parquet and data sets.")
-    data_config: str | None = _option(None, "Configuration of a hub data set.", metavar="NAME")
+    field: str = _option("text")
+    data_config: str | None = _option(None)
     split: str | None = _option(None, "Split of a hub data set.  [default: train]")
     data_revision: str | None = _option(None, "Branch, tag or commit of a hub data set.", metavar="REVISION")
     separator: str | None = _option(None, "Between the documents of a text file, like '<|endoftext|>'.", metavar="TEXT")
@@ -72,11 +60,15 @@ class TrainOptions:
     heldout_fraction: float = _option(0.0, "Hold out this share of the documents.", type=_SHARE)
     heldout_tokens: int = _option(65_536, "Of them, at most.", type=Count())
     alpha: float | None = _option(None, "Train on this fraction of the data (0.05 in the GQA paper).")
-    tokens: int | None = _option(None, "Train on so many tokens, like 1B.", type=Count())
+    tokens: int | None = _option(None, "Train on so many tokens, like 1B.")
     steps: int | None = _option(None, "Train for so many steps.", type=_FROM_ONE)
     pretraining_tokens: int | None = _option(None, "That alpha is a fraction of.  [default: the data's]", type=Count())
     block_size: int | None = _option(
-        None, "Tokens of one sequence.  [default: the model's positions, 2048 at most]", type=click.IntRange(2)
+        None,
+        "Tokens of one block.  [default: the model's positions, 2048 at most]",
+        "--context",
+        aliases="--block-size",
+        type=Count(2),
     )
     mask_documents: bool = _option(False, "Keep attention inside documents.")
     batch_size: int = _option(8, "Blocks of one step, over all processes.", type=_FROM_ONE)
@@ -91,7 +83,7 @@ class TrainOptions:
     lora_rank: int = _option(16, "Of --train lora.", type=_FROM_ONE)
     keep_adapter: bool = _option(False, "Of --train lora: also keep it, in DIR/adapter, for peft.", free=True)
     optimizer: Literal["adamw", "adafactor"] = _option("adamw")
-    learning_rate: float = _option(3e-4, None, "--lr", type=_ABOVE_ZERO)
+    learning_rate: float = _option(3e-4, aliases="--lr", type=_ABOVE_ZERO)
     schedule: Schedule = _option("constant", "Of the learning rate, after the warm-up.")
     warmup: int | None = _option(
         None, "Steps.  [default: none with constant, else 5 %, 100 at most]", type=click.IntRange(0)
@@ -99,14 +91,16 @@ class TrainOptions:
     decay: float = _option(0.2, "Share of the steps in which wsd decays.", type=_SHARE)
     weight_decay: float = _option(0.1, type=_FROM_ZERO)
     clip: float = _option(1.0, "Norm of the gradient, at most.", type=_ABOVE_ZERO)
-    precision: Precision = _option(
+    precision: Literal["no", "bf16", "fp16"] = _option(
         "no",
         "Of the computation; weights and optimiser stay in float32. As the launcher says, unless given.",
+        type=Precision("float32", "bfloat16", "float16", accelerate=True),
+        default="float32",
         envvar="ACCELERATE_MIXED_PRECISION",
     )
     checkpointing: bool = _option(False, "Compute activations twice instead of keeping them.", free=True)
     compile: bool = _option(False, "Compile the model with torch.compile.", free=True)
-    attention: str = _option("sdpa", "sdpa, eager, flash_attention_2 ...", free=True)
+    attention: str = _option("sdpa", "sdpa, eager, flash_attention_2 ...", "--attn-implementation", free=True)
     teacher: str | None = _option(None, "The checkpoint before conversion: learn its predictions.", metavar="MODEL")
     distill: float = _option(1.0, "Share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
     temperature: float = _option(1.0, type=_ABOVE_ZERO)
@@ -126,8 +120,8 @@ class TrainOptions:
     report_to: tuple[str, ...] = _option(
         (), "tensorboard (in DIR-logs), wandb, trackio ...; several times for several.", free=True
     )
-    revision: str | None = _option(None, "Branch, tag or commit of a hub id.")
-    trust_remote_code: bool = _option(False, "Run code that a checkpoint brings (dangerous).")
+    revision: str | None = _option(None)
+    trust_remote_code: bool = _option(False)
     overwrite: bool = _option(False, "Replace the checkpoint at DIR once the new one is complete.", free=True)
     resume: bool = _option(False, "Continue from the last state in DIR-state.", free=True)
 
@@ -192,23 +186,26 @@ class TrainOptions:
             raise RefusedError("--match reads outputs of modules, which a compiled model has none of; drop --compile")
 
 
-def click_options() -> list[Option]:
+def click_options() -> list[Decorator]:
     """The options of TrainOptions for a command."""
     kinds = get_type_hints(TrainOptions)
     return [_click_option(found, kinds[found.name]) for found in fields(TrainOptions) if found.metadata]
 
 
-def _click_option(found: Field[Any], kind: Any) -> Option:
+def _click_option(found: Field[Any], kind: Any) -> Decorator:
+    """What the field does not say is said by its type, or by what options of that name have in common."""
     how, (plain, *_) = dict(found.metadata["click"]), (*get_args(kind), kind)
+    flags, own = found.metadata["flags"], f"--{found.name.replace('_', '-')}"
+    flags = flags if any(flag.startswith("--") for flag in flags) else (*flags, own)
     if kind is bool:
         how["is_flag"] = True
     elif Literal in (get_origin(kind), get_origin(plain)):
-        how["type"] = click.Choice(get_args(plain) or get_args(kind))
-    else:
+        how.setdefault("type", Choice(get_args(plain) or get_args(kind)))
+    elif "type" not in SHARED.get(own, {}):
         how |= {"type": how.get("type", plain), "multiple": get_origin(kind) is tuple}
     if not how.get("required") and found.default not in (None, ()):
-        how |= {"default": found.default, "show_default": kind is not bool}
-    return click.option(*found.metadata["flags"], f"--{found.name.replace('_', '-')}", found.name, **how)
+        how.setdefault("default", found.default)
+    return option(*flags, found.name, **how)
 
 
 def differences(now: dict[str, Any], before: dict[str, Any]) -> list[str]:

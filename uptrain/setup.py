@@ -71,7 +71,7 @@ class Setup:
         """Where memory ends, RefusedError tells the batch that was tried and what to lower."""
         return memory_told(
             f"training, {self.micro} blocks of {self.block_size} tokens at a time on {self.accelerator.device}",
-            f"lower --micro-batch (now {self.micro}) or --block-size (now {self.block_size}), or give --checkpointing, "
+            f"lower --micro-batch (now {self.micro}) or --context (now {self.block_size}), or give --checkpointing, "
             "--train lora or --optimizer adafactor",
         )
 
@@ -230,7 +230,7 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     positions = getattr(config, "max_position_embeddings", None)
     if positions and options.block_size and options.block_size > positions:
         raise RefusedError(
-            f"--block-size {options.block_size} is more than the {positions} positions of {checkpoint.name}"
+            f"--context {options.block_size} is more than the {positions} positions of {checkpoint.name}"
         )
     return options.block_size or min(positions or MAX_BLOCK, MAX_BLOCK)
 

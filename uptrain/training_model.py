@@ -136,7 +136,7 @@ def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
     if not apart:
         raise RefusedError(
             f"--mask-documents: {type(model).__name__} with {model.config._attn_implementation} attention does not "
-            "keep documents apart; use --attention sdpa, with flash attention --micro-batch 1, or do without"
+            "keep documents apart; use --attn-implementation sdpa, with flash attention --micro-batch 1, or do without"
         )
 
 

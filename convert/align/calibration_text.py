@@ -63,7 +63,7 @@ class CalibrationText:
         shares = list(zip(self.sources, counts, strict=True))
         if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
-                f"{short[0]} gives fewer tokens than one block of {self.length}; give more --calibration-tokens"
+                f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens)"
             )
         return shares
 

@@ -93,8 +93,8 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
                 batch, length = options.batch, options.text.length
                 raise RefusedError(
                     f"out of memory on {options.device} with {batch} blocks of {length} tokens in a layer at a time "
-                    f"({options.refinement.batch} to refine it); lower --calibration-length or --refine-batch, give "
-                    "--calibration-dtype bfloat16, or another --device"
+                    f"({options.refinement.batch} to refine it); lower --context or --refine-batch, give "
+                    "--precision bfloat16, or another --device"
                 ) from None
         yield work
 

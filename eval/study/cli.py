@@ -5,12 +5,27 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Several, fail, progress_bar, run, version_option, with_options
+from gqa.checkpoint.console import (
+    CONTEXT_SETTINGS,
+    SHARED,
+    Choice,
+    Command,
+    Count,
+    Precision,
+    Several,
+    fail,
+    option,
+    progress_bar,
+    run,
+    version_option,
+    with_options,
+)
 from gqa.convert.calibrate_cli import of_text, read_options, refuse_unused, search_options
 from gqa.convert.methods import METHODS
 from gqa.eval.study.study import SCOPES, TEACHERS
@@ -37,7 +52,7 @@ class _Seeded(click.ParamType[tuple[str, int | None]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
         method, colon, count = str(value).partition(":")
-        click.Choice(tuple(METHODS)).convert(method, param, ctx)
+        Choice(tuple(METHODS)).convert(method, param, ctx)
         if colon and not (count.isdigit() and int(count)):
             self.fail(f"{count!r} is no number of seeds; give them like random:3", param, ctx)
         return method, int(count) if colon else None
@@ -45,67 +60,67 @@ class _Seeded(click.ParamType[tuple[str, int | None]]):
 
 _POSITIVE = click.IntRange(min=1)
 _GRID = [
-    click.option("--methods", type=Several(_Seeded()), metavar="METHOD[,...]", default="mean,first,random",
-                 help="Of merging heads; METHOD:N for N seeds of one."),
-    click.option("--groups", type=Several(_POSITIVE), metavar="N[,...]", default="1,2,4,8", help="Key/value heads."),
-    click.option("--alphas", type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.01,0.05,0.1",
-                 help="Shares of the data to train on; 0: none."),
-    click.option("--seeds", type=_POSITIVE, default=1, help="Of random and calibrated heads, and of the order of the "
-                 "data: 0 to N - 1."),
-    click.option("--train", type=Several(click.Choice(SCOPES)), metavar="NAME[,...]", default="all",
-                 help="Which weights: all, attention, kv, lora."),
-    click.option("--teachers", type=Several(click.Choice(TEACHERS)), metavar="NAME[,...]", default="none",
-                 help="none; source: learn MODEL's predictions."),
+    option("--methods", aliases="--method", type=Several(_Seeded()), metavar="METHOD[,...]",
+           default="mean,first,random", help="Of merging heads; METHOD:N for N seeds of one."),
+    option("--groups", type=Several(_POSITIVE), metavar="G[,...]", required=False, default="1,2,4,8",
+           help="Key/value heads."),
+    option("--alphas", aliases="--alpha", type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]",
+           default="0,0.01,0.05,0.1", help="Shares of the data to train on; 0: none."),
+    option("--seeds", type=_POSITIVE, default=1, help="Of random and calibrated heads, and of the order of the "
+           "data: 0 to N - 1."),
+    option("--train", type=Several(Choice(SCOPES)), metavar="NAME[,...]", default="all",
+           help="Which weights: all, attention, kv, lora."),
+    option("--teachers", aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="none",
+           help="none; source: learn MODEL's predictions."),
 ]  # fmt: skip
 _DATA = [
-    click.option("--data", multiple=True, metavar="SOURCE", help="Text to train on, as for gqa-uptrain; several times "
-                 "for several."),
-    click.option("--precision", type=click.Choice(["no", "bf16", "fp16"]), default="no", help="Of training; weights "
-                 "and optimiser stay in float32."),
-    of_text("--calibration", type=Several(str), metavar="SOURCE[,...]", help="Text for calibrated and refined, as "
-            "for gqa-convert.  [default: the data]"),
+    option("--data", help="Text to train on, as for gqa-uptrain; several times, or with commas, for several."),
+    option("--precision", default="float32", type=Precision("float32", "bfloat16", "float16", accelerate=True),
+           help="Of training; weights and optimiser stay in float32."),
+    of_text("--calibration", **SHARED["--data"], help="Text for calibrated and refined, as gqa-convert's --data.  "
+           "[default: the data]"),
 ]  # fmt: skip
 _OF_UPTRAIN = ("field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup", "batch_size",
                "micro_batch", "block_size", "optimizer", "weight_decay")  # fmt: skip
 _MEASURE = [
-    click.option("--eval-tokens", type=_POSITIVE, help="Held-out tokens to measure on: whole documents, until they are "
-                 "so many.  [default: all]"),
-    click.option("--context", type=click.IntRange(min=4), help="Tokens of a window.  [default: the model's positions, "
-                 "2048 at most]"),
-    click.option("--eval-batch", type=_POSITIVE, default=8, help="Windows at a time."),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto",
-                 help="To measure in; auto: as stored."),
-    click.option("--kl/--no-kl", default=True, help="Compare predictions with the source's, which are kept meanwhile "
-                 "(2 bytes x vocabulary x tokens)."),
-    click.option("--recall/--no-recall", default=None, help="Ask for what stands in the context, as gqa-eval does.  "
-                 "[default: where the model can be asked]"),
-    click.option("--decode/--no-decode", default=True, help="Time decoding."),
-    click.option("--decode-batch", type=_POSITIVE, default=8),
-    click.option("--decode-context", type=_POSITIVE, help="Tokens of the prompts.  [default: the model's positions, "
-                 "4096 at most]"),
+    option("--eval-tokens", type=Count(), metavar="COUNT", help="Held-out tokens to measure on: whole "
+           "documents, until they are so many.  [default: all]"),
+    option("--context", type=Count(4), help="Tokens of a window.  [default: the model's positions, "
+           "2048 at most]"),
+    option("--eval-batch", type=_POSITIVE, default=8, help="Windows at a time."),
+    option("--eval-precision", "dtype", aliases="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"),
+           default="auto", help="To measure in; auto: as stored."),
+    option("--kl/--no-kl", default=True, help="Compare predictions with the source's, which are kept meanwhile "
+           "(2 bytes x vocabulary x tokens)."),
+    option("--recall/--no-recall", default=None, help="Ask for what stands in the context, as gqa-eval does.  "
+           "[default: where the model can be asked]"),
+    option("--decode/--no-decode", default=True, help="Time decoding."),
+    option("--decode-batch", type=_POSITIVE, default=8),
+    option("--decode-context", type=Count(), metavar="COUNT", help="Tokens of the prompts.  [default: the "
+           "model's positions, 4096 at most]"),
 ]  # fmt: skip
 _RUN = [
-    click.option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
-                 help="The study; the same command continues one that was stopped."),
-    click.option("--jobs", type=_POSITIVE, default=1, help="Conversions side by side."),
-    click.option("--devices", type=Several(str), metavar="NAME[,...]", help="cpu, or cuda:0,cuda:1 ...: jobs take them "
-                 "in turn.  [default: a GPU if there is one]"),
-    click.option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
-                 "state of a training so often.  [default: only when it is stopped]"),
-    click.option("--recommend", is_flag=True, help="Name the smallest KV cache within "
-                 "--max-loss-increase and --max-recall-loss."),
-    click.option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, help="Nats per token above the "
-                 "source's."),
-    click.option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of "
-                 "text that the source finds and the result does not, where the source finds them."),
-    click.option("--dry-run", is_flag=True, help="List the cells and what they would cost, and stop."),
-    click.option("--overwrite", is_flag=True, help="Remove the study at DIR first."),
-    click.option("-v", "--verbose", is_flag=True, help="Tracebacks of defects."),
-    click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+    option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
+           help="The study; the same command continues one that was stopped."),
+    option("--jobs", type=_POSITIVE, default=1, help="Conversions side by side."),
+    option("--device", "devices", aliases="--devices", type=Several(str), metavar="NAME[,...]", help="cpu, or "
+           "cuda:0,cuda:1 ...: jobs take them in turn.  [default: a GPU where there is one]"),
+    option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
+           "state of a training so often.  [default: only when it is stopped]"),
+    option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase and "
+           "--max-recall-loss."),
+    option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, help="Nats per token above the "
+           "source's."),
+    option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
+           "that the source finds and the result does not, where the source finds them."),
+    option("--dry-run", help="List the cells and what they would cost, and stop."),
+    option("--overwrite", help="Remove the study at DIR first."),
+    option("--verbose"),
+    option("--quiet"),
 ]  # fmt: skip
 
 
-@click.command(context_settings=CONTEXT_SETTINGS | {"show_default": True}, epilog=_EPILOG)
+@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="[MODEL]", required=False)
 @with_options(_GRID, _DATA)
 @search_options
@@ -144,8 +159,11 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
         fail("gqa-ablate", told, 1)
 
 
-_at = [option.name for option in command.params].index("precision")
-command.params[_at:_at] = [option for option in uptrain_command.params if option.name in _OF_UPTRAIN]
+_at = [found.name for found in command.params].index("precision")
+command.params[_at:_at] = [copy(found) for found in uptrain_command.params if found.name in _OF_UPTRAIN]
+for _found in command.params:
+    if _found.name == "block_size":  # --context is that of measuring
+        _found.opts = ["--train-context"]
 
 
 def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:

@@ -163,6 +163,15 @@ def _named(point: Point) -> str:
     return f"{name(point)}: {point.loss_increase:+.4f} nats per token{worst}{recall}"
 
 
+# Columns of a study that are other words in a command.
+_FLAGS = {
+    "calibration": "data",
+    "calibration_tokens": "tokens",
+    "calibration_length": "context",
+    "block_size": "context",
+}
+
+
 def commands(point: Point) -> list[str]:
     """What makes the checkpoint of a point again."""
     model, method = point["model"], point["method"]
@@ -178,7 +187,7 @@ def commands(point: Point) -> list[str]:
         names += ["grouping"]
     if how and how.needs == "text":
         names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
-        words += [] if point.get("calibration_repeats") else ["--no-calibration-repeats"]
+        words += [] if point.get("calibration_repeats") else ["--no-repeats"]
     if how and how.refines:
         names += ["refine_steps", "refine_batch", "refine_learning_rate", "refine_precision"]
     found = [[*words, *_options(point, names), "-o", out]]
@@ -195,4 +204,4 @@ def commands(point: Point) -> list[str]:
 
 
 def _options(point: Point, names: Iterable[str]) -> list[Any]:
-    return [word for name in names for word in (f"--{name.replace('_', '-')}", point[name])]
+    return [word for name in names for word in (f"--{_FLAGS.get(name, name).replace('_', '-')}", point[name])]
