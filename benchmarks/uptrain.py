@@ -84,7 +84,8 @@ def open_setup(options: dict[str, Any], scratch: Path) -> Any:
     chosen = TrainOptions(
         model=options["model"], output=scratch / "out", data=("stdlib:train",), block_size=options["block_size"],
         batch_size=options["batch_size"], precision=options["precision"],
-        steps=options["warmup"] + options["steps"], learning_rate=RATE, warmup=0,
+        steps=options["warmup"] + options["steps"], learning_rate=RATE, schedule="constant", train="all",
+        teacher="none",
     )  # fmt: skip
     return replace(prepare(chosen), heldout=[])
 

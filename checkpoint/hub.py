@@ -74,6 +74,15 @@ def open_model(
         raise RefusedError(f"there is no directory {model}, and {_reason(error, model, revision)}") from None
 
 
+def beside(model: str, suffix: str) -> Path:
+    """The name of a model with a suffix: beside a local model, in the working directory for a hub id."""
+    path = Path(model)
+    if path.is_dir():
+        path = path.resolve() if path.name in ("", "..") else path
+        return path.with_name(path.name + suffix)
+    return Path(model.split("/")[-1] + suffix)
+
+
 def _reason(error: BaseException, repo: str, revision: str | None = None) -> str:
     return hub_reason(error, repo, revision) or f"{repo} at the hub: {type(error).__name__}: {explain(error)}"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
@@ -134,7 +134,7 @@ def convert_plan(
             plan = stack.enter_context(with_maps(plan, out, options, told, overwrite=overwrite))
         output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite))
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
-        write_text(output.work / PROVENANCE, provenance(plan, hashes))
+        write_text(output.work / PROVENANCE, provenance(plan, hashes, out))
         write_text(output.work / "README.md", model_card(plan, out.name))
         if load:
             verify_load(output.work)
@@ -168,8 +168,4 @@ def default_output(model: str, plan: Plan) -> Path:
     """
     suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
     suffix += f"-{plan.method}" if plan.method in METHODS else ""
-    path = Path(model)
-    if path.is_dir():
-        path = path.resolve() if path.name in ("", "..") else path
-        return path.with_name(path.name + suffix)
-    return Path(model.split("/")[-1] + suffix)
+    return beside(model, suffix)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import (
@@ -62,8 +64,20 @@ def _told_of_maps(told: Mapping[str, Any]) -> dict[str, Any]:
     return {**told, **named}
 
 
-def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
-    """How the result was made, as JSON: enough to make it again."""
+def _place(plan: Plan, out: Path) -> str | None:
+    """The way from the result to a local base model, where training looks for its teacher; None where it would tell
+    whose directories they are.
+    """
+    assert plan.checkpoint.directory is not None
+    base, result = plan.checkpoint.directory.resolve(), out.resolve()
+    if base.drive != result.drive:
+        return None
+    way = Path(os.path.relpath(base, result))
+    return None if Path.home().name in way.parts and Path.home().name != "root" else way.as_posix()
+
+
+def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path) -> str:
+    """How the result at `out` was made, as JSON: enough to make it again."""
     main = plan.config.main
     record: dict[str, Any] = {
         **stamp("gqa-convert", command(plan)),
@@ -81,6 +95,8 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None) -> str:
         "changed_tensors": [t.name for t in plan.changed],
         "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
+    if plan.checkpoint.hub_id is None:
+        record["source"]["path"] = _place(plan, out)
     if classes := recast_record(plan):
         record["recast"] = classes
     if plan.merging.maps:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,13 +40,15 @@ class TokenisedText:
     """The documents of a source (or of several, one after the other) as tokens, memory-mapped.
 
     `tokens`: Arrow's lists of int32, one for each of D documents. `digests`: (D, 32) uint8, SHA-256 of each document's
-    text. `sizes`: documents of each source.
+    text. `sizes`: documents of each source. `spans`: (D,) where in its tokens each document begins and ends, if not all
+    of it counts.
     """
 
     tokens: pyarrow.ChunkedArray
     digests: NDArray[np.uint8]
     sizes: tuple[int, ...]
     fingerprint: str
+    spans: tuple[Ints, Ints] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -53,6 +56,8 @@ class TokenisedText:
     @cached_property
     def lengths(self) -> Ints:
         """(D,) tokens of each document."""
+        if self.spans is not None:
+            return self.spans[1] - self.spans[0]
         import pyarrow.compute  # type: ignore[import-untyped]
 
         lengths: Ints = pyarrow.compute.list_value_length(self.tokens).to_numpy().astype(np.int64)
@@ -61,7 +66,21 @@ class TokenisedText:
     def document(self, i: int) -> NDArray[np.int32]:
         """(n,) tokens of document i, BOS and EOS among them."""
         tokens: NDArray[np.int32] = self.tokens[i].values.to_numpy()
-        return tokens
+        return tokens if self.spans is None else tokens[self.spans[0][i] : self.spans[1][i]]
+
+    def set_aside(self, tokens: int) -> tuple[TokenisedText, TokenisedText]:
+        """The text without so many of its tokens, and these: of each source its share, whole documents in the order of
+        their hash, and of the last one its end. What has become empty still counts as a document.
+        """
+        taken, lengths = np.zeros(len(self), np.int64), self.lengths
+        for first, end in pairwise(np.cumsum([0, *self.sizes])):
+            hashes = np.ascontiguousarray(self.digests[first:end, :8]).view(">u8").ravel()
+            order = first + np.argsort(hashes, kind="stable")
+            before = np.cumsum(lengths[order]) - lengths[order]
+            wanted = -(-tokens * int(lengths[order].sum()) // int(lengths.sum()))
+            taken[order] = np.clip(wanted - before, 0, lengths[order])
+        cut = lengths - taken
+        return replace(self, spans=(np.zeros_like(cut), cut)), replace(self, spans=(cut, lengths))
 
 
 def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from documents import Counted, texts_of, tokenised, write
 
@@ -50,6 +51,35 @@ def test_each_alpha_is_a_prefix_of_any_larger(text: TokenisedText, options: dict
     total = selected(text, alpha=1.0, **options).data_tokens
     for alpha, tokens in zip(ALPHAS, read, strict=True):
         assert alpha * total - 64 < len(tokens) <= alpha * total
+
+
+def numbered(lengths: list[int], sizes: tuple[int, ...]) -> TokenisedText:
+    """Documents of so many tokens, no two of which are the same."""
+    tokens, ends = np.arange(sum(lengths), dtype=np.int32), np.cumsum(lengths)[:-1]
+    lists = pyarrow.chunked_array([pyarrow.array(np.split(tokens, ends), pyarrow.list_(pyarrow.int32()))])
+    digests = np.random.default_rng(0).integers(0, 256, (len(lengths), 32), np.uint8)
+    return TokenisedText(lists, digests, sizes, "numbered")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"), [([10_000], (1,)), ([7] * 1200, (1200,)), ([5000, 1, 300, 9, 4000, 700], (2, 4))]
+)
+def test_what_is_set_aside_is_never_read(lengths: list[int], sizes: tuple[int, ...]) -> None:
+    """Not in any epoch, also where all is one document; and of each source it is the same share."""
+    text = numbered(lengths, sizes)
+    rest, aside = text.set_aside(500)
+    left, held = ({int(t) for i in range(len(part)) for t in part.document(i)} for part in (rest, aside))
+    assert left | held == set(range(sum(lengths)))
+    assert not left & held
+    assert 500 <= len(held) < 500 + len(sizes)
+    epochs = [1] * len(sizes) if len(sizes) > 1 else None
+    read = {*ids(select(rest, block_size=64, tokens=3 * sum(lengths), weights=epochs).blocks)}
+    assert not read & held
+    assert read & left
+    assert {*ids(select(text, block_size=64, tokens=3 * sum(lengths), weights=epochs).blocks)} & held
+    for first, end in pairwise(np.cumsum([0, *sizes])):
+        of_source = sum(lengths[first:end])
+        assert aside.lengths[first:end].sum() == pytest.approx(500 * of_source / sum(lengths), abs=1)
 
 
 def test_the_order_is_the_definition(text: TokenisedText) -> None:

@@ -118,8 +118,8 @@ def test_what_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"teacher": None}, "give the model before conversion"),
-        ({"data": ("self",)}, "say how many tokens"),
+        ({"teacher": "none"}, "give the model before conversion"),
+        ({"data": ("self",), "alpha": 0.1}, "say how much of --data self there is"),
         ({"data": ("self:1M", "stdlib:train")}, "stands alone"),
         ({"streaming": True}, "stands alone"),
     ],

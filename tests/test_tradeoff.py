@@ -77,7 +77,7 @@ def test_why() -> None:
     assert "refined, 2 KV heads, alpha 0.1: +0.0400 nats per token is better" in text
     assert "gqa-convert org/name --groups 2 --method refined" in text
     trained = recommend(points(TABLE), SOURCE, Bounds(0.25)).text
-    assert "gqa-uptrain name-gqa1 --data text --alpha 0.1 --learning-rate 0.001 -o name-gqa1-trained" in trained
+    assert "gqa-uptrain name-gqa1 --data text --alpha 0.1 --learning-rate 0.001 --train all --teacher none" in trained
     nothing = recommend(points(TABLE), SOURCE, Bounds(0.01)).text
     assert "nothing that was measured is within 0.01 nats" in nothing
     assert "closest     refined, 2 KV heads, alpha 0.1: +0.0400 nats per token" in nothing

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import Runs, losses, metrics, shared_runs, state_files, write_corpus
+import torch
+from checkpoints import load
+from training import Runs, difference, losses, metrics, shared_runs, state_files, write_corpus
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.state import States
@@ -53,6 +55,37 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     weights = sorted(path.name for path in one.glob("*.safetensors"))
     assert weights
     assert all((one / file).read_bytes() == (other / file).read_bytes() for file in weights)
+
+
+BEST: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adapters": {"train": "lora", "lora_rank": 4},
+    "tied": {"model": "tied"},
+    "sharded": {"ranks": 2, "before": "shard(); "},
+}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str) -> None:
+    """The first step's, though others follow, and though a run that was killed had thought of a later one better."""
+    options = dict(BEST[name])
+    how = {"ranks": options.pop("ranks", 1)}
+    before = options.pop("before", "")
+    one, other, last = tmp_path / "straight", tmp_path / "killed", tmp_path / "last"
+    runs.finish(*saving(runs, one, **options), **how, before=f"{before}judged(9, 8, 9, 9, 9)")
+    words = saving(runs, other, **options)
+    assert runs.run(*words, **how, before=f"{before}judged(9, 8, 9, 7, 9); kill_at(3)").code == -signal.SIGKILL
+    runs.finish(*words, "--resume", **how, before=f"{before}judged(9, 8, 9, 9, 9)")
+    assert difference(one, other) == 0
+    told = json.loads((one / "gqa_uptraining.json").read_text())
+    assert told["losses"]["best_step"] == 1
+    assert told["losses"]["heldout_after"] == 8
+    runs.finish(*saving(runs, last, **options), **how, before=f"{before}judged(9, 8, 7, 6, 5)")
+    assert difference(one, last) > 0
+    if name == "plain":
+        runs.finish(*saving(runs, tmp_path / "first", save_every=1, keep_last=9), before="judged(9, 8, 7, 6, 5)")
+        first = torch.load(state(tmp_path / "first", 1) / "pytorch_model.bin")
+        assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in load(one).items())
 
 
 def test_more_ranks_may_continue(runs: Runs, tmp_path: Path) -> None:

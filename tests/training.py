@@ -273,6 +273,20 @@ def shard(load_once: bool = False) -> None:
     module.Accelerator = make  # type: ignore[assignment,misc]
 
 
+def judged(*losses: float) -> None:
+    """The held-out loss at the start and after each step, whatever the model is."""
+    import gqa.uptrain.loop as module
+
+    evaluate = module._evaluate
+
+    def say(setup: Any, model: Any, progress: Any) -> dict[str, float]:
+        found = {"loss": losses[progress.step], "nats": losses[progress.step]}
+        module.heldout_losses = lambda *given: found  # type: ignore[assignment]
+        return evaluate(setup, model, progress)
+
+    module._evaluate = say  # type: ignore[assignment]
+
+
 def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
     """An Inf in the gradient of these steps (from 1)."""
     import torch

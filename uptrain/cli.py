@@ -13,8 +13,8 @@ from gqa.uptrain.options import TrainOptions, click_options
 
 _EPILOG = """\b
 Examples:
-  gqa-uptrain MODEL-gqa8 --data corpus.jsonl --alpha 0.05 -o MODEL-gqa8-uptrained
-  gqa-uptrain MODEL-gqa8 --data corpus.jsonl --alpha 0.05 --teacher MODEL -o OUT
+  gqa-uptrain MODEL-gqa8
+  gqa-uptrain MODEL-gqa8 --data corpus.jsonl --alpha 0.05 -o OUT
   accelerate launch -m gqa.uptrain MODEL-gqa8 --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B -o OUT
   torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8 --data 'shards/*.parquet' --tokens 1B --precision bf16 -o OUT
 """
@@ -31,18 +31,23 @@ _HOW = [
 @with_options(click_options(), _HOW)
 @version_option
 def command(dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
-    """Train the converted checkpoint MODEL further, on a fraction of the data, and write a plain checkpoint.
+    """Train the converted checkpoint MODEL further and write a plain checkpoint.
+
+    Without options it learns the predictions of the base model that it was converted from, on text that this one writes
+    itself. What is written is the state with the lowest held-out loss, which may be MODEL as it came.
 
     Runs on one CPU or GPU as it is, on many through `accelerate launch -m gqa.uptrain` or `torchrun -m gqa.uptrain`.
     """
     import transformers
 
+    from gqa.uptrain.defaults import default_output
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
     from gqa.uptrain.summary import plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
+    options["output"] = options["output"] or default_output(options["model"])
     setup = prepare(TrainOptions(**options))
     main = setup.accelerator.is_main_process
 

@@ -16,7 +16,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
-from gqa.corpus.tokens import Block, Blocks, concatenate, tokenise
+from gqa.corpus.tokens import Block, Blocks, TokenisedText, concatenate, tokenise
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
 
@@ -25,9 +25,9 @@ _ENDLESS = 2**62  # tokens of a stream
 
 @dataclass(frozen=True)
 class Dataloader:
-    """Step s trains on blocks s * batch_size to (s + 1) * batch_size, in order.
+    """Step s trains on blocks s * batch_size to (s + 1) * batch_size, in order, behind the `first` ones.
 
-    `fingerprint`: equal where the data is. `summary`: what the data is, for people.
+    `fingerprint`: equal where the data is. `summary`: what the data is, for people. `heldout`: what was held back.
     """
 
     blocks: Blocks | StreamedBlocks | SampledBlocks
@@ -35,6 +35,8 @@ class Dataloader:
     steps: int
     fingerprint: str
     summary: str
+    heldout: list[Block]
+    first: int = 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -42,13 +44,13 @@ class Dataloader:
 
     def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[Batch]]:
         """For each step from `first_step` on, the micro-batches of one rank, which has every `ranks`th block."""
-        size, blocks = self.batch_size, self.blocks
-        stream = blocks.blocks(first_step * size) if isinstance(blocks, StreamedBlocks) else iter(())
+        size, blocks, first = self.batch_size, self.blocks, self.first
+        stream = blocks.blocks(first + first_step * size) if isinstance(blocks, StreamedBlocks) else iter(())
         for step in range(first_step, self.steps):
             if isinstance(blocks, StreamedBlocks):
                 own = list(islice(stream, size))[rank::ranks]
             else:
-                own = [blocks[number] for number in range(step * size + rank, (step + 1) * size, ranks)]
+                own = [blocks[first + number] for number in range(step * size + rank, (step + 1) * size, ranks)]
             yield [stack(own[start : start + micro]) for start in range(0, len(own), micro)]
 
 
@@ -59,25 +61,44 @@ def stack(blocks: list[Block]) -> Batch:
 
 def open_dataloader(options: TrainOptions, tokenizer: Any, block_size: int) -> Dataloader:
     """Raises RefusedError and CorpusError."""
-    sources = parse_sources(options.data, **_how(options))
+    sources, back = parse_sources(options.data, **_how(options)), not heldout_sources(options)
     if not options.streaming:
-        text = concatenate([tokenise(source, tokenizer) for source in sources])
+        text, heldout = concatenate([tokenise(source, tokenizer) for source in sources]), list[Block]()
+        if back:
+            text, heldout = _hold_back(text, options, block_size)
         weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
         chosen = select(
             text, block_size=block_size, seed=options.seed, heldout_fraction=options.heldout_fraction, weights=weights,
             boundaries=options.mask_documents, **_length(options),
         )  # fmt: skip
         steps = _steps(chosen.blocks.n_blocks, options, block_size)
-        return Dataloader(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary())
+        return Dataloader(chosen.blocks, options.batch_size, steps, text.fingerprint, chosen.summary(), heldout)
     if options.alpha is not None and options.pretraining_tokens is None:
         raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
     steps = _steps(n_blocks_for(_ENDLESS, block_size, **_length(options)), options, block_size)
+    first = wanted_blocks(options, block_size) if back else 0
     blocks = StreamedBlocks(
-        sources, tokenizer, block_size=block_size, n_blocks=steps * options.batch_size,
+        sources, tokenizer, block_size=block_size, n_blocks=first + steps * options.batch_size,
         heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
     )  # fmt: skip
     told = f"a stream of {', '.join(source.spec for source in sources)}"
-    return Dataloader(blocks, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told)
+    heldout = list(islice(blocks.blocks(), first))
+    return Dataloader(blocks, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
+
+
+def wanted_blocks(options: TrainOptions, block_size: int) -> int:
+    """Held-out blocks, at most."""
+    return max(1, options.heldout_tokens // block_size)
+
+
+def _hold_back(text: TokenisedText, options: TrainOptions, block_size: int) -> tuple[TokenisedText, list[Block]]:
+    """The text without a twentieth of it, or --heldout-tokens, and that in blocks; nothing of less than 20 blocks."""
+    count = min(wanted_blocks(options, block_size), int(text.lengths.sum()) // (20 * block_size))
+    if not count:
+        return text, []
+    rest, aside = text.set_aside(count * block_size)
+    blocks = Blocks(aside, np.arange(len(aside)), block_size, boundaries=options.mask_documents)
+    return rest, [blocks[number] for number in range(len(blocks))]
 
 
 def open_sampled(
@@ -85,7 +106,7 @@ def open_sampled(
 ) -> Dataloader:
     """Blocks that the teacher, `checkpoint`, writes; `load` gives it in a dtype. Raises RefusedError."""
     own = parse_self(options.data[0])
-    data_tokens = own.tokens or 0
+    data_tokens = own.tokens or _ENDLESS
     length = _length(options)
     if not options.lengths:  # all that is written
         length["tokens"] = data_tokens
@@ -95,10 +116,11 @@ def open_sampled(
             f"{n_blocks * block_size:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
     steps = _steps(n_blocks, options, block_size)
-    count = steps * options.batch_size
-    blocks = sampled_blocks(load, device, checkpoint, block_size, count, options.seed, own.plain)
-    told = f"{blocks.n_blocks:,} blocks of {block_size:,} that {checkpoint.name} writes"
-    return Dataloader(blocks, options.batch_size, steps, blocks.fingerprint, told)
+    count, first = steps * options.batch_size, 0 if options.heldout else wanted_blocks(options, block_size)
+    blocks = sampled_blocks(load, device, checkpoint, block_size, first + count, options.seed, own.plain)
+    told = f"{count:,} blocks of {block_size:,} that {checkpoint.name} writes"
+    heldout = [blocks[number] for number in range(first)]
+    return Dataloader(blocks, options.batch_size, steps, blocks.fingerprint, told, heldout, first)
 
 
 def _length(options: TrainOptions) -> dict[str, Any]:
@@ -119,12 +141,12 @@ def _steps(n_blocks: int, options: TrainOptions, block_size: int) -> int:
 
 
 def open_heldout(options: TrainOptions, tokenizer: Any, block_size: int) -> list[Block]:
-    """Blocks that no step trains on, spread over the held-out text; none where nothing says what is held out.
+    """Blocks spread over the text that is named to be held out; none where nothing is named.
 
     Raises RefusedError and CorpusError.
     """
     sources = heldout_sources(options)
-    wanted = max(1, options.heldout_tokens // block_size)
+    wanted = wanted_blocks(options, block_size)
     if not sources:
         return []
     if any(source.streaming for source in sources):
@@ -141,7 +163,7 @@ def open_heldout(options: TrainOptions, tokenizer: Any, block_size: int) -> list
 
 
 def heldout_sources(options: TrainOptions) -> list[Source]:
-    """What no step trains on; nothing where nothing says what is held out. Raises RefusedError and CorpusError."""
+    """What is named to be held out: by an option, or by the built-in text. Raises RefusedError and CorpusError."""
     if options.heldout:
         return [parse_source(options.heldout, field=options.field, separator=options.separator)]
     if not options.heldout_fraction:

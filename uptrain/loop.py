@@ -20,11 +20,12 @@ from gqa.uptrain.log import Log
 from gqa.uptrain.lora import merged
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import rate_factor, warmup_steps
-from gqa.uptrain.scope import decay_groups
+from gqa.uptrain.scope import decay_groups, trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state import check_same_run
 from gqa.uptrain.training_model import Batch, TrainingModel, predictions
 
+EVALUATIONS = 4  # of held-out text on the way, unless --eval-every says how often
 Weights = dict[str, Tensor]
 # Called after a step with its number, the record of metrics.jsonl and a function that gives the weights then.
 AfterStep = Callable[[int, dict[str, Any], Callable[[], Weights]], None]
@@ -44,14 +45,19 @@ class StoppedError(Exception):
 
 @dataclass
 class TrainingProgress:
-    """What a state must remember besides weights and optimiser. Losses are nats per token."""
+    """What a state must remember besides weights and optimiser. Losses are nats per token.
+
+    heldout_before, heldout_after: as `heldout_losses` tells, at the start and after `best_step`, where the loss was
+    lowest so far; 0 is the model as it came.
+    """
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
-    heldout_before: float | None = None
-    heldout_after: float | None = None
+    best_step: int = 0
+    heldout_before: dict[str, float] | None = None
+    heldout_after: dict[str, float] | None = None
     loss: float | None = None
 
 
@@ -70,7 +76,8 @@ def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.O
 
 
 def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = None) -> tuple[TrainingProgress, Weights]:
-    """Train a setup that is `held`; returns how it went and the weights (adapters apart), whole on the main process.
+    """Train a setup that is `held`; returns how it went and the weights (adapters apart), whole on the main process:
+    those with the lowest held-out loss, or the last where nothing is held out; none where those that came are best.
 
     No checkpoint is written. Raises RefusedError (a state of another run, or too little memory), DivergedError,
     StoppedError, and OutputError where no state can be saved.
@@ -83,9 +90,10 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
             model, optimizer = accelerator.prepare(training, make_optimizer(training, options))
             progress = _resume(setup) if options.resume else TrainingProgress()
         if progress.step == 0 and setup.heldout:
-            progress.heldout_before = heldout_loss(setup, model)
+            _evaluate(setup, model, progress)
         log = Log(setup, progress.step, quiet)
         warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
+        every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
         saved = time.monotonic()
         model.train()
         with _signals() as signalled:
@@ -99,8 +107,8 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
                 numbers = _count(progress, sums, norm, rate, setup)
 
                 last = progress.step == dataloader.steps
-                if setup.heldout and (last or (options.eval_every and progress.step % options.eval_every == 0)):
-                    progress.heldout_after = numbers["heldout_loss"] = heldout_loss(setup, model)
+                if setup.heldout and (last or progress.step % every == 0):
+                    numbers |= _evaluate(setup, model, progress)
                 record = log.step(progress.step, numbers)
                 if after_step:
                     after_step(progress.step, record, lambda: merged(weights(accelerator, model)))
@@ -114,7 +122,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
                     raise StoppedError(stop, progress.step)
                 log.begin()
         log.close()
-        return progress, weights(accelerator, model)
+        return progress, _best(setup, model, progress)
 
 
 def _step(
@@ -184,29 +192,56 @@ def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, s
 
 
 def _per_prediction(sums: Tensor) -> list[float]:
-    """Nats, distillation and matching error of the mean prediction."""
+    """Sums, the first of which is of predictions -> the others for each prediction."""
     count, *others = sums.tolist()
     return [value / max(count, 1.0) for value in others]
 
 
+def _evaluate(setup: Setup, model: Any, progress: TrainingProgress) -> dict[str, float]:
+    """Note the held-out losses, and keep the weights where they are the best so far; returns what is told of a step."""
+    found, before = heldout_losses(setup, model), progress.heldout_after
+    if before is None:
+        progress.heldout_before = progress.heldout_after = found
+    elif math.isfinite(found["loss"]) and not found["loss"] >= before["loss"]:  # which need not be finite
+        progress.heldout_after, progress.best_step = found, progress.step
+        if progress.step < setup.dataloader.steps:  # the last are at hand when they are written
+            own = weights(setup.accelerator, model)
+            if setup.accelerator.is_main_process:
+                setup.states.keep_best({name: own[name] for name in trained_names(setup.model)})
+    return {f"heldout_{name}": value for name, value in found.items()}
+
+
+def _best(setup: Setup, model: Any, progress: TrainingProgress) -> Weights:
+    """What `train` returns."""
+    if setup.heldout and not progress.best_step:
+        return {}
+    found = weights(setup.accelerator, model)
+    if setup.heldout and progress.best_step < progress.step and setup.accelerator.is_main_process:
+        found |= setup.states.best()
+    return found
+
+
 @torch.no_grad()
-def heldout_loss(setup: Setup, model: Any) -> float:
-    """Mean nats per token over blocks that are never trained on, shared by the ranks."""
+def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
+    """Means per token over blocks that are never trained on, shared by the ranks: `loss`, which training minimises, and
+    what it is made of, `nats` and, with a teacher, `distillation`.
+    """
     model.eval()
     accelerator, blocks, micro = setup.accelerator, setup.heldout, setup.micro
     device, ranks, rank = accelerator.device, accelerator.num_processes, accelerator.process_index
-    sums = _zeros(2, device)
+    sums = _zeros(4, device)
     # All ranks make the same number of passes (FSDP waits for them); one without a block repeats and does not count.
     for start in range(0, len(blocks), micro * ranks):
         own = blocks[start + rank * micro : start + (rank + 1) * micro]
         batch = {name: tensor.to(device) for name, tensor in stack(own or blocks[:1]).items()}
         with setup.memory_explained():
-            _, numbers = model(**batch)
+            loss, numbers = model(**batch)
         if own:
-            sums += numbers[:2]
+            sums += torch.stack([*numbers[:3], loss])
     sums = accelerator.reduce(sums, "sum")
     model.train()
-    return _per_prediction(sums)[0]
+    nats, divergence, mean = _per_prediction(sums)
+    return {"loss": mean, "nats": nats} | ({"distillation": divergence} if setup.teacher else {})
 
 
 def weights(accelerator: Accelerator, wrapped: Any) -> Weights:
@@ -231,6 +266,8 @@ def _resume(setup: Setup) -> TrainingProgress:
     path, record = setup.states.latest(whole=setup.accelerator.is_main_process)
     check_same_run(path, record, _identity(setup))
     setup.accelerator.load_state(str(path))
+    if setup.accelerator.is_main_process:
+        setup.states.take_best(path)
     return TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
 
 

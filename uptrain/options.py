@@ -18,6 +18,7 @@ from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.schedule import Schedule
 
 Scope = Literal["all", "attention", "kv", "lora"]
+AUTO_TEACHER, NO_TEACHER = "auto", "none"
 
 
 def _option(default: Any, help: str | None = None, /, *flags: str, free: bool = False, **how: Any) -> Any:
@@ -31,22 +32,27 @@ def _option(default: Any, help: str | None = None, /, *flags: str, free: bool = 
 
 _ABOVE_ZERO, _FROM_ZERO, _SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0), click.FloatRange(0, 1)
 _FROM_ONE = click.IntRange(1)
-_DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False), "metavar": "DIR", "required": True}
+_DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False), "metavar": "DIR"}
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """See `gqa-uptrain --help`. Batches are counted in blocks; exactly one of alpha, tokens and steps is given."""
+    """See `gqa-uptrain --help`. Batches are counted in blocks; at most one of alpha, tokens and steps is given.
+
+    What is left open here `gqa.uptrain.defaults.settle` decides once the checkpoint is known: teacher `auto`, no data,
+    no length, no scope.
+    """
 
     model: str
     output: Path = _option(
-        MISSING, "The trained checkpoint; DIR-state holds the run until it is done.", "-o", free=True, **_DIRECTORY
-    )
+        MISSING,
+        "The trained checkpoint; DIR-state holds the run until it is done.  [default: MODEL-uptrained beside MODEL]",
+        "-o", free=True, **_DIRECTORY,
+    )  # fmt: skip
     data: tuple[str, ...] = _option(
-        ("stdlib:train",),
-        "stdlib:train, a file, a directory or glob of them, a hub data set; several times, or with commas, for a "
-        "mixture (SOURCE@WEIGHT).",
-        required=True,
+        (),
+        "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
+        "self:TOKENS for so much of it; several times, or with commas, for a mixture (SOURCE@WEIGHT).  [default: self]",
     )
     field: str = _option("text")
     data_config: str | None = _option(None)
@@ -55,12 +61,14 @@ class TrainOptions:
     separator: str | None = _option(None, "Between the documents of a text file, like '<|endoftext|>'.", metavar="TEXT")
     streaming: bool = _option(False, "Read a hub data set as it comes, keep nothing.")
     heldout: str | None = _option(
-        None, "Text to report the loss on.  [default: stdlib:heldout with stdlib:train]", metavar="SOURCE"
+        None,
+        "Text that says which state of the model is the best.  [default: what is held back from the data]",
+        metavar="SOURCE",
     )
-    heldout_fraction: float = _option(0.0, "Hold out this share of the documents.", type=_SHARE)
-    heldout_tokens: int = _option(65_536, "Of them, at most.", type=Count())
+    heldout_fraction: float = _option(0.0, "Hold back this share of the documents.", type=_SHARE)
+    heldout_tokens: int = _option(16_384, "To hold back or to read, at most.", type=Count())
     alpha: float | None = _option(None, "Train on this fraction of the data (0.05 in the GQA paper).")
-    tokens: int | None = _option(None, "Train on so many tokens, like 1B.")
+    tokens: int | None = _option(None, "Train on so many tokens, like 1B.  [default: 512K]")
     steps: int | None = _option(None, "Train for so many steps.", type=_FROM_ONE)
     pretraining_tokens: int | None = _option(None, "That alpha is a fraction of.  [default: the data's]", type=Count())
     block_size: int | None = _option(
@@ -75,16 +83,17 @@ class TrainOptions:
     micro_batch: int | None = _option(
         None, "Blocks of one forward pass on one process.  [default: its share of the batch]", type=_FROM_ONE, free=True
     )
-    train: Scope = _option(
-        "all",
+    train: Scope | None = _option(
+        None,
         "What trains. kv: projections to keys and values (where they are fused, to queries too); lora: these, "
-        "and adapters elsewhere that are merged at the end.",
+        "and adapters elsewhere that are merged at the end.  [default: attention where the conversion aligned heads, "
+        "else all]",
     )
     lora_rank: int = _option(16, "Of --train lora.", type=_FROM_ONE)
     keep_adapter: bool = _option(False, "Of --train lora: also keep it, in DIR/adapter, for peft.", free=True)
     optimizer: Literal["adamw", "adafactor"] = _option("adamw")
     learning_rate: float = _option(3e-4, aliases="--lr", type=_ABOVE_ZERO)
-    schedule: Schedule = _option("constant", "Of the learning rate, after the warm-up.")
+    schedule: Schedule = _option("linear", "Of the learning rate, after the warm-up.")
     warmup: int | None = _option(
         None, "Steps.  [default: none with constant, else 5 %, 100 at most]", type=click.IntRange(0)
     )
@@ -101,7 +110,12 @@ class TrainOptions:
     checkpointing: bool = _option(False, "Compute activations twice instead of keeping them.", free=True)
     compile: bool = _option(False, "Compile the model with torch.compile.", free=True)
     attention: str = _option("sdpa", "sdpa, eager, flash_attention_2 ...", "--attn-implementation", free=True)
-    teacher: str | None = _option(None, "The checkpoint before conversion: learn its predictions.", metavar="MODEL")
+    teacher: str = _option(
+        "auto",
+        "The checkpoint before conversion: learn its predictions. auto: the base model that the conversion's "
+        "provenance names, where it is found; none: learn from text alone.",
+        metavar="MODEL",
+    )
     distill: float = _option(1.0, "Share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
     temperature: float = _option(1.0, type=_ABOVE_ZERO)
     match: Literal["attention", "hidden"] | None = _option(
@@ -114,7 +128,7 @@ class TrainOptions:
     keep_last: int = _option(2, "States.", type=_FROM_ONE, free=True)
     keep_state: bool = _option(False, "Keep DIR-state after the end.", free=True)
     eval_every: int | None = _option(
-        None, "Held-out loss.  [default: at the start and the end]", type=_FROM_ONE, metavar="STEPS", free=True
+        None, "Held-out loss.  [default: four times]", type=_FROM_ONE, metavar="STEPS", free=True
     )
     patience: int = _option(10, "Give up after so many steps in a row that are not finite.", type=_FROM_ONE, free=True)
     report_to: tuple[str, ...] = _option(
@@ -130,6 +144,11 @@ class TrainOptions:
         bound = [field.name for field in fields(self) if not field.metadata.get("free")]
         return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in bound}
 
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """The teacher where there is one."""
+        return () if self.teacher == NO_TEACHER else (self.teacher,)
+
     def check(self, ranks: int) -> int:
         """Blocks of one forward pass on one of `ranks`; raises RefusedError where options do not go together."""
         self._check_length()
@@ -139,7 +158,7 @@ class TrainOptions:
             if isinstance(value, float) and not math.isfinite(value):
                 raise RefusedError(f"--{name.replace('_', '-')} is {value}; give a finite number")
         if self.keep_adapter and self.train != "lora":
-            raise RefusedError(f"--keep-adapter is of --train lora; --train {self.train} has no adapter")
+            raise RefusedError(f"--keep-adapter is of --train lora; --train {self.train or 'all'} has no adapter")
         if self.batch_size % ranks:
             raise RefusedError(
                 f"--batch-size {self.batch_size} cannot be shared by {ranks} processes; give a multiple of {ranks}"
@@ -159,10 +178,9 @@ class TrainOptions:
 
     def _check_length(self) -> None:
         """Before any data is read; how much data there is decides the rest."""
-        given = self.lengths
-        if len(given) != 1 and not (not given and any(map(is_self, self.data))):
+        if len(given := self.lengths) > 1:
             raise RefusedError(
-                f"the length is given by {' and '.join(given) or 'nothing'}; give one of --alpha, --tokens and --steps"
+                f"the length is given by {' and '.join(given)}; give one of --alpha, --tokens and --steps"
             )
         if self.alpha is not None and not 0 < self.alpha <= 1:
             raise RefusedError(f"--alpha is {self.alpha:g}; it is a fraction of the data, above 0 and at most 1")
@@ -174,13 +192,13 @@ class TrainOptions:
             return
         if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
             raise RefusedError("--data self:TOKENS stands alone: no other source, stream, documents or held-out share")
-        if self.teacher is None:
-            raise RefusedError("--data self:TOKENS is what the --teacher writes; give the model before conversion")
-        if parse_self(self.data[0]).tokens is None:
-            raise RefusedError("--data self: say how many tokens the model is to write, like self:1M")
+        if not self.teachers:
+            raise RefusedError("--data self is what the --teacher writes; give the model before conversion")
+        if parse_self(self.data[0]).tokens is None and self.alpha is not None:
+            raise RefusedError("--alpha is a fraction of the data; say how much of --data self there is, like self:1M")
 
     def _check_teaching(self) -> None:
-        if self.teacher is None and (self.match or self.distill != 1.0):
+        if not self.teachers and (self.match or self.distill != 1.0):
             raise RefusedError("--distill and --match need --teacher, the model before conversion")
         if self.match and self.compile:
             raise RefusedError("--match reads outputs of modules, which a compiled model has none of; drop --compile")
@@ -203,7 +221,7 @@ def _click_option(found: Field[Any], kind: Any) -> Decorator:
         how.setdefault("type", Choice(get_args(plain) or get_args(kind)))
     elif "type" not in SHARED.get(own, {}):
         how |= {"type": how.get("type", plain), "multiple": get_origin(kind) is tuple}
-    if not how.get("required") and found.default not in (None, ()):
+    if found.default not in (None, (), MISSING):
         how.setdefault("default", found.default)
     return option(*flags, found.name, **how)
 

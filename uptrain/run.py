@@ -31,6 +31,7 @@ from gqa.checkpoint.write import (
 )
 from gqa.uptrain.loop import AfterStep, TrainingProgress, Weights, train
 from gqa.uptrain.lora import merged, save_adapter
+from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.summary import card, record_of
 
@@ -67,15 +68,15 @@ def held(setup: Setup) -> Iterator[None]:
 
 def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
     """Write what the model's state dict has become, verified by loading it again; then the states are not needed.
+    Where there are no `weights` those of the source are written.
 
     The directory appears at once, complete.
     """
     options, source = setup.options, setup.checkpoint
     extra = {METRICS: setup.metrics}
-    if options.keep_adapter:
-        names = {name for name, p in setup.model.named_parameters() if p.requires_grad}
+    if options.keep_adapter and weights:
         directory = setup.states.directory / ADAPTER
-        save_adapter(weights, names, directory)
+        save_adapter(weights, {*trained_names(setup.model)}, directory)
         extra |= {f"{ADAPTER}/{path.name}": path for path in directory.iterdir()}
     with OutputDirectory(options.output, source.directory, options.overwrite) as output:
         work = output.work

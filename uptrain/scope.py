@@ -53,6 +53,11 @@ def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: i
         parameter.requires_grad_(name in trained or "lora_" in name)
 
 
+def trained_names(model: PreTrainedModel) -> list[str]:
+    """Names of parameters that train, in its state dict: each of the names of a tied one."""
+    return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
+
+
 def unreached(model: PreTrainedModel) -> list[str]:
     """Names of parameters that would train but that no prediction from plain text depends on: the towers of a
     multimodal model. Found in the graph of one prediction, without a gradient.

@@ -33,6 +33,7 @@ from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.corpus.sources import is_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
+from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.state import States
@@ -44,10 +45,12 @@ MAX_BLOCK = 2048
 class Setup:
     """A run that is ready to start: everything that can be refused has been checked.
 
-    `micro` is the number of blocks of one forward pass on one process.
+    `options`: with nothing left open. `taught`: who teaches or why nobody does, for people. `micro` is the number of
+    blocks of one forward pass on one process.
     """
 
     options: TrainOptions
+    taught: str
     accelerator: Accelerator
     checkpoint: Checkpoint
     model: PreTrainedModel
@@ -92,8 +95,10 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None) -> Se
 
     `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already.
     """
-    micro = options.check(ranks().num_processes)
+    options.check(ranks().num_processes)
     checkpoint = open_model(options.model, options.revision)
+    options, taught = settle(options, checkpoint)
+    micro = options.check(ranks().num_processes)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
     require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out, micro)
@@ -108,8 +113,8 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None) -> Se
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
         model = _model(checkpoint, options, accelerator)
         block_size = find_block_size(model.config, tokenizer, checkpoint, options)
-        if options.teacher is not None:
-            original = open_model(options.teacher)
+        for name in options.teachers:
+            original = open_model(name)
             load = partial(_load, original, options, str(accelerator.device))
             teacher = (teacher or load("auto")).requires_grad_(False)
             _check_teacher(teacher, original, model, tokenizer, options)
@@ -118,8 +123,8 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None) -> Se
             dataloader = open_sampled(options, load, str(accelerator.device), original, block_size)
         else:
             dataloader = open_dataloader(options, tokenizer, block_size)
-        heldout = open_heldout(options, tokenizer, block_size)
-    return Setup(options, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
+        heldout = dataloader.heldout or open_heldout(options, tokenizer, block_size)
+    return Setup(options, taught, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
 
 
 def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerator:
@@ -165,7 +170,7 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
         raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
     check_exportable(model, checkpoint)
     set_seed(options.seed)  # of adapters
-    choose(model, checkpoint, options.train, options.lora_rank)
+    choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded:
         with accelerator.autocast():
             accelerator.ddp_handler.find_unused_parameters = bool(unreached(model))

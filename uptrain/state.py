@@ -4,6 +4,8 @@ A state is a directory `step-N`: accelerate's own files (weights, optimiser, sca
 `trainer_state.json`, with the step, what the run was asked for, and the size and SHA-256 of each file. All ranks write
 into the one directory, which several machines must share. accelerate reads random states with pickle: continue only
 from states that you made.
+
+Beside the states lie the weights with the lowest held-out loss so far, `best.bin`; each state has them too.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
-from gqa.checkpoint.write import fsync_directory, locked, write_text
+from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
 from gqa.uptrain.options import differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import Tensor
 
 RECORD = "trainer_state.json"
+BEST = "best.bin"
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class States:
         using = f"another run is using {self.directory}; wait for it or give another output with -o"
         with locked(self.directory / "lock", using):
             for leftover in self.directory.glob("*.partial"):
-                shutil.rmtree(leftover)
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             try:
                 yield
             finally:
@@ -67,6 +71,8 @@ class States:
             accelerator.save_state(str(work), safe_serialization=False)
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
+                if (self.directory / BEST).exists():
+                    _link(self.directory / BEST, work / BEST)
                 self._publish(work, final, record)
         except (OSError, RuntimeError) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
@@ -92,6 +98,34 @@ class States:
             gone = old.with_suffix(".partial")
             old.rename(gone)
             shutil.rmtree(gone)
+
+    def keep_best(self, weights: dict[str, Tensor]) -> None:
+        """Replace the best weights of before. Raises OutputError."""
+        import torch
+
+        try:
+            with replacing(self.directory / BEST) as fresh:
+                torch.save(weights, fresh)
+        except (OSError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
+            raise OutputError(
+                f"the best weights could not be kept in {self.directory} ({explain(error)}); free some space and "
+                "continue from the last state with --resume"
+            ) from None
+
+    def best(self) -> dict[str, Tensor]:
+        """What was kept last."""
+        import torch
+
+        found: dict[str, Tensor] = torch.load(self.directory / BEST, map_location="cpu", weights_only=True)
+        return found
+
+    def take_best(self, state: Path) -> None:
+        """The best weights are again those of a state, or none where it has none."""
+        (self.directory / BEST).unlink(missing_ok=True)
+        if (state / BEST).exists():
+            _link(state / BEST, self.directory / BEST)
 
     def latest(self, whole: bool = True) -> tuple[Path, dict[str, Any]]:
         """The newest state and its record; with `whole` every byte of it is checked.
@@ -122,6 +156,14 @@ def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> N
         changed.append("the content of the data")
     if changed:
         raise RefusedError(f"{path} was saved by another run: {'; '.join(changed)}; start without --resume, or as then")
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under a second name, or a copy of it where the system has no such names."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _describe(path: Path) -> list[Any]:

@@ -54,28 +54,36 @@ def plan_text(setup: Setup) -> str:
     options, record = setup.options, plan_record(setup)
     forwards = options.batch_size // (setup.micro * record["processes"])
     processes = f"{record['processes']} process{'es' if record['processes'] > 1 else ''}"
-    teacher = f"taught by {options.teacher}" if options.teacher else "no teacher"
     lines = [
         f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
-        f"({options.train}), {teacher}",
+        f"({options.train})",
+        f"teacher     {setup.taught}" if setup.teacher else f"no teacher  {setup.taught}",
         f"data        {', '.join(options.data)}: {record['data']}",
         f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
         f"({processes} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
         f"{record['warmup_steps']} steps of warm-up",
         f"memory      {size(record['memory_bytes'])} for weights, gradients and optimiser, activations on top",
-        f"held out    {record['heldout_tokens']:,} tokens" if setup.heldout else "held out    nothing (see --heldout)",
+        f"held out    {record['heldout_tokens']:,} tokens; the state that does best on them is written"
+        if setup.heldout
+        else "held out    nothing, as the data is short: the last state is written (see --heldout)",
     ]
     return "\n".join(lines)
 
 
 def result_text(setup: Setup, progress: TrainingProgress) -> str:
     """How it went."""
-    lines = []
-    if progress.heldout_before is not None:
+    lines, before, after = [], progress.heldout_before, progress.heldout_after
+    if before and after:
+        name, told = ("distillation", "nats from the teacher") if setup.teacher else ("nats", "nats per token")
         lines.append(
-            f"held out    {progress.heldout_before:.4f} nats per token before, {progress.heldout_after:.4f} after"
+            f"held out    {before[name]:.4f} {told} before, {after[name]:.4f} after {progress.best_step} steps"
         )
+        if not progress.best_step:
+            lines.append(
+                f"unchanged   no step did better: the weights are those of {setup.checkpoint.name}. Try a lower "
+                f"--learning-rate (now {setup.options.learning_rate:g}), or more tokens"
+            )
     if progress.skipped:
         lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
     return "\n".join([*lines, f"written     {setup.options.output}: loads with plain transformers, verified"])
@@ -100,12 +108,8 @@ def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) ->
         "tokens": progress.tokens,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
-        "teacher": told["teacher"],
-        "losses": {
-            "training": progress.loss,
-            "heldout_before": progress.heldout_before,
-            "heldout_after": progress.heldout_after,
-        },
+        "teacher": told["teacher"] if options.teachers else None,
+        "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,
         "ranks": setup.accelerator.num_processes,
@@ -114,6 +118,16 @@ def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) ->
         "trained_before": read_record(source, UPTRAINING),
         "versions": versions("torch", "transformers", "accelerate"),
     }
+
+
+def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
+    """Nats per token; with a teacher also the divergence from it, which decides what is best."""
+    found: dict[str, Any] = {"training": progress.loss}
+    for when, told in (("before", progress.heldout_before), ("after", progress.heldout_after)):
+        found[f"heldout_{when}"] = told and told["nats"]
+        if setup.teacher:
+            found[f"distillation_{when}"] = told and told["distillation"]
+    return found | {"best_step": progress.best_step if setup.heldout else progress.step}
 
 
 def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
@@ -125,6 +139,7 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
     if losses["heldout_before"] is not None:
         before, after = losses["heldout_before"], losses["heldout_after"]
         heldout = f"; held-out loss {before:.4f} before, {after:.4f} after (nats per token)"
+        heldout += "" if losses["best_step"] else ", as no step made it better: these weights are unchanged"
     teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
     share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
     told = (

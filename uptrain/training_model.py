@@ -46,14 +46,14 @@ class TrainingModel(nn.Module):
         """`input_ids` (B, T) and perhaps `position_ids`, `document_ids` -> the loss summed over the predictions that
         count, and (predictions, nats, distillation, matching error) as sums.
 
-        Only while it trains (with gradients) has the teacher a say.
+        Outputs are matched only while it trains (with gradients).
         """
         inputs, targets, counted = split_batch(batch)
         if "document_ids" in batch and not self._documents_checked:
             check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
             self._documents_checked = True
-        taught = bool(self._teacher) and torch.is_grad_enabled()
-        options, match = self._options, self._options.match if taught else None
+        options, taught = self._options, bool(self._teacher)
+        match = options.match if torch.is_grad_enabled() else None
         with _outputs(self.model, match) as ours:
             hidden = self._head.hidden(**inputs).flatten(0, 1)
         theirs, rows = {}, None

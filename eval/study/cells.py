@@ -216,7 +216,7 @@ def train_along(
     """
     options = bench.options.training_of(cells[-1], directory)
     resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
-    setup = prepare(replace(options, resume=resume), bench.teacher if options.teacher else None)
+    setup = prepare(replace(options, resume=resume), bench.teacher if options.teachers else None)
     setup = replace(setup, heldout=[])
 
     def after_step(step: int, record: dict[str, Any], weights: Callable[[], Weights]) -> None:

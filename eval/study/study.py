@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.methods import METHODS
-from gqa.uptrain.options import Scope, TrainOptions
+from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
 
 if TYPE_CHECKING:
     from gqa.convert.align.calibration import MapsOptions
@@ -148,8 +148,8 @@ class StudyOptions:
         return replace(
             self.training, model=str(converted),
             output=converted.with_name(f"{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
-            train=cast(Scope, cell.train), teacher=None if cell.teacher == "none" else self.model, seed=cell.seed,
-            schedule="constant", keep_state=True,
+            train=cast(Scope, cell.train), teacher=self.model if cell.teacher == "source" else NO_TEACHER,
+            seed=cell.seed, schedule="constant", keep_state=True,
         )  # fmt: skip
 
     def maps_of(self, cell: Cell, device: str) -> MapsOptions:

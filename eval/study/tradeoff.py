@@ -14,7 +14,7 @@ from gqa.convert.methods import METHODS
 from gqa.convert.summary import size
 from gqa.eval.study.directory import Row
 from gqa.eval.study.study import TRAINING, UNMERGED, Cell
-from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.options import NO_TEACHER, TrainOptions
 
 Point = Any  # a line of `points`
 _POINT = ["groups", "method", "train", "teacher", "alpha"]
@@ -198,7 +198,7 @@ def commands(point: Point) -> list[str]:
         for source in point["data"].split(","):
             words += ["--data", source]
         words += _options(point, [name for name in given if pandas.notna(point.get(name))])
-        words += ["--teacher", model] if point["teacher"] == "source" else []
+        words += ["--teacher", model if point["teacher"] == "source" else NO_TEACHER, "--schedule", "constant"]
         found.append([*words, "-o", f"{out}-trained"])
     return [shlex.join(map(str, line)) for line in found]
 

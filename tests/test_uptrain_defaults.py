@@ -1,0 +1,173 @@
+"""What is done where nothing is said: who teaches, on which text, where the result goes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Result, run
+from training import load, material, tiny_checkpoint
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert import convert_checkpoint
+from gqa.uptrain.defaults import TOKENS, default_output, settle
+from gqa.uptrain.options import TrainOptions
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    """A conversion beside its base model."""
+    shutil.copytree(material() / "teacher", tmp_path / "base")
+    convert_checkpoint(tmp_path / "base", 2, tmp_path / "converted")
+    return tmp_path / "converted"
+
+
+def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
+    return settle(TrainOptions(str(model), Path("out"), **given), read_checkpoint(model))
+
+
+def edited(model: Path, change: Any) -> None:
+    path = model / "gqa_conversion.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def uptrain(*words: object) -> Result:
+    return run(*map(str, words), program="gqa-uptrain")
+
+
+def test_nothing_is_said(converted: Path, tmp_path: Path) -> None:
+    """But how long: the base model teaches, on what it writes, and the result is beside the model."""
+    done = uptrain(converted, "--steps", 2, "--batch-size", 2)
+    assert done.code == 0, done.err
+    told = {line[:10].rstrip(): line[12:] for line in done.out.splitlines()}
+    assert told["teacher"] == f"{tmp_path / 'base'}, the base model; --teacher none is without"
+    assert told["data"] == "self: 4 blocks of 64 that base writes"
+    assert told["held out"].startswith("0."), "the distance from the teacher, before and after"
+    record = json.loads((tmp_path / "converted-uptrained" / "gqa_uptraining.json").read_text())
+    assert (record["teacher"], record["data"], record["tokens"]) == ("base", ["self"], 256)
+    losses = record["losses"]
+    assert 0 < losses["distillation_before"] < losses["heldout_before"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "converted", "converted-uptrained"]
+
+
+def test_where_the_base_model_is_looked_for(converted: Path, tmp_path: Path) -> None:
+    base = str(tmp_path / "base")
+    assert json.loads((converted / "gqa_conversion.json").read_text())["source"]["path"] == "../base"
+    assert settled(converted)[0].teacher == base
+    for name in ("deep", "apart"):
+        (tmp_path / name).mkdir()
+    moved = shutil.copytree(converted, tmp_path / "deep" / "moved")
+    assert settled(moved, data=("text",))[0].teacher == "none"
+    edited(moved, lambda record: record["source"].update(path="../../base"))
+    assert settled(moved)[0].teacher == base, "where it was when it was converted"
+    edited(moved, lambda record: record["source"].update(path=None))
+    assert settled(moved, data=("text",))[0].teacher == "none"
+    shutil.copytree(base, tmp_path / "deep" / "base")
+    assert settled(moved)[0].teacher == str(tmp_path / "deep" / "base"), "beside it, by its name"
+    assert settled(moved, teacher="none", data=("text",))[0].teacher == "none"
+    assert settled(moved, teacher="other")[0].teacher == "other"
+
+
+def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None:
+    """Text is then needed; with it the run goes on without a teacher and says so."""
+    shutil.move(tmp_path / "base", tmp_path / "elsewhere")
+    done = uptrain(converted, "--steps", 1)
+    missing = "the base model base is not where it was; --teacher says where it is now"
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert f"no --data is given, and there is no teacher that could write it ({missing}); give text, or" in done.err
+    done = uptrain(converted, "--steps", 1, "--batch-size", 2, "--data", material() / "data.jsonl")
+    assert done.code == 0, done.err
+    assert f"no teacher  {missing}" in done.out
+    record = json.loads((tmp_path / "converted-uptrained" / "gqa_uptraining.json").read_text())
+    assert record["teacher"] is None
+
+
+BROKEN = [None, [], {}, {"source": 3}, {"source": {"model": 3}}, {"source": {"model": "..\u0000/x", "path": "\u0000"}}]
+
+
+@pytest.mark.parametrize("record", BROKEN)
+def test_provenance_is_not_trusted(converted: Path, record: Any) -> None:
+    (converted / "gqa_conversion.json").write_text(json.dumps(record))
+    found, told = settled(converted, data=("text",))
+    assert (found.teacher, found.train) == ("none", "all")
+    assert told
+    with pytest.raises(RefusedError, match="no --data is given"):
+        settled(converted)
+
+
+def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that came from the hub is asked for there; out of reach it is as if it were not there."""
+    import gqa.uptrain.defaults as module
+
+    edited(converted, lambda record: record.update(source={"model": "lab/base", "revision": "abc"}))
+    asked: list[str] = []
+    monkeypatch.setattr(module, "open_model", asked.append)
+    assert settled(converted)[0].teacher == "lab/base"
+    assert asked == ["lab/base"]
+
+    def unreachable(name: str) -> None:
+        raise RefusedError(f"{name} is out of reach")
+
+    monkeypatch.setattr(module, "open_model", unreachable)
+    found, told = settled(converted, data=("text",))
+    assert found.teacher == "none"
+    assert told == "the base model lab/base cannot be read: lab/base is out of reach"
+
+
+def test_how_long_and_which_weights(converted: Path) -> None:
+    found, _ = settled(converted)
+    assert (found.data, found.tokens, found.train) == (("self",), TOKENS, "all")
+    for given in ({"steps": 3}, {"alpha": 0.1, "data": ("text",)}, {"data": ("self:1k",)}):
+        assert settled(converted, **given)[0].tokens is None
+    edited(converted, lambda record: record["options"].update(method="refined"))
+    assert settled(converted)[0].train == "attention"
+    assert settled(converted, train="kv")[0].train == "kv"
+    edited(converted, lambda record: record["options"].update(method=["refined"]))
+    assert settled(converted)[0].train == "all"
+
+
+def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    assert default_output(str(tmp_path / "a")) == tmp_path / "a-uptrained"
+    assert default_output(str(tmp_path / "a") + "/") == tmp_path / "a-uptrained"
+    assert default_output(".") == tmp_path / "a-uptrained"
+    assert default_output("lab/model") == Path("model-uptrained")
+
+
+def test_a_teacher_of_another_conversion_is_still_refused(converted: Path, tmp_path: Path) -> None:
+    """One that is found is held against the model as one that is named."""
+    shutil.rmtree(tmp_path / "base")
+    tiny_checkpoint(tmp_path / "base", vocab_size=512)
+    done = uptrain(converted, "--steps", 1)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "the teacher base predicts 512 tokens" in done.err
+
+
+def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, tmp_path: Path) -> None:
+    """The weights of before, bit for bit, and it says so; at a sensible rate the teacher comes nearer."""
+    words = (converted, "--steps", 3, "--batch-size", 2, "--warmup", 0)
+    done = uptrain(*words, "--lr", 50, "-o", tmp_path / "ruined")
+    assert done.code == 0, done.err
+    assert (
+        "unchanged   no step did better: the weights are those of converted. Try a lower --learning-rate (now 50)"
+        in (done.out)
+    )
+    files = sorted(path.name for path in converted.glob("*.safetensors"))
+    assert all((converted / name).read_bytes() == (tmp_path / "ruined" / name).read_bytes() for name in files)
+    assert "as no step made it better: these weights are unchanged" in (tmp_path / "ruined" / "README.md").read_text()
+    done = uptrain(*words, "--lr", 1e-3, "-o", tmp_path / "better")
+    losses = json.loads((tmp_path / "better" / "gqa_uptraining.json").read_text())["losses"]
+    assert losses["distillation_after"] < losses["distillation_before"]
+    assert losses["best_step"] > 0
+    assert "unchanged" not in done.out
+    before, after = load(converted), load(tmp_path / "better")
+    assert any(not before[name].equal(after[name]) for name in before)

@@ -1,0 +1,72 @@
+"""What a run does where its options leave it open: who teaches, on which text, how long, and which weights train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.hub import beside, open_model
+from gqa.checkpoint.provenance import PROVENANCE, read_record
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.methods import METHODS
+from gqa.corpus.sources import is_self, parse_self
+from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, TrainOptions
+
+TOKENS = 512_000  # to train on where nothing says how many
+
+
+def default_output(model: str) -> Path:
+    """`MODEL-uptrained` beside a local model, in the working directory for a hub id."""
+    return beside(model, "-uptrained")
+
+
+def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions, str]:
+    """The options with nothing left open, and who teaches or why nobody does, for people. Raises RefusedError where
+    there is neither text nor a teacher that could write it.
+    """
+    record = read_record(checkpoint, PROVENANCE)
+    conversion: dict[str, Any] = record if isinstance(record, dict) else {}
+    teacher, told = options.teacher, "--teacher none" if options.teacher == NO_TEACHER else options.teacher
+    if teacher == AUTO_TEACHER:
+        teacher, told = find_base(checkpoint, conversion)
+    if not options.data and teacher == NO_TEACHER:
+        raise RefusedError(
+            f"no --data is given, and there is no teacher that could write it ({told}); give text, or the model before "
+            "conversion with --teacher"
+        )
+    data = options.data or ("self",)
+    counted = is_self(data[0]) and parse_self(data[0]).tokens
+    tokens = options.tokens if options.lengths or counted else TOKENS
+    train = options.train or ("attention" if _aligned(conversion) else "all")
+    return replace(options, teacher=teacher, data=data, tokens=tokens, train=train), told
+
+
+def _aligned(conversion: dict[str, Any]) -> bool:
+    """Whether heads were merged by a method that looks at the model."""
+    chosen = conversion.get("options")
+    how = METHODS.get(str(chosen.get("method"))) if isinstance(chosen, dict) else None
+    return how is not None and how.aligns
+
+
+def find_base(checkpoint: Checkpoint, conversion: dict[str, Any]) -> tuple[str, str]:
+    """The base model that a conversion's provenance names, or `none`; and which it is or why there is none, for people.
+
+    It is looked for where it lay from the result, beside the result, and at the hub where it came from there.
+    """
+    source = conversion.get("source")
+    if not isinstance(source, dict) or not isinstance(name := source.get("model"), str):
+        return NO_TEACHER, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
+    assert checkpoint.directory is not None
+    here = checkpoint.directory.resolve()
+    places = [here / str(source["path"])] if source.get("path") else []
+    places += [here.with_name(name)] if Path(name).name == name else []
+    found = next((str(place.resolve()) for place in places if place.is_dir()), None)
+    if found is None and "path" in source:  # it was a local one
+        return NO_TEACHER, f"the base model {name} is not where it was; --teacher says where it is now"
+    try:
+        open_model(found or name)
+    except (RefusedError, OSError) as error:
+        return NO_TEACHER, f"the base model {name} cannot be read: {explain(error)}"
+    return found or name, f"{found or name}, the base model; --teacher none is without"
