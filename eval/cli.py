@@ -232,7 +232,7 @@ def measure(names: tuple[str, ...], options: dict[str, Any], words: str) -> dict
             try:
                 evaluate.measure_recall(
                     subjects, text, recall_context, how,
-                    lambda name, tokens: bar(tokens // share, "tok", f"{name}, recall"),
+                    lambda name, tokens: bar(tokens // share, "tok", f"{name}, recall"), options["context"] is None,
                 )  # fmt: skip
             except RefusedError as error:  # what a report has by itself does not cost what was asked for
                 if options["recall"]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
@@ -28,10 +29,11 @@ from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, continued, prompts
 from gqa.eval.memory import what_fits
 from gqa.eval.perplexity import Text, perplexity
+from gqa.eval.positions import by_context, long_windows, positions_of
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.report import nearest
 from gqa.eval.scoring import Scores, live_baseline, score
-from gqa.eval.statistics import by_context, kl_statistics, paired_ratio
+from gqa.eval.statistics import kl_statistics, paired_ratio
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import Subject
 from gqa.eval.tasks import Harness
@@ -180,9 +182,10 @@ def some_windows(text: Text) -> list[Any]:
 
 def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[str, Any]:
     """What scores say, alone and against a baseline's, JSON-ready."""
-    found = {"quality": perplexity(scores, text), "by_context": by_context(scores.nats, text.contexts)}
+    found: dict[str, Any] = {"quality": perplexity(scores, text)}
     if baseline is None:
-        return found
+        return found | {"by_context": by_context(scores.nats, text.contexts)}
+    found["by_context"] = by_context(scores.nats, text.contexts, baseline.nats, text.clusters)
     compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, text.clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
         compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, scores.nats, baseline.nats)
@@ -244,10 +247,15 @@ def time_decoding(
 
 @dataclass(frozen=True)
 class Probe:
-    """What models are asked about their context, and the texts that the first of them writes by itself."""
+    """What models are asked about their context, and the texts that the first of them writes by itself.
+
+    stream: Token ids of the text that is evaluated; prefix: what a sequence begins with.
+    """
 
     asked: Sequence[Questions]
     texts: Sequence[Window]
+    stream: NDArray[np.integer[Any]]
+    prefix: int
 
     @property
     def windows(self) -> list[Window]:
@@ -286,25 +294,36 @@ def make_probe(first: Subject, text: Text | None, context: int, options: Options
     asked = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
     model = load(first, options)
     with _explained(first.name, options, "greedy texts", "give --no-recall"):
-        return Probe(asked, continued(model, prompts(tokenizer, samples[: len(PROMPTS)])))
+        texts = continued(model, prompts(tokenizer, samples[: len(PROMPTS)]))
+    return Probe(asked, texts, plain.get("text", np.array([], int)), prefix)
 
 
 def measure_recall(
-    subjects: Sequence[Subject], text: Text | None, context: int, options: Options, bars: Callable[[str, int], Progress]
-) -> None:
-    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says.
+    subjects: Sequence[Subject], text: Text | None, context: int, options: Options,
+    bars: Callable[[str, int], Progress], longer: bool = False,
+) -> None:  # fmt: skip
+    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says. With
+    `longer` the loss by position becomes that of windows as long as the models' positions, where the text is enough.
     Raises RefusedError.
     """
     probe = make_probe(subjects[0], text, context, options)
     windows, found = probe.windows, list[dict[str, Any]]()
+    limit = min((subject.positions for subject in subjects if subject.positions), default=None)
+    far = long_windows(probe.stream, limit, context, probe.prefix) if longer else []
+    nats: list[NDArray[np.float32]] = []
     tried = f"a batch of {options.batch_size} sequences of {context:,} tokens"
     for subject in subjects:
-        head, progress = _head(subject, options), bars(subject.name, sum(window.scored for window in windows))
+        head, progress = _head(subject, options), bars(subject.name, sum(w.scored for w in [*windows, *far]))
         with _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"):
             found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=progress)))
+            nats += [score(head, far, batch_size=1, progress=progress).nats] if far else []
         del head  # before the next one is loaded
     for subject, record in zip(subjects, found, strict=True):  # of all or of none
         subject.record.update(record)
+    if far:
+        read, runs = positions_of(far)
+        for subject, own in zip(subjects, nats, strict=True):
+            subject.record["by_context"] = by_context(own, read, None if own is nats[0] else nats[0], runs)
 
 
 def _samples(subject: Subject, length: int, options: Options) -> list[Any]:

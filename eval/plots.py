@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 Results = dict[str, Any]
 
@@ -55,13 +56,31 @@ def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
 
 
 def _by_context(models: list[Results], axes: Axes) -> None:
-    for index, model in enumerate(models):
-        bins = model["by_context"]
-        axes.plot([b["to"] for b in bins], [b["nats"] for b in bins], label=model["name"], **look(index))
+    """Of one model its loss, of several how far they are above the first."""
     powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
-    axes.set(xlabel="tokens read before (up to)", ylabel="nats per token")
-    axes.set_ylim(bottom=0)
-    axes.legend()
+    if len(models) == 1:
+        bins = models[0]["by_context"]
+        axes.plot([b["to"] for b in bins], [b["nats"] for b in bins], **look(0))
+        axes.set(xlabel="tokens read before (up to)", ylabel=f"{models[0]['name']}: nats per token")
+        axes.set_ylim(bottom=0)
+        return
+    for index, model in enumerate(models[1:], 1):
+        bins = model["by_context"]
+        above = [[100 * (b.get(key, b["ratio"]) - 1) for b in bins] for key in ("ratio", "ratio_low", "ratio_high")]
+        bars = np.abs(np.array(above[1:]) - above[0])
+        axes.errorbar([b["to"] for b in bins], above[0], bars, capsize=3, label=model["name"], **look(index))
+    axes.axhline(0, label=models[0]["name"], color=COLOURS[0], linewidth=1)
+    percents_above(axes)
+    axes.set(xlabel="tokens read before (up to)", ylabel="perplexity above the base model's (%)")
+    legend_below(axes)
+
+
+def percents_above(axes: Axes) -> None:
+    """A vertical axis in per cent, logarithmic from 1 on, so that what is lost whole does not flatten what is close."""
+    axes.set_yscale("symlog", linthresh=1)
+    axes.yaxis.set_major_locator(FixedLocator([0, *(digit * 10.0**n for n in range(9) for digit in (1, 3))]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
 
 
 def _recall(models: list[Results], axes: Axes) -> None:

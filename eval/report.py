@@ -14,7 +14,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import figures, no_pictures, page
-from gqa.eval.tables import Table, number, table
+from gqa.eval.tables import Table, number, shown, table
 
 Record = dict[str, Any]
 
@@ -42,6 +42,7 @@ _KINDS = {
     "text": "the text, second copy", "samples": "own samples, second copy", "random": "random tokens, second copy",
     "look-up": "values by their keys", "passkey": "a passkey",
 }  # fmt: skip
+_NATS, _RATIO = "{nats:.4f}", "{ratio:.4g} ({ratio_low:.4g} - {ratio_high:.4g})"
 _DECODE = {
     "model": "{name}", "batch": "{batch}", "context": "{context:,}", "prefill": "{prefill_seconds:,.1ms} ms",
     "per token": "{seconds_per_token:.2ms} ms", "min - max": "{fastest:.2ms} - {slowest:.2ms}",
@@ -247,10 +248,12 @@ def _attention(models: list[Record]) -> Table:
 def _context(models: list[Record]) -> Table:
     header = ("tokens read before", *(m["name"] for m in models), "tokens scored")
     rows = [
-        (f"{bins[0]['from']:,} - {bins[0]['to']:,}", *(f"{b['nats']:.4f}" for b in bins), f"{bins[0]['tokens']:,}")
+        (f"{bins[0]['from']:,} - {bins[0]['to']:,}", *shown(bins[0], [_NATS]),
+         *(shown(b, [_RATIO], *shown(b, ["{ratio:.4g}"]))[0] for b in bins[1:]), f"{bins[0]['tokens']:,}")
         for bins in zip(*(m["by_context"] for m in models), strict=True)
-    ]
-    return Table("Nats per token by position", header, tuple(rows))
+    ]  # fmt: skip
+    note = f"{models[0]['name']}: nats per token" + ("; others: perplexity, x its (95 %)" if len(models) > 1 else "")
+    return Table("Loss by position", header, tuple(rows), note)
 
 
 def as_json(results: Record, indent: int | None = None) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -117,16 +116,3 @@ def _resampled_means(sums: NDArray[Any], counts: NDArray[np.integer[Any]]) -> Fl
         weights = generator.multinomial(n, np.full(n, 1 / n), size=size)
         found.append(weights @ sums / (weights @ counts))
     return np.concatenate(found)
-
-
-def by_context(nats: Floats, context: NDArray[np.integer[Any]], bins: int = 8) -> list[dict[str, float]]:
-    """Mean nats by the number of tokens read before: bins that double in width, as attention's reach is judged."""
-    longest = int(context.max())
-    edges = [0, *sorted({math.ceil(longest / 2**i) for i in range(bins)})]
-    result = []
-    for low, high in pairwise(edges):
-        inside = (context > low) & (context <= high)
-        if inside.any():
-            mean, count = float(nats[inside].mean(dtype=np.float64)), int(inside.sum())
-            result.append({"from": low + 1, "to": high, "nats": mean, "tokens": count})
-    return result

@@ -69,7 +69,8 @@ def test_json_has_these_keys() -> None:
     assert set(against["kl"]) == percentiles | {"mean_error"}
     assert set(against["delta_p_percent"]) == percentiles | {"rms"}
     assert set(second["attention_error"][0]) == {"module", "own", "accumulated"}
-    assert set(second["by_context"][0]) == {"from", "to", "nats", "tokens"}
+    assert set(first["by_context"][0]) == {"from", "to", "nats", "tokens"}
+    assert set(second["by_context"][0]) == {"from", "to", "nats", "tokens", "ratio", "ratio_low", "ratio_high"}
     assert set(second["decode"]) == {"steps", "repeats", "points"}
     assert second["provenance"]["options"]["groups"] == 2
     assert found["options"]["decode_contexts"] == [4, 8]

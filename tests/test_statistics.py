@@ -11,7 +11,7 @@ import torch
 
 from gqa.corpus.likelihood import chunks, kl_divergence, nats
 from gqa.eval import statistics
-from gqa.eval.statistics import by_context, correlation, kl_statistics, mean_and_error, paired_ratio, percentiles
+from gqa.eval.statistics import correlation, kl_statistics, mean_and_error, paired_ratio, percentiles
 
 
 def test_kl_divergence_where_a_token_is_ruled_out():
@@ -136,11 +136,3 @@ def test_correlation():
     assert correlation(x, 2 * x + 1) == pytest.approx(1)
     assert correlation(x, -x) == pytest.approx(-1)
     assert math.isnan(correlation(x, np.zeros(10)))
-
-
-def test_loss_by_position():
-    context = np.tile(np.arange(1, 513), 3)
-    found = by_context(context.astype(np.float32), context)
-    assert [(b["from"], b["to"]) for b in found][-3:] == [(65, 128), (129, 256), (257, 512)]
-    assert found[-1]["nats"] == pytest.approx((257 + 512) / 2)
-    assert sum(b["tokens"] for b in found) == len(context)
