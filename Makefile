@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SERVING ?= .venv-serving
 LOWEST ?= .venv-lowest
 
-.PHONY: install lint format types test test-real test-serving test-lowest build check demo benchmark quantise clean
+.PHONY: install lint format types docs test test-real test-serving test-lowest build check demo benchmark quantise clean
 
 install: $(VENV)/.installed
 
@@ -17,6 +17,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -27,6 +28,10 @@ types: install
 	@mkdir -p typings/gqa
 	@for package in checkpoint corpus convert uptrain eval package; do ln -sfn ../../$$package typings/gqa/$$package; done
 	$(BIN)/mypy
+
+# No dead link, no page outside the navigation.
+docs: install
+	$(BIN)/mkdocs build --strict --clean
 
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not real"
@@ -61,7 +66,7 @@ build: install
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
-check: lint types test test-real build
+check: lint types docs test test-real build
 	$(PYTHON) tests/installed.py dist
 
 demo: install
@@ -74,4 +79,4 @@ quantise: $(SERVING)/.installed
 	HF_HUB_OFFLINE=1 TQDM_DISABLE=1 PYTHONPATH=tests $(SERVING)/bin/python benchmarks/quantise.py
 
 clean:
-	rm -rf build dist typings .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf build dist site typings .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -219,7 +219,7 @@ def push(directory: Path, repo: str, private: bool = True) -> str:
             api.upload_folder(
                 repo_id=repo,
                 folder_path=directory,
-                commit_message="Converted with gqa-convert",
+                commit_message="Upload with gqa",
                 delete_patterns=_REPLACED,
             )
     except Exception as error:

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
+DISTRIBUTION = "gqa"
+TAG = "gqa"  # of models at the hub
 SOURCE_CARD = "# The source model's card"
 
 
 def version() -> str:
     """This tool's version."""
-    return importlib.metadata.version("gqa-convert")
+    return importlib.metadata.version(DISTRIBUTION)
 
 
 def stamp(tool: str, command: str) -> dict[str, str]:
@@ -67,11 +69,19 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
     return metadata, (text if whole else original if mark else own).strip()
 
 
+def comparison(columns: tuple[str, str], rows: Mapping[str, tuple[str, str]]) -> list[str]:
+    """A table of a card: what each row says of one model and of another."""
+    head = [f"| | {columns[0]} | {columns[1]} |", "|---|---:|---:|"]
+    return [*head, *(f"| {name} | {before} | {after} |" for name, (before, after) in rows.items())]
+
+
 def format_card(metadata: Mapping[str, Any], lines: Sequence[str], command: str, original: str) -> str:
-    """README.md: `lines` of its own, the command that made the result, and the card of what it was made from below."""
+    """README.md: `lines` of its own, the command that made the result, and the card of what it was made from below. The
+    model is tagged `gqa`.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
     below = ["", SOURCE_CARD, "", original] if original else []
     text = "\n".join([*lines, "", "```", command, "```", *below])
-    data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys(metadata["tags"]))})
+    data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata["tags"], TAG]))})
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))

@@ -12,6 +12,7 @@ from typing import Any
 
 from gqa.checkpoint.provenance import (
     PROVENANCE,
+    comparison,
     format_card,
     source_card,
     stamp,
@@ -22,7 +23,7 @@ from gqa.checkpoint.provenance import (
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.plan import Plan
 from gqa.convert.recast.view import CUSTOM_CODE
-from gqa.convert.summary import kv_line, recast_record, size
+from gqa.convert.summary import recast_record, size
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
@@ -133,14 +134,29 @@ def model_card(plan: Plan, name: str) -> str:
         f"`{base or plan.checkpoint.name}` {what} ({main.query} query heads; gqa-convert {version()}).",
         "",
         *_classes(plan),
-        f"- KV cache: {kv_line(plan)}",
-        f"- Parameters: {plan.parameters_before:,} before, {plan.parameters_after:,} after; "
-        f"{size(plan.total_bytes)} of weights",
+        *comparison(("base model", "this model"), _numbers(plan)),
+        "",
         f"- Provenance: `{PROVENANCE}`",
     ]
     if plan.groups < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
     return format_card(kept, lines, command(plan), original)
+
+
+def _numbers(plan: Plan) -> dict[str, tuple[str, str]]:
+    """What is known of both models from their headers."""
+    before, after = plan.cache_before, plan.cache_after
+    rows = {
+        "key/value heads": (str(plan.config.main.kv), str(plan.groups)),
+        "KV cache per token": (size(before.bytes_per_token), size(after.bytes_per_token)),
+    }
+    if context := after.context:
+        rows[f"KV cache at {context:,} tokens"] = size(before.bytes_at(context)), size(after.bytes_at(context))
+    weights = sum(spec.nbytes for spec in plan.checkpoint.tensors.values())
+    return rows | {
+        "parameters": (f"{plan.parameters_before:,}", f"{plan.parameters_after:,}"),
+        "weights": (size(weights), size(plan.total_bytes)),
+    }
 
 
 def _classes(plan: Plan) -> list[str]:

@@ -13,8 +13,9 @@ from gqa.checkpoint.console import (
     ByteSize,
     Choice,
     Command,
-    fail,
+    check_pushing,
     option,
+    push_result,
     run,
     version_option,
     with_options,
@@ -77,8 +78,8 @@ _WRITING = [
     option("--verify-load", is_flag=True, help="Also load the result with transformers and run it once."),
     option("--tensor-parallel", help="Say whether N ranks can hold it."),
     option("--jobs", type=click.IntRange(min=1), default=DEFAULT_JOBS, help="Shards written at a time."),
-    option("--push-to-hub", metavar="REPO", help="Upload the finished result to this repository."),
-    option("--public", is_flag=True, help="Make the pushed repository public.  [default: private]"),
+    option("--push-to-hub"),
+    option("--public"),
     option("--verbose", help="List every changed tensor."),
     option("--quiet"),
     option("--families", is_flag=True, is_eager=True, expose_value=False, callback=_show_families,
@@ -99,14 +100,12 @@ def command(model: str, groups: int, **options: Any) -> None:
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
     the result loads with plain transformers and its KV cache shrinks with the number of heads.
     """
-    from gqa.checkpoint.hub import check_push
     from gqa.convert.api import plan_conversion
 
     if options["maps"]:
         refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
     refuse_unused([options["method"]], f"--method {options['method']}")
-    if options["push_to_hub"] and not options["dry_run"]:
-        check_push(options["push_to_hub"], private=not options["public"])
+    check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
     plan = plan_conversion(
         model, groups, method=options["method"], seed=options["seed"], dtype=options["dtype"],
         max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
@@ -134,13 +133,7 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
         _say(table, options)
     _report(result.plan, result, options, time.monotonic() - start)
     if options["push_to_hub"]:
-        from gqa.checkpoint.hub import push
-
-        try:
-            address = push(result.out, options["push_to_hub"], private=not options["public"])
-        except KeyboardInterrupt:
-            fail("gqa-convert", f"interrupted while pushing; {result.out} is complete", 130)
-        _say(f"pushed      {address}", options)
+        _say(push_result("gqa-convert", result.out, options["push_to_hub"], options["public"]), options)
 
 
 def _say(text: str, options: dict[str, Any]) -> None:

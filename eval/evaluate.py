@@ -345,7 +345,7 @@ def run_tasks(subjects: Sequence[Subject], options: Options, harness: Harness) -
 
 def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """What the numbers were measured with; `packages` are those used besides the usual ones."""
-    names = ("gqa-convert", "torch", "transformers", "accelerate", "datasets", "numpy", *packages)
+    names = ("gqa", "torch", "transformers", "accelerate", "datasets", "numpy", *packages)
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -70,7 +70,7 @@ def no_pictures() -> str:
     """Why a report has no pictures; nothing where it has."""
     if find_spec("matplotlib"):
         return ""
-    return "no pictures, for which matplotlib is missing: pip install 'gqa-convert[report]'"
+    return "no pictures, for which matplotlib is missing: pip install 'gqa[report]'"
 
 
 def _kinds(table: Table) -> list[str]:

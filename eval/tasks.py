@@ -38,7 +38,7 @@ class Harness:
             from lm_eval.tasks import TaskManager
         except ModuleNotFoundError:
             raise RefusedError(
-                "--tasks needs lm-evaluation-harness; install it with: pip install 'gqa-convert[tasks]'"
+                "--tasks needs lm-evaluation-harness; install it with: pip install 'gqa[tasks]'"
             ) from None
         self._shots, self._limit, self._quiet = shots, limit, quiet
         with self._output():

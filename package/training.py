@@ -11,7 +11,7 @@ from typing import Any
 from .given import Model, asked, in_memory, name_of, scratch, stored, undisturbed
 from .results import TrainedModel
 
-_OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run")
+_OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run", "push_to_hub", "public")
 
 
 def uptrain_model(
@@ -44,6 +44,7 @@ def uptrain_model(
         OutputError: The result could not be written or did not verify.
     """
     from gqa.uptrain.cli import command
+    from gqa.uptrain.defaults import default_output
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
@@ -54,7 +55,7 @@ def uptrain_model(
         loaded = teacher is not None and in_memory(teacher)
         given = {"data": data, "teacher": name_of(teacher) if loaded else teacher, **options}
         name = name_of(model) if in_memory(model) else os.fspath(model)
-        goal = Path(kept.name if kept else "", f"{name}-uptrained") if out is None else Path(out)
+        goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else default_output(name)
         read, words = asked(command, [name], given | {"output": goal}, _OF_TERMINALS)
         read = {option: read[option] for option in TrainOptions.__dataclass_fields__ if option in read}
         read |= {"model": stack.enter_context(stored(model, tokenizer))}

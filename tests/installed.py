@@ -25,8 +25,8 @@ assert {'gpt2.py', 'whisper.py'} <= files, files
 from gqa.convert import convert_checkpoint, plan_conversion
 import gqa, importlib.metadata
 assert importlib.resources.files('gqa').joinpath('py.typed').is_file()
-assert callable(gqa.convert_model) and gqa.__version__ == importlib.metadata.version('gqa-convert')
-assert importlib.metadata.metadata('gqa-convert')['License-Expression'] == 'Apache-2.0'
+assert callable(gqa.convert_model) and gqa.__version__ == importlib.metadata.version('gqa')
+assert importlib.metadata.metadata('gqa')['License-Expression'] == 'Apache-2.0'
 """
 
 

@@ -44,7 +44,7 @@ def test_json_has_these_keys() -> None:
         "schema", "command", "created", "versions", "device", "threads", "ranks", "options", "models", "text", "memory"
     }  # fmt: skip
     assert set(found["versions"]) == {
-        "python", "gqa-convert", "torch", "transformers", "accelerate", "datasets", "numpy"
+        "python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"
     }  # fmt: skip
     assert set(found["text"]) == {
         "data", "protocol", "context", "stride", "tokens", "documents", "bytes", "words", "windows", "cut"
@@ -175,7 +175,7 @@ def test_a_report_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "gqa.eval.plots", raising=False)
     monkeypatch.delattr(gqa.eval, "plots", raising=False)
     shown = done("SRC --data TEXT --context 64", "-o", tmp_path / "report").out
-    told = "no pictures, for which matplotlib is missing: pip install 'gqa-convert[report]'\n"
+    told = "no pictures, for which matplotlib is missing: pip install 'gqa[report]'\n"
     assert shown.endswith(f"results.json, report.html, {told}")
     assert told.strip() in unescape((tmp_path / "report" / "report.html").read_text())
 

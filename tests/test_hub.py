@@ -293,6 +293,32 @@ def test_push(tmp_path: Path, hub: Hub, machine: Machine, fails: bool) -> None:
     assert {name for name, _ in hub.commits} == {"me/pushed"}
 
 
+def test_a_trained_model_is_pushed(tmp_path: Path, hub: Hub, machine: Machine, place: Path) -> None:
+    hub.repo("me/public", place / "model")
+    words = ("-m", "gqa.uptrain", place / "model", "--data", place / "data.jsonl", "--steps", 1, "--batch-size", 2)
+
+    def pushed(repo: str, *more: str) -> Result:
+        return machine.python(*words, "-o", tmp_path / "out", "--push-to-hub", repo, *more, HF_TOKEN="hf_write")
+
+    early = pushed("me/public")
+    assert early.err == "gqa-uptrain: --push-to-hub: me/public is public; allow that with --public\n"
+    assert (early.code, early.out, list(tmp_path.glob("out*"))) == (2, "", [])
+    assert pushed("me/new", "--dry-run").code == 0
+    assert hub.commits == []
+    done = pushed("me/new")
+    assert done.out.endswith(f"pushed      {hub.endpoint}/me/new\n"), done
+    files = {path.relative_to(tmp_path / "out").as_posix(): path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.pushed() == files
+    assert hub.repos["me/new"].private
+    assert b"\n- gqa\n" in files["README.md"]
+
+
+def test_public_is_about_a_repository(machine: Machine, tmp_path: Path) -> None:
+    assert "--public is about the repository of --push-to-hub" in machine.refused(
+        "--public", model(tmp_path / "source")
+    )
+
+
 def test_push_to_what_is_there(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     old = tmp_path / "old"
     llama(old, shards=1, side_files=False)

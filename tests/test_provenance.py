@@ -71,6 +71,24 @@ def test_every_option_is_known_here() -> None:
     assert options == {name for name in CASES if " " not in name} | OTHERS
 
 
+def test_the_card_compares_the_base_model_with_the_result(source: Path, tmp_path: Path) -> None:
+    """Counted from the files; where none are merged both columns say the same."""
+    made = convert(source, "-g", 2, "--method", "mean", "-o", tmp_path / "2")
+    assert checkpoints.run(source, "-g", 4, "-o", tmp_path / "4", "-q").code == 0
+    rows = {}
+    for groups in (2, 4):
+        card = (tmp_path / str(groups) / "README.md").read_text()
+        assert "\n- gqa\n" in card
+        found = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")]
+        assert found[0] == ["base model", "this model"]
+        rows[groups] = {name: numbers for name, *numbers in found[1:]}
+    before, after = (sum(t.numel() for t in tensors.values()) for tensors in (all_tensors(source), made))
+    assert rows[2]["parameters"] == [f"{before:,}", f"{after:,}"]
+    assert rows[2]["key/value heads"] == ["4", "2"]
+    assert all(one != other for one, other in rows[2].values())
+    assert all(one == other for one, other in rows[4].values())
+
+
 @pytest.mark.parametrize("option", CASES)
 def test_the_command_makes_the_same_weights(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str

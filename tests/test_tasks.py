@@ -162,7 +162,7 @@ def test_what_is_wrong_with_tasks_is_said_before_a_model_is_loaded(
     assert "lm-evaluation-harness has no task nothere; `lm-eval ls tasks` lists them" in said
     assert "is a file" in refused(f"SRC --tasks local_choice --include-tasks {tasks()}/one/choice.yaml")
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    assert "pip install 'gqa-convert[tasks]'" in refused("SRC --tasks local_choice")
+    assert "pip install 'gqa[tasks]'" in refused("SRC --tasks local_choice")
 
 
 def test_a_task_that_cannot_be_run_is_one_line(own_tasks_only: None, tmp_path: Path) -> None:

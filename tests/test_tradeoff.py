@@ -181,7 +181,7 @@ def test_recommend_of_what_is_measured(tmp_path: Path) -> None:
 def test_the_report_has_everything_in_it() -> None:
     run = json.loads((study() / "study.json").read_text())["runs"][0]
     assert (run["cells"], run["command"].split()[0]) == (9, "gqa-ablate")
-    assert {"torch", "transformers", "gqa-convert"} <= set(run["versions"])
+    assert {"torch", "transformers", "gqa"} <= set(run["versions"])
     text, html = (study() / "report.md").read_text(), (study() / "report.html").read_text()
     assert run["command"] in text
     assert "9 cells, measured in" in text

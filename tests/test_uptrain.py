@@ -246,7 +246,7 @@ def test_what_a_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(sys.modules, "peft", None)
     done = command(tmp_path / "out", steps=1, train="lora")
-    check_refused(done, "--train lora needs peft; install it with: pip install 'gqa-convert[lora]'")
+    check_refused(done, "--train lora needs peft; install it with: pip install 'gqa[lora]'")
     monkeypatch.setattr(torch, "compile", lambda function: failing(InvalidCxxCompiler()))
     done = command(tmp_path / "out", steps=1, compile=True)
     check_refused(done, "--compile: torch.compile does not work here")

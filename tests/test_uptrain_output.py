@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,8 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
         f"# first\n\n`converted` trained further, taught by `source`: {record['tokens']:,} tokens (alpha 0.1)" in text
     )
     assert f"held-out loss {losses['heldout_before']:.4f} before, {losses['heldout_after']:.4f} after" in text
+    assert f"| held-out loss, nats per token | {losses['heldout_before']:.4f} | {losses['heldout_after']:.4f} |" in text
+    assert f"| held-out perplexity | {math.exp(losses['heldout_before']):.4g} |" in text
     assert text.index("# first") < text.index("# converted") < text.index("# Source\n\nBy me.")
     assert "license: mit" in text
     assert "- gqa-uptrain" in text

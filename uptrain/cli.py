@@ -8,7 +8,17 @@ from typing import Any, NoReturn
 
 import click
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, fail, option, run, version_option, with_options
+from gqa.checkpoint.console import (
+    CONTEXT_SETTINGS,
+    Command,
+    check_pushing,
+    fail,
+    option,
+    push_result,
+    run,
+    version_option,
+    with_options,
+)
 from gqa.uptrain.options import TrainOptions, click_options
 
 _EPILOG = """\b
@@ -20,6 +30,8 @@ Examples:
 """
 _HOW = [
     option("--dry-run", help="Print what would be trained on what, and stop."),
+    option("--push-to-hub"),
+    option("--public"),
     option("--json", "as_json"),
     option("--verbose"),
     option("--quiet"),
@@ -30,7 +42,9 @@ _HOW = [
 @click.argument("model", metavar="MODEL")
 @with_options(click_options(), _HOW)
 @version_option
-def command(dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any) -> None:
+def command(
+    dry_run: bool, push_to_hub: str | None, public: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any
+) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     Without options it learns the predictions of the base model that it was converted from, on text that this one writes
@@ -40,6 +54,7 @@ def command(dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options:
     """
     import transformers
 
+    from gqa.checkpoint.loading import ranks
     from gqa.uptrain.defaults import default_output
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
@@ -47,6 +62,7 @@ def command(dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options:
     from gqa.uptrain.summary import plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
+    check_pushing(push_to_hub, public, dry_run or not ranks().is_main_process)
     options["output"] = options["output"] or default_output(options["model"])
     setup = prepare(TrainOptions(**options))
     main = setup.accelerator.is_main_process
@@ -67,6 +83,8 @@ def command(dry_run: bool, as_json: bool, quiet: bool, verbose: bool, **options:
         except DivergedError as error:
             _leave(main, str(error), 1)
         say(result_text(setup, progress))
+        if push_to_hub and main:
+            say(push_result("gqa-uptrain", setup.options.output, push_to_hub, public))
     if main and as_json:
         click.echo(json.dumps(record))
 

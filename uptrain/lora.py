@@ -19,7 +19,7 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError:
-        raise RefusedError("--train lora needs peft; install it with: pip install 'gqa-convert[lora]'") from None
+        raise RefusedError("--train lora needs peft; install it with: pip install 'gqa[lora]'") from None
     table = model.get_output_embeddings()
     targets = [
         name

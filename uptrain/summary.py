@@ -4,6 +4,7 @@ people and a provenance file for programs.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from gqa.checkpoint.provenance import (
     PROVENANCE,
     UPTRAINING,
+    comparison,
     format_card,
     read_record,
     source_card,
@@ -135,11 +137,14 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
     metadata, text = source_card(source, whole=UPTRAINING not in source.side_files)
     metadata.pop("model-index", None)  # results of other weights
     tagged = {**metadata, "tags": [*metadata.get("tags", []), "gqa-uptrain"]}
-    losses, heldout = record["losses"], ""
+    losses, heldout, table = record["losses"], "", list[str]()
     if losses["heldout_before"] is not None:
         before, after = losses["heldout_before"], losses["heldout_after"]
         heldout = f"; held-out loss {before:.4f} before, {after:.4f} after (nats per token)"
         heldout += "" if losses["best_step"] else ", as no step made it better: these weights are unchanged"
+        rows = {"held-out loss, nats per token": (f"{before:.4f}", f"{after:.4f}")}
+        rows["held-out perplexity"] = f"{math.exp(min(before, 99)):.4g}", f"{math.exp(min(after, 99)):.4g}"
+        table = ["", *comparison(("before", "this model"), rows)]
     teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
     share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
     told = (
@@ -147,4 +152,4 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
         f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
         f"`{UPTRAINING}`)."
     )
-    return format_card(tagged, [f"# {name}", "", told], record["command"], text)
+    return format_card(tagged, [f"# {name}", "", told, *table], record["command"], text)
