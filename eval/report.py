@@ -54,11 +54,12 @@ _DECODE = {
 def verdicts(results: Record) -> list[str]:
     """What was measured of each model but the first, in a line: what it saves and what that costs."""
     first, *others = results["models"]
-    lines = [(model["name"], _verdict(first, model)) for model in others]
+    lines = [(model["name"], verdict(first, model)) for model in others]
     return [line if len(lines) == 1 else f"{name}: {line}" for name, line in lines if line]
 
 
-def _verdict(first: Record, model: Record) -> str:
+def verdict(first: Record, model: Record) -> str:
+    """What a model saves and what that costs, in a line."""
     parts, heads = [], ""
     if "heads" in first and "heads" in model:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "

@@ -48,7 +48,8 @@ def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
     model, converted, trained = place() / "model", tmp_path / "converted", tmp_path / "trained"
     command("gqa-convert", "-q", "--groups", 1, "--method", "first", "-o", converted, model)
     data, heldout = place() / "train.jsonl", place() / "heldout.jsonl"
-    given = words_for(converted, data, trained, alpha=0.1, batch_size=4, context=64, learning_rate=3e-3)
+    plainly = {"schedule": "constant", "teacher": "none", "train": "all"}
+    given = words_for(converted, data, trained, alpha=0.1, batch_size=4, context=64, learning_rate=3e-3, **plainly)
     command("gqa-uptrain", *given, "--heldout", heldout)
     options = ("--data", heldout, "--kl", "--json", "-q")
     _, plain, further = json.loads(command("gqa-eval", model, converted, trained, *options))["models"]
@@ -61,6 +62,7 @@ def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
         assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
         assert row["kl"] == pytest.approx(against["kl"]["mean"], abs=2e-3)  # the source's predictions are rounded
         assert row["top1_agreement"] == pytest.approx(against["same_top"], abs=0.01)
+        assert row["acceptance"] == pytest.approx(against["acceptance"], abs=2e-3)
     assert found[Cell("first", 1, 0, "all", "none", 0.0)]["merge_errors"] == pytest.approx(
         [error["own"] for error in plain["attention_error"]], abs=1e-6
     )

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pandas
 import pytest
 from checkpoints import run
+from matplotlib.figure import Figure
 from studies import copied, row, rows, study
 
 from gqa.convert.methods import METHODS
@@ -21,7 +22,7 @@ from gqa.eval.plots import look
 from gqa.eval.study import plots
 from gqa.eval.study.checks import checks
 from gqa.eval.study.plots import draw_study
-from gqa.eval.study.report import _tables, open_results
+from gqa.eval.study.report import Results, _tables, _verdicts, open_results
 from gqa.eval.study.tradeoff import Bounds, least_recall, pareto_front, points, recommend
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -70,7 +71,7 @@ def test_the_smallest_cache_within_the_budget(name: str) -> None:
 def test_why() -> None:
     text = recommend(points(TABLE), SOURCE, Bounds(0.1)).text
     assert "recommended refined, 2 KV heads, untrained: +0.0900 nats per token, with 200 bytes of KV cache" in text
-    assert "(50% of the source's)" in text
+    assert "(50% of the base model's)" in text
     assert "recall      not measured" in text
     assert "3 of 8 combinations are within 0.1 nats" in text
     assert "at best refined, 1 KV head, alpha 0.1: +0.2000 nats per token" in text
@@ -79,7 +80,7 @@ def test_why() -> None:
     trained = recommend(points(TABLE), SOURCE, Bounds(0.25)).text
     assert "gqa-uptrain name-gqa1 --data text --alpha 0.1 --learning-rate 0.001 --train all --teacher none" in trained
     nothing = recommend(points(TABLE), SOURCE, Bounds(0.01)).text
-    assert "nothing that was measured is within 0.01 nats" in nothing
+    assert "recommended nothing: of 8 combinations none is within 0.01 nats" in nothing
     assert "closest     refined, 2 KV heads, alpha 0.1: +0.0400 nats per token" in nothing
 
 
@@ -108,9 +109,10 @@ def test_what_forgets_is_not_recommended(name: str) -> None:
 def test_the_recommendation_says_what_recall_decides() -> None:
     text = recommend(recalling(0.84, 0.87), RECALLING, Bounds()).text
     assert "alpha 0.01: +0.0435 nats per token, 87.0% of second copies right, with" in text
-    assert "within 0.1 nats per token above the source and 5 points of recall below it" in text
+    assert "within 0.1 nats per token above the base model and 5 points of recall below it" in text
     assert (
-        "recall      the source gets 90.0% of second copies of the text right, and 40.0% where they stand first" in text
+        "recall      the base model gets 90.0% of second copies of the text right, and 40.0% where they stand first"
+        in text
     )
     assert "it alone rules out 1: the best of them is refined, 1 KV head, untrained: +0.0420 nats" in text
     nothing = recommend(recalling(0.84, 0.7), RECALLING, Bounds()).text
@@ -169,10 +171,25 @@ def test_recommend_of_what_is_measured(tmp_path: Path) -> None:
     out = copied(tmp_path)
     worse = [{**one, "loss_increase": one["loss_increase"] + 10} for one in rows(out)]
     (out / "rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
-    for budget, says in (("1", "nothing that was measured"), ("100", "recommended ")):
+    for budget, says in (("1", "recommended nothing: of 6"), ("100", "recommended mean, 1 KV head")):
         result = run("-o", out, "--recommend", "--max-loss-increase", budget, program="gqa-ablate")
         assert result.code == 0
         assert says in result.out
+
+
+def test_pictures_of_what_has_lost_everything_leave_room_for_the_rest(tmp_path: Path) -> None:
+    """Losses that differ by a tenth of a nat are drawn apart beside a control that loses three; none is cut off, nor is
+    what is better than the base model.
+    """
+    table = [row("mean", 1, 0.0, 5.0), row("refined", 1, 0.0, 2.1), row("refined", 2, 0.0, 2.02)]
+    for better in (0.0, 0.05):
+        figure = Figure()
+        axis, increases = figure.subplots(), points(table).loss_increase - better
+        plots._above_base([axis], increases)
+        places = axis.transAxes.inverted().transform(axis.transData.transform([(0, loss) for loss in increases]))[:, 1]
+        assert ((places > 0) & (places < 1)).all()
+        assert abs(places[1] - places[0]) > 0.15
+        assert {"x 1", "x 1.11", "x 20.1"} <= {label.get_text() for label in figure.axes[1].get_yticklabels()}
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -185,13 +202,36 @@ def test_the_report_has_everything_in_it() -> None:
     text, html = (study() / "report.md").read_text(), (study() / "report.html").read_text()
     assert run["command"] in text
     assert "9 cells, measured in" in text
-    for name in ("methods", "alphas", "groups", "tradeoff", "layers"):
+    for name in ("tradeoff", "alphas", "groups", "layers"):
         assert f"({name}.svg)" in text
         assert ElementTree.parse(study() / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
         assert (study() / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert html.count("data:image/svg+xml;base64,") == 5
+    assert html.count("data:image/svg+xml;base64,") == 4
     assert "http:" not in html.replace("http://www.w3.org", "")
     assert "https:" not in html
+
+
+def test_the_page_begins_with_what_is_recommended() -> None:
+    """In the words of gqa-eval's reports."""
+
+    def asked(text: float, random: float) -> dict[str, Any]:
+        found = [("text", text), ("random", random)]
+        told = [{"kind": kind, "distance": 64, "answers": 9, "accuracy": share} for kind, share in found]
+        return {"recall_text": text, "recall_by_distance": told}
+
+    ratio = {"perplexity_ratio": 1.0942, "perplexity_ratio_low": 1.08, "perplexity_ratio_high": 1.1}
+    source = {**SOURCE, "groups": 4, **asked(0.9, 0.6), "recall_first_reading": 0.4}
+    for alpha, trained in ((0.0, "untrained"), (0.05, "trained on 5 % of the text")):
+        record = {"source": source, "identity": {"model": "org/name"}}
+        results = Results(Path(), record, [row("refined", 2, alpha, 2.09, **ratio, **asked(0.88, 0.4))])
+        first, why, *_ = _verdicts(results, recommend(results.points, source, Bounds()))
+        assert first == (
+            f"Recommended: refined, {trained}. 2 of 4 heads: KV cache 2x smaller, perplexity x1.09 (95 %: 1.08-1.10), "
+            "recall 90% -> 88% (random tokens 60% -> 40%)."
+        )
+        assert why.startswith("Why: 1 of 1 combinations are within 0.1 nats")
+        nothing, *_ = _verdicts(results, recommend(results.points, source, Bounds(loss=0.01)))
+        assert nothing.startswith("Recommended: nothing: of 1 combinations none is within 0.01 nats")
 
 
 def test_a_registered_method_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +240,7 @@ def test_a_registered_method_is_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in names:
         monkeypatch.setitem(METHODS, name, METHODS.get(name, METHODS["mean"]))
     table = [row("none", 4, 0.0, 2.0), *(row(name, 1, 0.0, 3.0) for name in names)]
-    assert [name for name, _ in draw_study(table, table[0], tmp_path)] == ["methods", "groups", "tradeoff"]
+    assert [name for name, _ in draw_study(table, table[0], tmp_path)] == ["tradeoff", "groups"]
     looks = plots._looks(points(table[1:]))
     assert len({(looks[name]["color"], looks[name]["marker"]) for name in names}) == len(names)
     assert look(0)["color"] not in {looks[name]["color"] for name in names}

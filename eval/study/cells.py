@@ -30,6 +30,7 @@ from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode
 from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
 from gqa.eval.perplexity import Text
+from gqa.eval.report import recalled
 from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study.directory import Row, UnwrittenError
@@ -99,6 +100,7 @@ class Bench:
             "bits_per_byte": own["bits_per_byte"],
             "kl": against["kl"]["mean"] if self.baseline else None,
             "top1_agreement": against["same_top"] if self.baseline else None,
+            "acceptance": against["acceptance"] if self.baseline else None,
             **self.recall(head),
             "seconds_evaluating": time.perf_counter() - start,
         }
@@ -110,10 +112,7 @@ class Bench:
         if self.probe is None:
             return {}
         found = self.probe.measured(score(head, self.probe.windows, batch_size=self.options.eval_batch))
-        shares = {}
-        for kind, some in groupby(found["recall"], key=lambda one: one["kind"]):
-            right, answers = np.sum([(one["accuracy"] * one["answers"], one["answers"]) for one in some], axis=0)
-            shares[f"recall_{kind.replace('-', '_')}"] = float(right / answers)
+        shares = {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(found).items()}
         return {**shares, "greedy_tokens": found["greedy"]["tokens"], "recall_by_distance": found["recall"]}
 
     def first_reading(self, head: ChunkedHead) -> Row:

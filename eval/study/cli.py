@@ -90,7 +90,7 @@ _MEASURE = [
     option("--eval-batch", type=_POSITIVE, default=8, help="Windows at a time."),
     option("--eval-precision", "dtype", aliases="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"),
            default="auto", help="To measure in; auto: as stored."),
-    option("--kl/--no-kl", default=True, help="Compare predictions with the source's, which are kept meanwhile "
+    option("--kl/--no-kl", default=True, help="Compare predictions with MODEL's, which are kept meanwhile "
            "(2 bytes x vocabulary x tokens)."),
     option("--recall/--no-recall", default=None, help="Ask for what stands in the context, as gqa-eval does.  "
            "[default: where the model can be asked]"),
@@ -109,10 +109,9 @@ _RUN = [
            "state of a training so often.  [default: only when it is stopped]"),
     option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase and "
            "--max-recall-loss."),
-    option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, help="Nats per token above the "
-           "source's."),
+    option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, help="Nats per token above MODEL's."),
     option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
-           "that the source finds and the result does not, where the source finds them."),
+           "that MODEL gets right and the result does not, where MODEL recalls them."),
     option("--dry-run", help="List the cells and what they would cost, and stop."),
     option("--overwrite", help="Remove the study at DIR first."),
     option("--verbose"),
@@ -202,13 +201,12 @@ def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
     from gqa.eval.study.report import open_results, short_table, write_study_report
     from gqa.eval.study.tradeoff import Bounds, recommend
 
-    results = open_results(output)
-    written = write_study_report(results)
+    results, bounds = open_results(output), Bounds(options["max_loss_increase"], options["max_recall_loss"])
+    written = write_study_report(results, bounds)
     if not quiet:
         click.echo(short_table(results).text())
         click.echo(f"\nwritten to {output}: {', '.join(written)}")
     if options["recommend"]:
-        bounds = Bounds(options["max_loss_increase"], options["max_recall_loss"])
         click.echo(recommend(results.points, results.source, bounds).text)
 
 

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import pandas
+from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from gqa.convert.methods import METHODS
 from gqa.eval.plots import COLOURS, MARKERS, look, panels, powers_of_two
 from gqa.eval.study.directory import Row
 from gqa.eval.study.study import UNMERGED
-from gqa.eval.study.tradeoff import heads, measured, pareto_front, points
+from gqa.eval.study.tradeoff import BASE, heads, measured, pareto_front, points
 
 # Their colours, from the second on; what else is registered comes after them. The last is yellow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
 _GREY, _BLACK = "#777777", "#000000"
+_TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)  # nats per token above the base model
 
 
 def draw_study(rows: Iterable[Row], source: Row, directory: Path) -> list[tuple[str, str]]:
     """All pictures that there are numbers for, as (name, title)."""
     study = _Study(rows, source, directory)
     pictures = {
-        "methods": study.methods, "alphas": study.alphas, "groups": study.groups, "tradeoff": study.tradeoff,
+        "tradeoff": study.tradeoff, "alphas": study.alphas, "recall": study.recall, "groups": study.groups,
         "layers": study.layers,
     }  # fmt: skip
     return [(name, title) for name, draw in pictures.items() if (title := draw())]
@@ -37,13 +38,15 @@ def draw_study(rows: Iterable[Row], source: Row, directory: Path) -> list[tuple[
 class _Study:
     """What is drawn. Each picture is a method that returns its title; nothing where it has no numbers.
 
-    merged: points of fewer heads than the source's; looks: of each series of them.
+    merged: points of fewer heads than the source's; best: of each series and number of heads, the training that loses
+    least; looks: of each series.
     """
 
     def __init__(self, rows: Iterable[Row], source: Row, directory: Path) -> None:
         self.rows, self.points, self.source, self.directory = measured(rows), points(rows), source, directory
         self.merged = self.points[~self.points.method.isin(UNMERGED)]
         self.looks = _looks(self.merged)
+        self.best = self.merged.loc[self.merged.groupby(["groups", "series"], sort=False).loss.idxmin()]
         self.counts = sorted(self.merged.groups.unique())
 
     @contextmanager
@@ -58,53 +61,76 @@ class _Study:
                 lines = math.ceil(len(handles) / max(2, int(width / 2.2)))
                 figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
 
-    def methods(self) -> str:
-        """Figure 4: bars, one panel for the shortest and one for the longest training."""
+    def tradeoff(self) -> str:
+        """Figure 3: what is lost for what is saved."""
         if self.merged.empty:
             return ""
-        alphas = sorted({self.merged.alpha.min(), self.merged.alpha.max()})
-        names, width = list(self.looks), 0.8 / len(self.counts)
-        with self.panels("methods", 1, len(alphas), 5 * len(alphas) + 1, 5, sharey=True) as axes:
-            for axis, alpha in zip(axes[0], alphas, strict=True):
-                for number, count in enumerate(self.counts):
-                    bars = self.merged[(self.merged.alpha == alpha) & (self.merged.groups == count)]
-                    axis.bar(
-                        [names.index(series) + (number - (len(self.counts) - 1) / 2) * width for series in bars.series],
-                        bars.loss_increase, width, yerr=_error_bars(bars), capsize=3, edgecolor="#222222",
-                        linewidth=0.8, color=mpl.colormaps["Blues"]((number + 1) / (len(self.counts) + 0.5)),
-                        label=heads(count),
-                    )  # fmt: skip
-                axis.set_xticks(range(len(names)), names, rotation=35, ha="right")
-                axis.set_title(f"trained on {100 * alpha:g} % (alpha {alpha:g})" if alpha else "converted, untrained")
-                axis.grid(visible=False, axis="x")
-                axis.axhline(0, color=_BLACK, linewidth=1)
-            axes[0, 0].set_ylabel("nats per token above the source")
-        return "Loss by method (figure 4 of the GQA paper); error bars: lowest and highest seed"
+        source, asked = self.source, "recall_text" in self.source
+        kept = source["kv_bytes_per_token"] / 1024
+        with self.panels("tradeoff", 1, 1 + asked, 6 * (1 + asked), 5.5) as axes:
+            for axis, column, unit in zip(axes[0], ("loss_increase", "recall_text"), (1, 100), strict=False):
+                for series, style in self.looks.items():
+                    own = self.best[self.best.series == series]
+                    axis.plot(own.kv_bytes_per_token / 1024, own[column] * unit, label=series, **style)
+                base = unit * source.get(column, 0)
+                axis.plot(kept, base, "*", color=_BLACK, markersize=14, clip_on=False, label=BASE)
+                powers_of_two(axis, {*self.best.kv_bytes_per_token / 1024, kept})
+                axis.set_xlabel("KV cache per token (KiB)")
+            pairs = [*zip(self.best.kv_bytes_per_token / 1024, self.best.loss_increase, strict=True), (kept, 0.0)]
+            front = np.array([pairs[index] for index in pareto_front(pairs)])
+            axes[0, 0].step(*front.T, where="post", color=_GREY, linewidth=1.5, zorder=0, label="Pareto front")
+            _above_base(axes[0, :1], self.best.loss_increase)
+            for axis in axes[0, 1:]:
+                axis.set(ylabel="second copies of the text recalled (%)", ylim=(0, 102))
+        return "Quality against the KV cache (figure 3 of the GQA paper), each method as it is trained best"
 
     def alphas(self) -> str:
         """Figure 5: a panel for each number of heads, a line for each method."""
         if self.merged.alpha.nunique() < 2:
             return ""
-        alphas, control = sorted(self.points.alpha.unique()), self.points[self.points.series == "source"]
-        with self.panels("alphas", 1, len(self.counts), max(6, 3.6 * len(self.counts)), 5, sharey=True) as axes:
+        alphas, control = sorted(self.points.alpha.unique()), self.points[self.points.series == BASE]
+        with self.panels("alphas", 1, len(self.counts), max(6, 3.6 * len(self.counts) + 1), 5, sharey=True) as axes:
             for axis, count in zip(axes[0], self.counts, strict=True):
                 for series, style in self.looks.items():
                     line = self.merged[(self.merged.series == series) & (self.merged.groups == count)]
                     line = line.sort_values("alpha")
-                    axis.errorbar(line.alpha, line.loss, yerr=_error_bars(line), capsize=3, label=series, **style)
+                    bars = _error_bars(line)
+                    axis.errorbar(line.alpha, line.loss_increase, yerr=bars, capsize=3, label=series, **style)
                 if len(control) > 1:
                     line = control.sort_values("alpha")
-                    axis.plot(line.alpha, line.loss, ":", color=_BLACK, linewidth=1.5, label="source, trained further")
-                axis.axhline(self.source["loss"], label="source", color=_BLACK, linestyle="--", linewidth=1.5)
+                    told = "base model, trained further"
+                    axis.plot(line.alpha, line.loss_increase, ":", color=_BLACK, linewidth=1.5, label=told)
                 # Alphas are chosen in ratios, and 0 is one of them.
                 axis.set_xscale("function", functions=(lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * abs(x)))
                 axis.xaxis.set_major_locator(FixedLocator(alphas))
                 axis.xaxis.set_minor_locator(NullLocator())
                 axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{100 * value:g} %"))
                 axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
-                axis.set(title=heads(count), xlabel="alpha")
-            axes[0, 0].set_ylabel("nats per token")
-        return "Loss by length of training (figure 5)"
+                axis.set(title=heads(count), xlabel="of the text trained on (alpha)")
+            _above_base(axes[0], self.points.loss_increase)
+        return "Loss by length of training (figures 4 and 5); error bars: lowest and highest seed"
+
+    def recall(self) -> str:
+        """Shares of second copies by distance: a panel for each number of heads."""
+        if "recall_text" not in self.source:
+            return ""
+        width, kinds = max(6, 3.6 * len(self.counts)), {"text": "text", "random": "random tokens"}
+        with self.panels("recall", 2, len(self.counts), width, 8, sharex=True, sharey=True) as axes:
+            for line, (kind, told) in zip(axes, kinds.items(), strict=True):
+                line[0].set(ylabel=f"{told} recalled (%)", ylim=(-2, 102))
+                for axis, count in zip(line, self.counts, strict=True):
+                    for point in self.best[self.best.groups == count].itertuples():
+                        found, style = _by_distance(point.recall_by_distance, kind), self.looks[point.series]
+                        axis.plot(*found, label=point.series, **style)
+                    distances, shares = _by_distance(self.source["recall_by_distance"], kind)
+                    axis.plot(distances, shares, "--", color=_BLACK, linewidth=1.5, label=BASE)
+                    powers_of_two(axis, distances)
+            for axis, below, count in zip(*axes, self.counts, strict=True):
+                first = 100 * self.source["recall_first_reading"]
+                axis.axhline(first, color=_GREY, linestyle=":", linewidth=1.5, label="base model, first copies")
+                axis.set_title(heads(count))
+                below.set_xlabel("tokens between the copies")
+        return "Second copies: what is found again in the context, each method as it is trained best"
 
     def groups(self) -> str:
         """Figure 6: what a token costs by the number of heads."""
@@ -115,44 +141,18 @@ class _Study:
         with self.panels("groups", 1, 1 + timed, 5 * (1 + timed) + 1, 4.5) as axes:
             memory, *others = axes[0]
             memory.plot(at.groups, at.kv_bytes_per_token / 1024, **look(1))
-            memory.set(ylabel="KiB of KV cache per token", title="memory")
+            memory.set(ylabel="KV cache per token (KiB)", title="memory")
             for axis in others:
                 times, low, high = at.decode_seconds_per_token, at.decode_fastest, at.decode_slowest
                 errors = [(times - low) * 1e3, (high - times) * 1e3]
                 axis.errorbar(at.groups, times * 1e3, yerr=errors, capsize=3, **look(2))
                 title = f"time, {self.source['decode_tokens_before']:,} tokens read"
-                axis.set(ylabel="milliseconds per decode step", title=title)
+                axis.set(ylabel="decode step (ms)", title=title)
             for axis in axes[0]:
                 powers_of_two(axis, at.groups)
                 axis.set_xlabel("key/value heads")
                 axis.set_ylim(bottom=0)
         return "Memory and time of decoding by the number of heads (figure 6); error bars: fastest and slowest"
-
-    def tradeoff(self) -> str:
-        """Figure 3: what is lost for what is saved. Faint: shorter training."""
-        if self.merged.empty:
-            return ""
-        source, longest = self.source, self.merged.alpha.max()
-        costs = {"kv_bytes_per_token": ("KiB of KV cache per token", 1 / 1024)}
-        if "decode_seconds_per_token" in source:
-            costs["decode_seconds_per_token"] = ("milliseconds per decode step", 1e3)
-        with self.panels("tradeoff", 1, len(costs), 5 * len(costs) + 1, 5.5, sharey=True) as axes:
-            for axis, (column, (label, unit)) in zip(axes[0], costs.items(), strict=True):
-                for series, style in self.looks.items():
-                    own, dots = self.merged[self.merged.series == series], style | {"linestyle": ""}
-                    for some, more in (own.alpha == longest, {"label": series}), (own.alpha < longest, {"alpha": 0.3}):
-                        axis.plot(own[some][column] * unit, own[some].loss, **dots, **more)
-                pairs = [*zip(self.merged[column], self.merged.loss, strict=True), (source[column], source["loss"])]
-                front = np.array([pairs[index] for index in pareto_front(pairs)]) * (unit, 1)
-                axis.plot(source[column] * unit, source["loss"], "*", color=_BLACK, markersize=14, label="source")
-                axis.step(*front.T, where="post", color=_GREY, linewidth=1.5, zorder=0, label="Pareto front")
-                axis.plot(*front.T, "o", markersize=15, markerfacecolor="none", markeredgecolor=_GREY, zorder=0)
-                axis.set_xlabel(label)
-            powers_of_two(
-                axes[0, 0], {kept / 1024 for kept in (*self.merged.kv_bytes_per_token, source["kv_bytes_per_token"])}
-            )
-            axes[0, 0].set_ylabel("nats per token")
-        return f"Quality against memory and time (figure 3); filled: alpha {longest:g}, faint: trained less"
 
     def layers(self) -> str:
         """What merging does to each attention module, before any training."""
@@ -172,12 +172,41 @@ class _Study:
                     for series, seeds in plain[plain.groups == count].groupby("series", sort=False)[column]:
                         axis.plot(np.mean(seeds.tolist(), axis=0), label=series, **self.looks[series])
                     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes[0, 0].set_ylim(bottom=0)  # of all: they share it
+            axes[0, 0].set_yscale("log")  # of all: they share it
+            axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
             for axis, below, count in zip(*axes, counts, strict=True):
                 axis.set_title(heads(count))
                 below.set_xlabel("layer")
-            axes[0, 0].figure.supylabel("relative error of attention outputs", fontsize=13)
+            axes[0, 0].figure.supylabel("error of attention outputs, relative to their size", fontsize=13)
         return "What merging does to each layer's attention output, untrained"
+
+
+def _above_base(axes: Sequence[Axes], increases: pandas.Series) -> None:
+    """The y axes of panels side by side in nats above the base model, logarithmic from the smallest of the `increases`
+    on, so that what has lost everything does not squeeze the rest; on the right the ratio of perplexities.
+    """
+    positive = increases[increases > 0]
+    least = max([tick for tick in _TICKS if len(positive) and tick <= positive.min()], default=_TICKS[0])
+    ticks = [tick for tick in _TICKS if tick >= least]
+    shown = [*(-tick for tick in reversed(ticks)), 0, *ticks]
+    limits = min(0, 1.5 * increases.min()), max(1.5 * increases.max(), 2 * least)
+    ratios = axes[-1].twinx()
+    for axis, form in [*((axis, "{0:g}") for axis in axes), (ratios, "x {1:.3g}")]:
+        axis.set_yscale("symlog", linthresh=least, linscale=0.5)
+        axis.set_yticks(shown, [form.format(tick, math.exp(tick)) for tick in shown])
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.set_ylim(limits)
+    axes[0].set_ylabel("nats per token above the base model")
+    ratios.set_ylabel("perplexity ratio")
+    ratios.grid(visible=False)
+    for axis in axes:
+        axis.axhline(0, color=_BLACK, linewidth=1)
+
+
+def _by_distance(found: Sequence[Row], kind: str) -> tuple[list[int], list[float]]:
+    """Distances, and the share in percent at each."""
+    own = [one for one in found if one["kind"] == kind]
+    return [one["distance"] for one in own], [100 * one["accuracy"] for one in own]
 
 
 def _looks(merged: pandas.DataFrame) -> dict[str, Row]:

@@ -14,28 +14,27 @@ import pandas
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
 from gqa.eval.page import figures, no_pictures, page
-from gqa.eval.report import measured_with
+from gqa.eval.report import measured_with, verdict
 from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
-from gqa.eval.study.tradeoff import Bounds, points, recommend
-from gqa.eval.tables import Table, table
+from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, points, recommend
+from gqa.eval.tables import Table, shown, table
 
 BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
-_RECALL = {
-    "text recalled": "{recall_text:.1%}", "samples": "{recall_samples:.1%}", "random": "{recall_random:.1%}",
-    "look-ups": "{recall_look_up:.1%}", "passkeys": "{recall_passkey:.1%}", "greedy tokens": "{greedy_tokens:.1f}",
-}  # fmt: skip
 CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
         "alpha": "{alpha:g}"}  # fmt: skip
 _CELLS = {
     **CELL, "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}",
-    "above source": "{loss_increase:+.4f}",
+    "above base": "{loss_increase:+.4f}",
     "95 % of the ratio": "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}",
     "perplexity": "{perplexity:number}", "bits/byte": "{bits_per_byte:.4f}",
-    "KL": "{kl:.4f}", "top-1 agreement": "{top1_agreement:.1%}", **_BYTES, **_SPEED,
+    "KL": "{kl:.4f}", "top-1 agreement": "{top1_agreement:.1%}",
+    "accepted": "{acceptance:.1%}", "text recalled": "{recall_text:.1%}", "samples": "{recall_samples:.1%}",
+    "random": "{recall_random:.1%}", "look-ups": "{recall_look_up:.1%}", "passkeys": "{recall_passkey:.1%}",
+    "greedy tokens": "{greedy_tokens:.1f}", **_BYTES, **_SPEED,
     "s converting": "{seconds_converting:,.1f}", "s training": "{seconds_training:,.1f}",
     "s measuring": "{seconds_evaluating:,.1f}",
 }  # fmt: skip
@@ -81,6 +80,7 @@ def open_results(directory: Path) -> Results:
 def _tables(results: Results) -> Iterator[Table]:
     """All of the report, the short one first."""
     yield short_table(results)
+    yield _budgets(results)
     yield _recall(results)
     if found := list(checks(results.points)):
         rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
@@ -88,7 +88,6 @@ def _tables(results: Results) -> Iterator[Table]:
         yield Table(
             "Where this agrees with the paper", ("claim of the GQA paper", "where", "this study", "numbers"), rows, note
         )
-    yield _budgets(results)
     if failed := results.failed:
         yield table("Cells that failed", CELL | {"why": "{error}"}, failed, "the same command tries them again")
     yield _cells(results)
@@ -109,7 +108,7 @@ def _recall(results: Results) -> Table:
         return Table(title, ("not measured",), ((source.get("recall_refused", "this study has no numbers of it"),),))
     note = (
         f"share of tokens right at all distances within {source['text']['context']:,} tokens, means over seeds; where "
-        f"they stand first the source gets {source['recall_first_reading']:.1%} right"
+        f"they stand first the base model gets {source['recall_first_reading']:.1%} right"
     )
     return _by_alpha(results, title, lambda point: f"{point.recall_text:.1%}", {}, note)
 
@@ -120,9 +119,9 @@ def _by_alpha(results: Results, title: str, told: Callable[[Any], str], columns:
         some.iloc[0].to_dict() | {"at": {f"alpha {point.alpha:g}": told(point) for point in some.itertuples()}}
         for _, some in found.groupby(["groups", "series"], sort=False)
     ]
-    if "source" not in set(found.series):
+    if BASE not in set(found.series):
         source = pandas.Series(results.source | {"seeds": 1})
-        records.insert(0, {"series": "source", **results.source, "at": dict.fromkeys(alphas[:1], told(source))})
+        records.insert(0, {"series": BASE, **results.source, "at": dict.fromkeys(alphas[:1], told(source))})
     columns = {"method": "{series}", "KV heads": "{groups}", **columns}
     return table(title, columns | {alpha: f"{{at[{alpha}]}}" for alpha in alphas}, records, note)
 
@@ -135,8 +134,9 @@ def _cells(results: Results) -> Table:
     """One line a cell."""
     source, text = results.source, results.source["text"]
     note = (
-        f"source: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
-        f"documents, rolling windows of {text['context']:,}; KL in nats and top-1 agreement with the source"
+        f"base model: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
+        f"documents, rolling windows of {text['context']:,}; KL in nats top-1 agreement "
+        "with the base model, and how many of the tokens drafted by the result it accepts"
     )
     if lost := source.get("kl_lost_to_rounding"):
         note += f" (rounding its predictions alone is a KL of {lost:.1g})"
@@ -144,38 +144,38 @@ def _cells(results: Results) -> Table:
         batch = results.record["identity"]["decode_batch"]
         note += f"; tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
     rows = [Cell.of(row)._asdict() | {"loss": "failed"} if row["error"] else row for row in results.rows]
-    columns = _CELLS | (_RECALL if "recall_text" in source else {})
-    return table("Cells", columns, rows, note)
+    known = {name: form for name, form in _CELLS.items() if any(shown(row, [form])[0] for row in rows)}
+    return table("Cells", known, rows, note)
 
 
 def _budgets(results: Results) -> Table:
     records = []
     for budget in BUDGETS:
         chosen = recommend(results.points, results.source, Bounds(budget)).chosen
-        found = {"series": "nothing smaller than the source"} if chosen is None else chosen.to_dict()
+        found = {"series": "nothing smaller than the base model"} if chosen is None else chosen.to_dict()
         records.append(found | {"budget": budget})
     columns = {
-        "nats above source, at most": "{budget:g}", "method": "{series}", "KV heads": "{groups}", "alpha": "{alpha:g}",
-        **_BYTES, "of the source": "{kv_share:.0%}", "above": "{worst:+.4f}",
+        "nats above base, at most": "{budget:g}", "method": "{series}", "KV heads": "{groups}", "alpha": "{alpha:g}",
+        **_BYTES, "of the base model's": "{kv_share:.0%}", "above": "{worst:+.4f}",
     }  # fmt: skip
     return table("The smallest cache within a budget", columns, records, "of the worst seed")
 
 
-def write_study_report(results: Results) -> list[str]:
+def write_study_report(results: Results, bounds: Bounds) -> list[str]:
     """report.md, report.html and, where matplotlib is installed, pictures beside the rows; returns all names.
 
     All are made aside first. Raises OutputError where they cannot be written; the rows are not touched.
     """
     directory = results.directory
     with writing(directory), tempfile.TemporaryDirectory(prefix=".report-", dir=directory) as aside:
-        _make(results, Path(aside))
+        _make(results, Path(aside), bounds)
         made = sorted(path.name for path in Path(aside).iterdir())
         for name in made:
             (Path(aside) / name).replace(directory / name)
     return ["report.md", "report.html", *(name for name in made if "report" not in name), ROWS]
 
 
-def _make(results: Results, directory: Path) -> None:
+def _make(results: Results, directory: Path, bounds: Bounds) -> None:
     pictures: list[tuple[str, str]] = []
     if not (remark := no_pictures()):
         from gqa.eval.study.plots import draw_study
@@ -183,18 +183,40 @@ def _make(results: Results, directory: Path) -> None:
         pictures = draw_study(results.rows, results.source, directory)
     title, found = f"{results.name}: methods, groups and training", list(_tables(results))
     runs = [run for run in results.record["runs"] if run["cells"]]
-    commands = list(dict.fromkeys(one_line(run["command"], 4000) for run in runs))
+    advised = recommend(results.points, results.source, bounds)
+    made = list(dict.fromkeys(one_line(run["command"], 4000) for run in runs))
+    if advised.commands:
+        made += ["", "# what is recommended", *advised.commands]
     lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
     last = results.record["runs"][-1]
     commit = f", commit {last['git']}" if last.get("git") else ""
     feet = [*filter(None, [remark]), f"{measured_with(last)}{commit}."]
-    first, *others = [one.markdown() for one in found]
+    verdicts = _verdicts(results, advised)
     pasted = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
-    indented = "\n".join(f"    {command}" for command in commands)
-    text = "\n\n".join([f"# {title}", indented, lead, first, *pasted, *others, *feet])
+    indented = "\n".join(f"    {command}".rstrip() for command in made)
+    shown = [one.markdown() for one in found]
+    text = "\n\n".join([f"# {title}", *verdicts, *pasted[:1], *shown, *pasted[1:], "Made with", indented, lead, *feet])
     write_text(directory / "report.md", f"{text}\n")
     html = page(
-        title=title, verdicts=[lead], tables=found, figures=figures(pictures, directory), commands=commands,
+        title=title, verdicts=verdicts, lead=lead, tables=found, figures=figures(pictures, directory), commands=made,
         foot=" ".join(feet),
     )  # fmt: skip
     write_text(directory / "report.html", html)
+
+
+def _verdicts(results: Results, advised: Recommendation) -> list[str]:
+    """What is recommended and what that costs, and why."""
+    chosen, source = advised.chosen, results.source
+    lines = [f"{label}: {line}." if label else f"{line}." for label, line in advised.lines]
+    lines = [line[:1].upper() + line[1:] for line in lines]
+    if chosen is None:
+        return lines
+
+    def record(of: Any, groups: int, **more: Any) -> Row:
+        recalls = {"recall": of["recall_by_distance"]} if "recall_by_distance" in source else {}
+        return {"heads": {"kv": groups}, "kv_cache": {"bytes_per_token": of["kv_bytes_per_token"]}, **recalls, **more}
+
+    ratio = {name: chosen[f"perplexity_{name}"] for name in ("ratio", "ratio_low", "ratio_high")}
+    told = verdict(record(source, source["groups"]), record(chosen, chosen.groups, quality={}, against_baseline=ratio))
+    trained = f"trained on {100 * chosen.alpha:g} % of the text" if chosen.alpha else "untrained"
+    return [f"Recommended: {chosen.series}, {trained}. {told}.", *lines[1:]]

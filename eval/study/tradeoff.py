@@ -16,6 +16,7 @@ from gqa.eval.study.directory import Row
 from gqa.eval.study.study import TRAINING, UNMERGED, Cell
 from gqa.uptrain.options import NO_TEACHER, TrainOptions
 
+BASE = "base model"  # the series of what is not converted
 Point = Any  # a line of `points`
 _POINT = ["groups", "method", "train", "teacher", "alpha"]
 _NUMBERS = ("loss", "loss_increase", "recall_text", "kv_bytes_per_token", "decode_seconds_per_token",
@@ -32,7 +33,7 @@ def measured(rows: Iterable[Row]) -> pandas.DataFrame:
 
 
 def _series(cell: Cell) -> str:
-    name = "source" if cell.method == "none" else cell.method
+    name = BASE if cell.method == "none" else cell.method
     return ", ".join([name, *[cell.train] * (cell.train != "all"), *["taught"] * (cell.teacher != "none")])
 
 
@@ -80,10 +81,17 @@ class Bounds(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """`chosen` is None where nothing that is smaller than the source is within the bounds; `text` says why."""
+    """`chosen` is None where nothing that is smaller than the source is within the bounds; `lines` say why, each with
+    its label; `commands` make the checkpoint again.
+    """
 
     chosen: Point | None
-    text: str
+    lines: list[tuple[str, str]]
+    commands: list[str]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(f"{label:12}{line}" for label, line in [*self.lines, *(("", line) for line in self.commands)])
 
 
 def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
@@ -95,7 +103,7 @@ def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
     if share is None:
         refused = source.get("recall_refused")
         return 0.0, f"not measured: {refused}" if refused else "not measured"
-    told = f"the source gets {share:.1%} of second copies of the text right, and {first:.1%} where they stand first"
+    told = f"the base model gets {share:.1%} of second copies of the text right, and {first:.1%} where they stand first"
     if share - first < (1 - first) / 2:
         return 0.0, f"{told}: it recalls too little for a bound"
     return share - bounds.recall / 100, told
@@ -108,43 +116,41 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
     kept = source["kv_bytes_per_token"]
     smaller = found[found.kv_bytes_per_token < kept]
     if smaller.empty:
-        return Recommendation(None, "nothing with a smaller KV cache than the source's was measured")
+        return Recommendation(
+            None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")], []
+        )
     least, recall = least_recall(source, bounds)
     fluent = smaller[smaller.worst <= bounds.loss]
     within = fluent[fluent.recall_worst >= least] if least else fluent
-    limit = f"{bounds.loss:g} nats per token above the source"
+    limit = f"{bounds.loss:g} nats per token above the base model"
     limit += f" and {bounds.recall:g} points of recall below it" if least else ""
-    lines = [f"recall      {recall}"]
+    recalls = [("recall", recall)]
+    closest, option = _best(smaller, "worst"), "--max-loss-increase"
     if forgetful := len(fluent) - len(within):
-        best = _best(fluent.drop(within.index), "recall_worst", highest=True)
-        lines.append(f"            it alone rules out {forgetful}: the best of them is {_named(best)}")
+        closest, option = _best(fluent.drop(within.index), "recall_worst", highest=True), "--max-recall-loss"
+        recalls.append(("", f"it alone rules out {forgetful}: the best of them is {_named(closest)}"))
     if within.empty:
-        closest, option = _best(smaller, "worst"), "--max-loss-increase"
-        if forgetful:
-            closest, option = best, "--max-recall-loss"
+        advice = f"allow more with {option}, or add longer training, a teacher or methods to the study"
         lines = [
-            f"nothing that was measured is within {limit}",
-            f"closest     {_named(closest)}, with {_cache(closest, kept)}",
-            *lines,
-            f"allow more with {option}, or add longer training, a teacher or methods to the study",
-        ]
-        return Recommendation(None, "\n".join(lines))
+            ("recommended", f"nothing: of {len(smaller)} combinations none is within {limit}"),
+            ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"), *recalls, ("", advice),
+        ]  # fmt: skip
+        return Recommendation(None, lines, [])
     chosen = _best(within, "kv_bytes_per_token", "train_tokens", "loss")
     below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
     same = within[within.kv_bytes_per_token == chosen.kv_bytes_per_token]
     none = "none has a smaller cache"
     if len(below):
         none = f"none of those with a smaller cache: at best {_named(_best(below, 'worst'))}"
-    why = [f"why         {len(within)} of {len(smaller)} combinations are within {limit}, {none}"]
+    lines = [
+        ("recommended", f"{_named(chosen)}, with {_cache(chosen, kept)}"),
+        ("why", f"{len(within)} of {len(smaller)} combinations are within {limit}, {none}"),
+    ]
     if len(same) > 1:
         best = _best(same, "loss")
         better = f"; {_named(best)} is better" if best.loss < chosen.loss else ""
-        why.append(f"            of {len(same)} with that cache it trains on the fewest tokens{better}")
-    lines = [
-        f"recommended {_named(chosen)}, with {_cache(chosen, kept)}", *why, *lines,
-        *(f"            {command}" for command in commands(chosen)),
-    ]  # fmt: skip
-    return Recommendation(chosen, "\n".join(lines))
+        lines.append(("", f"of {len(same)} with that cache it trains on the fewest tokens{better}"))
+    return Recommendation(chosen, [*lines, *recalls], commands(chosen))
 
 
 def _best(found: pandas.DataFrame, *by: str, highest: bool = False) -> Point:
@@ -153,7 +159,7 @@ def _best(found: pandas.DataFrame, *by: str, highest: bool = False) -> Point:
 
 def _cache(point: Point, source_bytes: int) -> str:
     kept = point.kv_bytes_per_token
-    return f"{size(kept)} of KV cache a token ({kept / source_bytes:.0%} of the source's)"
+    return f"{size(kept)} of KV cache a token ({kept / source_bytes:.0%} of the base model's)"
 
 
 def _named(point: Point) -> str:
