@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,6 +105,10 @@ class Several(click.ParamType[tuple[Any, ...]]):
         return tuple(found)
 
 
+_METAVARS = {click.types.IntRange: "N", click.types.IntParamType: "N", click.types.FloatRange: "X",
+             click.types.FloatParamType: "X", Several: "N[,...]"}  # fmt: skip
+
+
 class Option(click.Option):
     """An option that may have `aliases`: other names that mean the same and that --help does not show."""
 
@@ -121,9 +126,48 @@ class Option(click.Option):
         finally:
             self.opts, self.secondary_opts = shown
 
+    def make_metavar(self, ctx: click.Context) -> str:
+        """Short and readable: N and X for numbers, whatever they are held to."""
+        short = next((name for kind, name in _METAVARS.items() if isinstance(self.type, kind)), "")
+        return self.metavar or short or super().make_metavar(ctx)
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """The default and whether it is required: what numbers are allowed says the refusal of another."""
+        return {name: told for name, told in super().get_help_extra(ctx).items() if name != "range"}
+
+
+# Under which heading --help lists an option, the same in all commands; the rest is under the last.
+_HEADINGS = {
+    "Basic": "groups output method methods maps alphas alpha steps train teacher teachers kl recall decode memory "
+    "tasks recommend dry-run device",
+    "Quality": "grouping ridge refine-steps refine-batch refine-learning-rate refine-precision learning-rate schedule "
+    "warmup decay weight-decay optimizer clip batch-size distill temperature match match-weight lora-rank precision "
+    "calibration-precision eval-precision seed seeds max-loss-increase max-recall-loss baseline-cache protocol stride "
+    "fail-above shots limit include-tasks decode-batches decode-contexts decode-steps decode-repeats decode-batch "
+    "decode-context",
+    "Data": "data calibration tokens calibration-tokens context calibration-context train-context repeats "
+    "calibration-repeats field target-field data-config split data-revision separator streaming heldout "
+    "heldout-fraction heldout-tokens eval-tokens pretraining-tokens mask-documents beyond-positions",
+    "Output": "dtype max-shard-size overwrite resume checksums verify-load keep-adapter save-every save-minutes "
+    "keep-last keep-state eval-every report-to push-to-hub public json verbose quiet",
+}
+_LAST = "Advanced"
+
 
 class Command(click.Command):
-    """A command that tells the documented name that an unknown option is like."""
+    """A command whose --help has headings, and that tells the documented name that an unknown option is like."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Every option once, under its heading, in the order of the command."""
+        heading = {f"--{name}": title for title, names in _HEADINGS.items() for name in names.split()}
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (*_HEADINGS, _LAST)}
+        for found in self.get_params(ctx):
+            if not isinstance(found, click.Argument) and (told := found.get_help_record(ctx)):
+                rows[next((heading[name] for name in found.opts if name in heading), _LAST)].append(told)
+        for title, records in rows.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records, col_max=26)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -152,24 +196,31 @@ _POSITIVE = click.IntRange(min=1)
 SHARED: dict[str, dict[str, Any]] = {
     "--groups": {"short": "-g", "aliases": "--kv-heads", "type": _POSITIVE, "metavar": "G", "required": True},
     "--data": {"multiple": True, "callback": _sources, "metavar": "SOURCE[,...]"},
-    "--field": {"default": "text", "metavar": "NAME", "help": "Of jsonl, csv, parquet and data sets."},
-    "--data-config": {"metavar": "NAME", "help": "Configuration of a hub data set."},
+    "--field": {
+        "default": "text", "metavar": "NAME",
+        "help": "The column that holds the text, in jsonl, csv, parquet and data sets.",
+    },
+    "--data-config": {"metavar": "NAME", "help": "The configuration of a hub data set."},
     "--tokens": {"type": Count(), "metavar": "COUNT"},
     "--context": {"metavar": "COUNT"},
-    "--device": {"metavar": "NAME", "help": "cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]"},
+    "--device": {
+        "metavar": "NAME",
+        "help": "Where models run: cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]",
+    },
     "--precision": {"type": Precision("float32", "bfloat16", "float16")},
     "--attn-implementation": {
         "aliases": "--attention", "metavar": "NAME",
-        "help": "sdpa, eager, flash_attention_2 ...  [default: sdpa where the model has it]",
+        "help": "How transformers computes attention: sdpa, eager, flash_attention_2 ...  "
+        "[default: sdpa where the model has it]",
     },
     "--trust-remote-code": {"is_flag": True, "help": "Run code that a checkpoint brings (dangerous)."},
     "--seed": {"type": int, "default": 0},
-    "--revision": {"metavar": "NAME", "help": "Branch, tag or commit of a hub id."},
+    "--revision": {"metavar": "NAME", "help": "The branch, tag or commit of a hub id."},
     "--tensor-parallel": {"type": _POSITIVE, "metavar": "N"},
     "--dry-run": {"is_flag": True},
     "--overwrite": {"is_flag": True},
     "--json": {"is_flag": True, "help": "One JSON object on stdout, everything else on stderr."},
-    "--verbose": {"short": "-v", "is_flag": True, "help": "Tracebacks of defects."},
+    "--verbose": {"short": "-v", "is_flag": True, "help": "Show where an unexpected error comes from."},
     "--push-to-hub": {"metavar": "REPO", "help": "Upload the finished result to this repository."},
     "--public": {"is_flag": True, "help": "Make the pushed repository public.  [default: private]"},
     "--quiet": {"short": "-q", "is_flag": True, "help": "Print errors and warnings only."},
@@ -195,9 +246,17 @@ def with_options(*groups: Sequence[Decorator]) -> Decorator:
     return decorate
 
 
-version_option = click.version_option(
-    package_name="gqa", message="%(prog)s %(version)s", help="Print the version and exit."
-)
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        own, torch, transformers = map(installed, ("gqa", "torch", "transformers"))
+        click.echo(f"{ctx.find_root().info_name} {own} (torch {torch}, transformers {transformers})")
+        ctx.exit()
+
+
+version_option = click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+    help="Print the version, and those of torch and transformers, and exit.",
+)  # fmt: skip
 
 
 def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:

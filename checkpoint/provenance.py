@@ -10,6 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+from click.core import ParameterSource
+
+from gqa.checkpoint.console import Command
+
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
 
@@ -18,6 +23,8 @@ UPTRAINING = "gqa_uptraining.json"
 DISTRIBUTION = "gqa"
 TAG = "gqa"  # of models at the hub
 SOURCE_CARD = "# The source model's card"
+# What is not about a result: where it goes, whether something is in its place, what is told meanwhile.
+_BESIDE = ("output", "overwrite", "resume", "dry_run", "json", "as_json", "verbose", "quiet")
 
 
 def version() -> str:
@@ -25,10 +32,10 @@ def version() -> str:
     return importlib.metadata.version(DISTRIBUTION)
 
 
-def stamp(tool: str, command: str) -> dict[str, str]:
+def stamp(tool: str, command: str) -> dict[str, Any]:
     """What every record of a result begins with."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"tool": tool, "version": version(), "command": command, "created": created}
+    return {"tool": tool, "version": version(), "command": command, "recipe": asked(), "created": created}
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -40,6 +47,35 @@ def without_place(word: str) -> str:
     """An absolute path as its last name, also after `--option=`: what else is in it is of one machine only."""
     option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups(default="")  # type: ignore[union-attr]
     return option + (Path(path).name if Path(path).is_absolute() else path)
+
+
+def asked(ctx: click.Context | None = None) -> dict[str, dict[str, Any]]:
+    """What the command that runs was asked for, by long names: `{"convert": {"model": "MODEL", "groups": 8}}`.
+
+    That is a step of a recipe (`gqa run`): the same words give the same result. Empty where no command runs. Paths are
+    as they were given; absolute ones, which are of one machine, become their last name.
+    """
+    ctx = ctx or click.get_current_context(silent=True)
+    if ctx is None or not isinstance(ctx.command, Command):  # somebody else's command may use this as a library
+        return {}
+    given = [
+        found for found in ctx.command.params
+        if found.expose_value and found.name not in _BESIDE
+        and ctx.get_parameter_source(found.name) in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    ]  # fmt: skip
+    name = str(ctx.info_name).removeprefix("gqa-")
+    return {name: {key_of(found): _plain(ctx.params[found.name]) for found in given}}
+
+
+def key_of(param: click.Parameter) -> str:
+    """The name of a parameter in a recipe: its long name, or that of the argument."""
+    return param.opts[-1].lstrip("-") if isinstance(param, click.Option) else str(param.name)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | None) else without_place(str(value))
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:

@@ -94,21 +94,22 @@ def _search(prefix: str) -> list[Decorator]:
     return [
         own("tokens", "tokens", type=Count(), default="65536", metavar="COUNT",
             help="Tokens of text in all, shared by SOURCE@WEIGHT."),
-        own("context", "length", type=Count(2), default="256", metavar="COUNT", help="Tokens of one block."),
+        own("context", "length", type=Count(2), default="256", metavar="COUNT", help="Tokens of one block of text."),
         own("repeats", "repeats", "no", default=True, help="Let half of the blocks repeat themselves, which keeps a "
             "model able to look things up; not those of self:plain."),
         of_maps("--grouping", type=Choice(GROUPINGS), default="contiguous",
                help="Which heads share: neighbours, or those that lose least by it."),
-        of_text("--ridge", type=click.FloatRange(min=0), default=0.03, help="Of the refit of the output projection."),
-        _of_refined("--refine-steps", type=click.IntRange(min=1), default=200, help="A layer, of --refine-batch "
-               "blocks each."),
-        _of_refined("--refine-batch", type=click.IntRange(min=1), default=16),
+        of_text("--ridge", type=click.FloatRange(min=0), default=0.03, help="How strongly the refit of the "
+                "output projection is held to the original."),
+        _of_refined("--refine-steps", type=click.IntRange(min=1), default=200, help="Training steps "
+                    "of each layer."),
+        _of_refined("--refine-batch", type=click.IntRange(min=1), default=16, help="Blocks of one such step."),
         _of_refined("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=0.02,
-               help="Relative to the size of each tensor; it falls linearly to zero."),
-        _of_refined("--refine-precision", type=Precision("float32", "bfloat16"), help="Of the products in refinement.  "
+               help="Their learning rate, relative to the size of each tensor; it falls linearly to zero."),
+        _of_refined("--refine-precision", type=Precision("float32", "bfloat16"), help="What they multiply in.  "
                "[default: bfloat16 where the device multiplies it natively]"),
         own("precision", "dtype", type=Precision("float32", "bfloat16", "float16"), default="float32",
-            help="To run layers in; 16 bits blur what the converted layers lack."),
+            help="What layers are run in; 16 bits blur what the converted layers lack."),
     ]  # fmt: skip
 
 
@@ -226,12 +227,12 @@ Examples:
 
 @click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
-@option("--groups", help="Key/value heads to keep.")
-@option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="To write.")
-@option("--method", type=Choice(ALIGNING), default="calibrated")
+@option("--groups", help="How many key/value heads to keep.")
+@option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write.")
+@option("--method", type=Choice(ALIGNING), default="calibrated", help="How the heads of a group become one.")
 @maps_options
 @target_options
-@of_draws("--seed", help="Of random draws and samples.")
+@of_draws("--seed", help="The seed of random draws and samples.")
 @option("--revision")
 @option("--overwrite", help="Replace FILE, and forget an unfinished run of other options.")
 @option("--verbose")

@@ -58,7 +58,7 @@ Examples:
 
 _MERGING = [
     option("--groups", help="Key/value heads of the result: a divisor of the model's own, or a multiple to expand."),
-    option("-o", "--output", type=click.Path(), metavar="DIR", help="Directory to make.  [default: "
+    option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
     option_of(lambda method: True, "--method", type=Choice(list(METHODS)), default="mean", help="How the heads of a "
               "group become one."),
@@ -66,7 +66,7 @@ _MERGING = [
            "wrote, instead of --method."),
 ]  # fmt: skip
 _WRITING = [
-    of_draws("--seed", help="Of random draws and samples."),
+    of_draws("--seed", help="The seed of random draws and samples."),
     option("--dtype", type=Choice(["float32", "float16", "bfloat16", "float64"]), help="Store all weights so.  "
            "[default: as they are]"),
     option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]"),

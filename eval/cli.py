@@ -28,6 +28,7 @@ from gqa.checkpoint.console import (
     with_options,
 )
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.provenance import asked
 
 if TYPE_CHECKING:
     from gqa.eval.subjects import Subject
@@ -59,12 +60,12 @@ def ratio(text: str) -> float:
 
 _POSITIVE = click.IntRange(min=1)
 _TEXT = [
-    option("--data", multiple=False, callback=None, metavar="SOURCE", help="Text: a file (txt, jsonl, csv, parquet, "
-           "arrow), a directory or glob of them, stdlib:heldout, or a hub data set."),
+    option("--data", multiple=False, callback=None, metavar="SOURCE", help="The text to measure on: a file (txt, "
+           "jsonl, csv, parquet, arrow), a directory or glob of them, stdlib:heldout, or a hub data set."),
     option("--field"),
-    option("--target-field", help="Of encoder-decoders: the text to predict from --field."),
+    option("--target-field", metavar="NAME", help="The column to predict from --field, of encoder-decoders."),
     option("--data-config"),
-    option("--split", help="Split of a hub data set.  [default: test]"),
+    option("--split", metavar="NAME", help="The split of a hub data set.  [default: test]"),
     option("--protocol", type=Choice(["rolling", "strided", "llama.cpp"]), help="How text is cut into windows: as "
            "lm-evaluation-harness does, overlapping (needs --stride), or as llama-perplexity does.  [default: rolling, "
            "strided with --stride]"),
@@ -77,42 +78,46 @@ _TEXT = [
 _MEASURE = [
     option("--kl", is_flag=True, help="Compare next-token distributions and attention outputs with the baseline's, in "
            "lockstep."),
-    option("--baseline-cache", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Of --kl: keep "
-           "the baseline's distributions here (2 bytes x vocabulary x tokens), so that it runs once for many commands; "
-           "attention outputs are not compared then."),
+    option("--baseline-cache", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Keep the "
+           "baseline's distributions of --kl here (2 bytes x vocabulary x tokens), so that it runs once for many "
+           "commands; attention outputs are not compared then."),
     option("--recall/--no-recall", default=None, help="Ask for what stands in the context: second copies of text, of "
            "samples and of random tokens, values by their keys, passkeys.  [default: with -o]"),
     option("--decode", is_flag=True, help="Time prefill and decoding."),
-    option("--decode-batches", aliases="--batches", type=Several(_POSITIVE), default="1,8", help="Of --decode."),
-    option("--decode-contexts", aliases="--contexts", type=Several(Count()), help="Of --decode.  [default: a half, all "
+    option("--decode-batches", aliases="--batches", type=Several(_POSITIVE), default="1,8", help="How many sequences "
+           "--decode times at once."),
+    option("--decode-contexts", aliases="--contexts", type=Several(Count()), help="How long the prompts of "
+           "--decode are.  [default: a half, all "
            "of the positions, 4096 at most]"),
-    option("--decode-steps", aliases="--steps", type=_POSITIVE, default=32, help="Of --decode."),
-    option("--decode-repeats", aliases="--repeats", type=_POSITIVE, default=5, help="Of --decode."),
-    option("--memory", type=ByteSize(), metavar="SIZE", help="Say what fits into it, of one device."),
-    option("--tensor-parallel", default=1, help="Of --memory: devices that share one model."),
-    option("--tasks", metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas."),
-    option("--shots", type=click.IntRange(min=0), help="Of --tasks.  [default: each task's own]"),
-    option("--limit", type=_POSITIVE, help="Of --tasks: documents of each."),
+    option("--decode-steps", aliases="--steps", type=_POSITIVE, default=32, help="How many tokens "
+           "--decode writes."),
+    option("--decode-repeats", aliases="--repeats", type=_POSITIVE, default=5, help="How often "
+           "--decode times each."),
+    option("--memory", type=ByteSize(), metavar="SIZE", help="Say what fits into so much memory of a device."),
+    option("--tensor-parallel", default=1, help="How many devices share a model, of --memory."),
+    option("--tasks", metavar="NAMES", help="Measure tasks of lm-evaluation-harness, separated by commas."),
+    option("--shots", type=click.IntRange(min=0), help="How many examples --tasks shows.  [default: each task's own]"),
+    option("--limit", type=_POSITIVE, help="How many documents of each task --tasks takes."),
     option("--include-tasks", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
-           help="Of --tasks: directory of definitions of your own."),
+           help="A directory with definitions of tasks of your own."),
     option("--fail-above", type=ratio, metavar="RATIO", help="Exit with 3 where a perplexity is more than RATIO x the "
            "baseline's."),
 ]  # fmt: skip
 _RUN = [
-    option("--batch-size", type=_POSITIVE, default=8, help="Windows at a time."),
+    option("--batch-size", type=_POSITIVE, default=8, help="How many windows are scored at a time."),
     option("--precision", aliases="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"), default="auto",
-           help="To compute in; auto: as stored."),
+           help="What is computed in; auto: as stored."),
     option("--device"),
     option("--attn-implementation"),
     option("--compile", is_flag=True, help="Score text with models compiled by torch.compile."),
-    option("--revision", help="Branch, tag or commit of hub ids."),
+    option("--revision", help="The branch, tag or commit of hub ids."),
     option("--trust-remote-code"),
     option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Write "
            "results.json, report.html and pictures here."),
     option("--overwrite", help="Replace the report at DIR."),
     option("--json"),
-    option("--verbose", help="Every table; tracebacks of defects."),
-    option("--quiet", help="No progress, no tables."),
+    option("--verbose", help="Show every table, and where an unexpected error comes from."),
+    option("--quiet", help="Show no progress and no tables."),
 ]  # fmt: skip
 # Options that mean nothing without another.
 _NEEDS = {
@@ -206,6 +211,7 @@ def measure(names: tuple[str, ...], options: dict[str, Any], words: str) -> dict
     harness = _find_tasks(subjects, options, quiet) if options["tasks"] else None
     results: dict[str, Any] = {
         "command": words,
+        "recipe": asked(),
         **evaluate.environment(how.device, ["lm_eval"] if options["tasks"] else []),
         "options": {key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
         "models": [subject.record for subject in subjects],

@@ -115,15 +115,15 @@ def asked(
             told = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
             raise TypeError(f"{name!r} is no option; {told}")
     try:
-        words = [word for name, value in values.items() if value is not None for word in _words(options[name], value)]
+        words = [word for name, value in values.items() if value is not None for word in words_of(options[name], value)]
         context = command.make_context(command.name, [*words, "--", *models])
     except click.UsageError as error:
         raise RefusedError(error.format_message().rstrip(".")) from None
     return context.params, [*models, *words]
 
 
-def _words(option: click.Option, value: Any) -> list[str]:
-    """What says a value on a command line."""
+def words_of(option: click.Option, value: Any) -> list[str]:
+    """What says a value on a command line. Raises click.BadParameter for what cannot be said."""
     flag = option.opts[-1]
     if option.is_flag:
         if not isinstance(value, bool):

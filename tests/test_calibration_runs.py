@@ -29,7 +29,7 @@ from gqa.convert.align.find_maps import Silent, find_maps, with_maps
 from gqa.convert.align.refine import Refinement
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import join_maps, save_maps
-from gqa.convert.methods import ALIGNING
+from gqa.convert.methods import ALIGNING, METHODS
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_one_line_for_what_cannot_be_calibrated(
     file.write_text(text or "")
     before = checkpoints.snapshot(tmp_path)
     words = ("-g", 2, "--method", method, "--data", "self" if text is None else file, "--context", 16,
-             "--tokens", 64, "--refine-steps", 2)  # fmt: skip
+             "--tokens", 64, *(("--refine-steps", 2) if METHODS[method].refines else ()))  # fmt: skip
     for program, output in (("gqa-calibrate", "maps.safetensors"), ("gqa-convert", "out")):
         done = checkpoints.run(model, "-o", tmp_path / output, *words, program=program)
         assert done.code == 2, done.err
@@ -289,10 +289,9 @@ def test_what_is_said_of_a_stop_is_true(
 
     monkeypatch.setattr(calibrate_cli.Bar, "layer", stop)
     (tmp_path / "text.txt").write_text("words " * 99)
-    done = checkpoints.run(
-        small, "-o", tmp_path / "out", "-g", 2, "--method", method, "--data", tmp_path / "text.txt",
-        "--context", 16, "--tokens", 64, "--refine-steps", 2, program=program,
-    )  # fmt: skip
+    text = ("--data", tmp_path / "text.txt", "--context", 16, "--tokens", 64) if METHODS[method].reads_text else ()
+    steps = ("--refine-steps", 2) if METHODS[method].refines else ()
+    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", method, *text, *steps, program=program)
     assert done.code == 130
     assert (method in done.err) is (len(list(tmp_path.iterdir())) > 1), done.err
 

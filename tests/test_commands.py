@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 import click
 import pytest
 from checkpoints import run
 
+from gqa.checkpoint import console
 from gqa.checkpoint.console import Option
+from gqa.cli import COMMANDS
+from gqa.cli import command as gqa_command
 
 ROOMS = {
     "gqa-convert": "convert.cli",
@@ -153,3 +160,91 @@ def test_what_is_misspelt(program: str, words: str, message: str) -> None:
     assert done.code == 2
     assert message in done.err
     assert len(done.err.splitlines()) == 1
+
+
+def headings(program: str) -> dict[str, list[str]]:
+    """Heading -> the long names below it, of --help as it is printed."""
+    with command_of(program).make_context(program, [*LEAST[program]]) as ctx:
+        lines = ctx.get_help().splitlines()
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        if line.endswith(":") and not line.startswith(" "):
+            found[line[:-1]] = []
+        elif name := re.match(r"  (?:-\w, )?(--[\w-]+)", line):
+            found[[*found][-1]].append(name[1])
+    return found
+
+
+@pytest.mark.parametrize("program", ROOMS)
+def test_help_has_each_option_once_below_a_heading(program: str) -> None:
+    found = headings(program)
+    assert [*found] == ["Basic", "Quality", "Data", "Output", "Advanced"]
+    listed = [name for names in found.values() for name in names]
+    assert len(listed) == len(set(listed))
+    with command_of(program).make_context(program, [*LEAST[program]]) as ctx:
+        shown = [p for p in command_of(program).get_params(ctx) if isinstance(p, click.Option) and not p.hidden]
+    assert set(listed) == {next(name for name in option.opts if name.startswith("--")) for option in shown}
+
+
+def test_an_option_is_below_the_same_heading_everywhere_and_every_name_is_one() -> None:
+    """The table of headings names nothing that no command has."""
+    found = {program: headings(program) for program in ROOMS}
+    places: dict[str, set[str]] = {}
+    for below in found.values():
+        for heading, names in below.items():
+            for name in names:
+                places.setdefault(name, set()).add(heading)
+    assert {name for name, where in places.items() if len(where) > 1} == set()
+    told = {f"--{name}" for names in console._HEADINGS.values() for name in names.split()}
+    assert told <= places.keys()
+
+
+@pytest.mark.parametrize("program", ROOMS)
+def test_help_is_in_sentences(program: str) -> None:
+    for name, found in options_of(program).items():
+        told = (found.help or "").partition("  [default")[0]
+        assert told, name
+        assert told[-1] in ".?" or told.endswith("..."), (name, told)
+        assert not re.search(r"\b(INTEGER|FLOAT|RANGE|LIST)\b", found.make_metavar(click.Context(command_of(program))))
+
+
+def test_gqa_has_all_commands_and_imports_none_to_say_so() -> None:
+    code = "import sys\nfrom gqa.cli import main\nsys.argv = ['gqa', *sys.argv[1:]]\nmain()"
+    seen = "import atexit, sys\natexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
+    done = subprocess.run([sys.executable, "-c", seen + code, "--help"], capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in COMMANDS)
+    assert not {"torch", "transformers", "yaml", "gqa.convert.cli", "gqa.recipe"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["convrt"], 2, "gqa: There is no command convrt; did you mean convert?; see gqa --help"),
+        (["serve"], 2, "gqa: There is no command serve; choose convert, calibrate, uptrain, eval, ablate, run; see"),
+        (["convert", "nowhere", "-g", "2"], 2, "gqa-convert: there is no directory nowhere"),
+        (["eval", "x"], 2, "gqa-eval: nothing to measure"),
+        (["run", "nothing.yaml"], 2, "gqa run: Invalid value for 'RECIPE'"),
+        (["calibrate", "--metod", "x"], 2, "gqa-calibrate: No such option --metod; did you mean --method?"),
+    ],
+)
+def test_gqa_calls_the_command_itself(words: list[str], code: int, message: str) -> None:
+    done = run(*words, program="gqa")
+    assert (done.code, done.out, len(done.err.splitlines())) == (code, "", 1)
+    assert done.err.startswith(message)
+
+
+@pytest.mark.parametrize("program", [*ROOMS, "gqa"])
+def test_versions(program: str) -> None:
+    told = run("--version", program=program).out
+    assert told == f"{program} {version('gqa')} (torch {version('torch')}, transformers {version('transformers')})\n"
+
+
+def test_shells_complete_commands_options_and_methods() -> None:
+    from click.shell_completion import ShellComplete
+
+    complete = ShellComplete(gqa_command, {}, "gqa", "_GQA_COMPLETE")
+    assert [item.value for item in complete.get_completions([], "c")] == ["convert", "calibrate"]
+    options = [item.value for item in complete.get_completions(["convert"], "--g")]
+    assert options == ["--groups", "--grouping"]
+    assert "--kv-heads" not in [item.value for item in complete.get_completions(["convert"], "--k")]
+    assert [item.value for item in complete.get_completions(["convert", "--method"], "ref")] == ["refined"]

@@ -56,21 +56,23 @@ class TrainOptions:
     )
     field: str = _option("text")
     data_config: str | None = _option(None)
-    split: str | None = _option(None, "Split of a hub data set.  [default: train]")
-    data_revision: str | None = _option(None, "Branch, tag or commit of a hub data set.", metavar="REVISION")
-    separator: str | None = _option(None, "Between the documents of a text file, like '<|endoftext|>'.", metavar="TEXT")
-    streaming: bool = _option(False, "Read a hub data set as it comes, keep nothing.")
+    split: str | None = _option(None, "The split of a hub data set.  [default: train]")
+    data_revision: str | None = _option(None, "The branch, tag or commit of a hub data set.", metavar="REVISION")
+    separator: str | None = _option(
+        None, "What stands between the documents of a text file, like '<|endoftext|>'.", metavar="TEXT"
+    )
+    streaming: bool = _option(False, "Read a hub data set as it comes and keep nothing.")
     heldout: str | None = _option(
         None,
         "Text that says which state of the model is the best.  [default: what is held back from the data]",
         metavar="SOURCE",
     )
     heldout_fraction: float = _option(0.0, "Hold back this share of the documents.", type=_SHARE)
-    heldout_tokens: int = _option(16_384, "To hold back or to read, at most.", type=Count())
+    heldout_tokens: int = _option(16_384, "How much of it to hold back or to read, at most.", type=Count())
     alpha: float | None = _option(None, "Train on this fraction of the data (0.05 in the GQA paper).")
     tokens: int | None = _option(None, "Train on so many tokens, like 1B.  [default: 512K]")
     steps: int | None = _option(None, "Train for so many steps.", type=_FROM_ONE)
-    pretraining_tokens: int | None = _option(None, "That alpha is a fraction of.  [default: the data's]", type=Count())
+    pretraining_tokens: int | None = _option(None, "What alpha is a fraction of.  [default: the data's]", type=Count())
     block_size: int | None = _option(
         None,
         "Tokens of one block.  [default: the model's positions, 2048 at most]",
@@ -89,50 +91,67 @@ class TrainOptions:
         "and adapters elsewhere that are merged at the end.  [default: attention where the conversion aligned heads, "
         "else all]",
     )
-    lora_rank: int = _option(16, "Of --train lora.", type=_FROM_ONE)
-    keep_adapter: bool = _option(False, "Of --train lora: also keep it, in DIR/adapter, for peft.", free=True)
-    optimizer: Literal["adamw", "adafactor"] = _option("adamw")
-    learning_rate: float = _option(3e-4, aliases="--lr", type=_ABOVE_ZERO)
-    schedule: Schedule = _option("linear", "Of the learning rate, after the warm-up.")
+    lora_rank: int = _option(16, "The rank of the adapters of --train lora.", type=_FROM_ONE)
+    keep_adapter: bool = _option(False, "Keep the adapter of --train lora too, in DIR/adapter, for peft.", free=True)
+    optimizer: Literal["adamw", "adafactor"] = _option("adamw", "What updates the weights.")
+    learning_rate: float = _option(3e-4, "The learning rate at its highest.", aliases="--lr", type=_ABOVE_ZERO)
+    schedule: Schedule = _option("linear", "How the learning rate goes on after the warm-up.")
     warmup: int | None = _option(
-        None, "Steps.  [default: none with constant, else 5 %, 100 at most]", type=click.IntRange(0)
+        None,
+        "Steps in which the learning rate rises.  [default: none with constant, else 5 %, 100 at most]",
+        type=click.IntRange(0),
     )
-    decay: float = _option(0.2, "Share of the steps in which wsd decays.", type=_SHARE)
-    weight_decay: float = _option(0.1, type=_FROM_ZERO)
-    clip: float = _option(1.0, "Norm of the gradient, at most.", type=_ABOVE_ZERO)
+    decay: float = _option(0.2, "The share of the steps in which wsd decays.", type=_SHARE)
+    weight_decay: float = _option(0.1, "The weight decay of the optimiser.", type=_FROM_ZERO)
+    clip: float = _option(1.0, "The norm of the gradient, at most.", type=_ABOVE_ZERO)
     precision: Literal["no", "bf16", "fp16"] = _option(
         "no",
-        "Of the computation; weights and optimiser stay in float32. As the launcher says, unless given.",
+        "What is computed in; weights and optimiser stay in float32. As the launcher says, unless given.",
         type=Precision("float32", "bfloat16", "float16", accelerate=True),
         default="float32",
         envvar="ACCELERATE_MIXED_PRECISION",
     )
     checkpointing: bool = _option(False, "Compute activations twice instead of keeping them.", free=True)
     compile: bool = _option(False, "Compile the model with torch.compile.", free=True)
-    attention: str = _option("sdpa", "sdpa, eager, flash_attention_2 ...", "--attn-implementation", free=True)
+    attention: str = _option(
+        "sdpa",
+        "How transformers computes attention: sdpa, eager, flash_attention_2 ...",
+        "--attn-implementation",
+        free=True,
+    )
     teacher: str = _option(
         "auto",
         "The checkpoint before conversion: learn its predictions. auto: the base model that the conversion's "
         "provenance names, where it is found; none: learn from text alone.",
         metavar="MODEL",
     )
-    distill: float = _option(1.0, "Share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
-    temperature: float = _option(1.0, type=_ABOVE_ZERO)
+    distill: float = _option(1.0, "The share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
+    temperature: float = _option(1.0, "The temperature of the predictions that are compared.", type=_ABOVE_ZERO)
     match: Literal["attention", "hidden"] | None = _option(
         None, "Also match the teacher's attention outputs, or the outputs of its layers."
     )
-    match_weight: float = _option(1.0, type=_FROM_ZERO)
-    seed: int = _option(0, "Of the order of the data.")
-    save_every: int | None = _option(None, type=_FROM_ONE, metavar="STEPS", free=True)
-    save_minutes: float | None = _option(None, type=_ABOVE_ZERO, metavar="MINUTES", free=True)
-    keep_last: int = _option(2, "States.", type=_FROM_ONE, free=True)
+    match_weight: float = _option(1.0, "The weight of --match in the loss.", type=_FROM_ZERO)
+    seed: int = _option(0, "The seed of the order of the data.")
+    save_every: int | None = _option(
+        None, "Save a state after so many steps.", type=_FROM_ONE, metavar="STEPS", free=True
+    )
+    save_minutes: float | None = _option(
+        None, "Save a state after so many minutes.", type=_ABOVE_ZERO, metavar="MINUTES", free=True
+    )
+    keep_last: int = _option(2, "How many states to keep.", type=_FROM_ONE, free=True)
     keep_state: bool = _option(False, "Keep DIR-state after the end.", free=True)
     eval_every: int | None = _option(
-        None, "Held-out loss.  [default: four times]", type=_FROM_ONE, metavar="STEPS", free=True
+        None,
+        "Measure the held-out loss after so many steps.  [default: four times]",
+        type=_FROM_ONE,
+        metavar="STEPS",
+        free=True,
     )
     patience: int = _option(10, "Give up after so many steps in a row that are not finite.", type=_FROM_ONE, free=True)
     report_to: tuple[str, ...] = _option(
-        (), "tensorboard (in DIR-logs), wandb, trackio ...; several times for several.", free=True
+        (),
+        "Where figures go as well: tensorboard (in DIR-logs), wandb, trackio ...; several times for several.",
+        free=True,
     )
     revision: str | None = _option(None)
     trust_remote_code: bool = _option(False)

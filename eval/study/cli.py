@@ -61,22 +61,22 @@ class _Seeded(click.ParamType[tuple[str, int | None]]):
 _POSITIVE = click.IntRange(min=1)
 _GRID = [
     option("--methods", aliases="--method", type=Several(_Seeded()), metavar="METHOD[,...]",
-           default="mean,first,random", help="Of merging heads; METHOD:N for N seeds of one."),
+           default="mean,first,random", help="How heads are merged; METHOD:N for N seeds of one."),
     option("--groups", type=Several(_POSITIVE), metavar="G[,...]", required=False, default="1,2,4,8",
-           help="Key/value heads."),
+           help="How many key/value heads are kept."),
     option("--alphas", aliases="--alpha", type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]",
            default="0,0.01,0.05,0.1", help="Shares of the data to train on; 0: none."),
-    option("--seeds", type=_POSITIVE, default=1, help="Of random and calibrated heads, and of the order of the "
-           "data: 0 to N - 1."),
+    option("--seeds", type=_POSITIVE, default=1, help="How many seeds of random and calibrated heads, and of the order "
+           "of the data: 0 to N - 1."),
     option("--train", type=Several(Choice(SCOPES)), metavar="NAME[,...]", default="all",
-           help="Which weights: all, attention, kv, lora."),
+           help="Which weights train: all, attention, kv, lora."),
     option("--teachers", aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="none",
-           help="none; source: learn MODEL's predictions."),
+           help="source: learn MODEL's predictions; none: learn from text alone."),
 ]  # fmt: skip
 _DATA = [
     option("--data", help="Text to train on, as for gqa-uptrain; several times, or with commas, for several."),
     option("--precision", default="float32", type=Precision("float32", "bfloat16", "float16", accelerate=True),
-           help="Of training; weights and optimiser stay in float32."),
+           help="What training computes in; weights and optimiser stay in float32."),
     of_text("--calibration", **SHARED["--data"], help="Text for calibrated and refined, as gqa-convert's --data.  "
            "[default: the data]"),
 ]  # fmt: skip
@@ -87,17 +87,17 @@ _MEASURE = [
            "documents, until they are so many.  [default: all]"),
     option("--context", type=Count(4), help="Tokens of a window.  [default: the model's positions, "
            "2048 at most]"),
-    option("--eval-batch", type=_POSITIVE, default=8, help="Windows at a time."),
+    option("--eval-batch", type=_POSITIVE, default=8, help="How many windows are scored at a time."),
     option("--eval-precision", "dtype", aliases="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"),
-           default="auto", help="To measure in; auto: as stored."),
+           default="auto", help="What is measured in; auto: as stored."),
     option("--kl/--no-kl", default=True, help="Compare predictions with MODEL's, which are kept meanwhile "
            "(2 bytes x vocabulary x tokens)."),
     option("--recall/--no-recall", default=None, help="Ask for what stands in the context, as gqa-eval does.  "
            "[default: where the model can be asked]"),
     option("--decode/--no-decode", default=True, help="Time decoding."),
-    option("--decode-batch", type=_POSITIVE, default=8),
-    option("--decode-context", type=Count(), metavar="COUNT", help="Tokens of the prompts.  [default: the "
-           "model's positions, 4096 at most]"),
+    option("--decode-batch", type=_POSITIVE, default=8, help="How many sequences --decode times at once."),
+    option("--decode-context", type=Count(), metavar="COUNT", help="How long the prompts of --decode are.  [default: "
+           "the model's positions, 4096 at most]"),
 ]  # fmt: skip
 _RUN = [
     option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",

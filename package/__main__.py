@@ -1,0 +1,5 @@
+"""`python -m gqa`."""
+
+from .cli import main
+
+main()

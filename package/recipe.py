@@ -1,0 +1,208 @@
+"""gqa run: a file that names commands and their options, run one after another.
+
+    convert: {model: MODEL, groups: 2, method: refined}
+    uptrain: {data: "self:1M"}
+    eval: {data: "stdlib:heldout"}
+
+A step is one of the commands, with its long options as keys. It works on what the step before made unless it names its
+model. Records of results hold such a file too, under `recipe`: `gqa run OUT/gqa_conversion.json` makes the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, near, option, run, version_option
+from gqa.checkpoint.errors import RefusedError, explain, one_line
+from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, asked, key_of
+
+from .given import words_of
+
+# Where each command is, what it leaves beside its result, and where that goes unless the recipe says.
+_STEPS = {
+    "convert": ("gqa.convert.cli", PROVENANCE, "converted"),
+    "uptrain": ("gqa.uptrain.cli", UPTRAINING, "uptrained"),
+    "eval": ("gqa.eval.cli", "results.json", "report"),
+}
+_EPILOG = """\b
+Examples:
+  gqa run examples/recipes/seconds.yaml
+  gqa run recipe.yaml --dry-run
+  gqa run MODEL-gqa2-refined/gqa_conversion.json -o again
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command. `options`: all that it is given; `out`: where its result goes; `recipe`: as records hold it."""
+
+    name: str
+    command: click.Command
+    options: Mapping[str, Any]
+    out: Path
+    recipe: Mapping[str, Any]
+
+    def words(self, **changes: Any) -> list[str]:
+        """The command line, with some options changed."""
+        return _words(self.command, {**self.options, **changes})
+
+    def recorded(self) -> Mapping[str, Any] | None:
+        """The recipe of what lies at `out`: None where there is no result, empty where it does not say."""
+        try:
+            record = json.loads((self.out / _STEPS[self.name][1]).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            record = {}
+        found = record.get("recipe") if isinstance(record, dict) else None
+        step = found.get(self.name) if isinstance(found, dict) else None
+        return step if isinstance(step, dict) else {}
+
+
+def read_recipe(path: Path) -> dict[str, dict[str, Any]]:
+    """The steps of a file, in its order. Raises RefusedError for what is no recipe."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        _check_twice(yaml.compose(text, yaml.SafeLoader))
+        found = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RefusedError(f"{path} cannot be read: {explain(error)}") from None
+    if isinstance(found, dict) and "command" in found:  # a record of a result
+        found = found.get("recipe")
+    if not isinstance(found, dict) or not found:
+        raise RefusedError(f"{path} is no recipe; give steps ({', '.join(_STEPS)}), each with its options")
+    for name, options in found.items():
+        if name not in _STEPS:
+            told = near(str(name), _STEPS) or f"; choose {', '.join(_STEPS)}"
+            raise RefusedError(f"{path}: there is no step {name}{told}")
+        if not isinstance(options, dict | None):
+            raise RefusedError(f"{path}: {name} is {options!r}; give options as NAME: VALUE")
+    return {str(name): options or {} for name, options in found.items()}
+
+
+def _check_twice(node: Any) -> None:
+    """Raises ValueError for a key that stands twice in a YAML mapping, of which the first would be ignored."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    keys = [key.value for key, _ in node.value]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"{twice[0]} is there twice")
+    for _, value in node.value:
+        _check_twice(value)
+
+
+def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: str) -> list[Step]:
+    """Steps with all options checked, each with the result of the one before as its model. Raises RefusedError, with
+    `told` in front.
+    """
+    steps: list[Step] = []
+    made: list[str] = []  # the base model and what becomes of it
+    for name, given in recipe.items():
+        home, _, place = _STEPS[name]
+        command: click.Command = import_module(home).command
+        known = {key_of(found) for found in command.params if found.expose_value}
+        options = {str(key).replace("_", "-"): value for key, value in given.items()}
+        for key in options:
+            if key not in known:
+                raise RefusedError(f"{told}: {name} has no option {key}{near(key, known)}")
+        if made:
+            before = {"baseline": made[0], "models": made[1:]} if name == "eval" else {"model": made[-1]}
+            options = before | options
+        options = {"output": str(directory / place)} | options
+        try:
+            with command.make_context(f"gqa-{name}", _words(command, options)) as ctx:
+                found = asked(ctx)[name]
+        except click.UsageError as error:
+            raise RefusedError(f"{told}: {name}: {error.format_message().rstrip('.')}") from None
+        steps.append(Step(name, command, options, Path(options["output"]), found))
+        made = [*(made or [str(options.get("model", ""))]), str(options["output"])]
+    return steps
+
+
+def _words(command: click.Command, options: Mapping[str, Any]) -> list[str]:
+    """Options as a command line has them, arguments last."""
+    words: list[str] = []
+    places: list[str] = []
+    for found in command.params:
+        value = options.get(key_of(found))
+        if isinstance(found, click.Option):
+            words += [] if value is None else words_of(found, value)
+        elif value is not None:
+            places += map(str, value) if isinstance(value, list) else [str(value)]
+    return [*words, "--", *places]
+
+
+def left_to_do(steps: list[Step], overwrite: bool) -> list[Step]:
+    """Steps without those at the beginning whose results are there. Raises RefusedError where the result of another
+    recipe would have to be replaced, unless that is allowed.
+    """
+    left: list[Step] = []
+    for step in steps:
+        found = step.recorded()
+        if found == step.recipe and not left:
+            continue
+        if found is not None and not overwrite:
+            keys = sorted({*found, *step.recipe})
+            changed = [
+                f"{k}: {found.get(k)} -> {step.recipe.get(k)}" for k in keys if found.get(k) != step.recipe.get(k)
+            ]
+            why = "; ".join(changed) or f"{left[0].name} is run again before it"
+            raise RefusedError(f"{step.out} holds a result of another recipe ({why}); give --overwrite to replace it")
+        left.append(step)
+    return left
+
+
+@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
+@click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="RECIPE")
+@option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="Directory for results "
+        "that the recipe names no output of.  [default: the recipe's name without its suffix]")  # fmt: skip
+@option("--dry-run", help="Check everything, say what each step would do and take, and stop.")
+@option("--overwrite", help="Replace results of another recipe.")
+@option("--verbose")
+@option("--quiet")
+@version_option
+def command(recipe: Path, output: Path | None, dry_run: bool, overwrite: bool, verbose: bool, quiet: bool) -> None:
+    """Convert, train and evaluate as the file RECIPE says (YAML, or the JSON record of a result).
+
+    All of it is checked before anything starts. A step whose result is there is not run again, so the same command
+    continues a run that was stopped.
+    """
+    from .cli import call
+
+    steps = make_steps(read_recipe(recipe), output or Path(recipe.stem), str(recipe))
+    left = left_to_do(steps, overwrite or dry_run)
+    flags = {"verbose": verbose or None, "quiet": quiet or None}
+    for number, step in enumerate(steps, 1):
+        options = flags | {"overwrite": overwrite or None}
+        if step not in left:
+            told = f"{step.out} is there"
+        elif dry_run:
+            options |= {"dry-run": True} | _instead(step, steps[0])
+            told = "gqa " + shlex.join([step.name, *step.words()])
+        else:
+            options |= {"resume": True} if step.name == "uptrain" and Path(f"{step.out}-state").is_dir() else {}
+            told = "gqa " + shlex.join([step.name, *step.words(**options)])
+        if not quiet:
+            click.echo(one_line(f"recipe      {number} of {len(steps)}: {told}"), err=True)
+        if step in left and not (dry_run and step.name == "eval"):  # which estimates nothing
+            call(step.name, step.words(**options))
+
+
+def _instead(step: Step, first: Step) -> dict[str, Any]:
+    """What a dry run looks at where the model is not made yet: the one that it is made of, which is as large."""
+    base, model = first.options.get("model"), step.options.get("model")
+    return {} if step is first or Path(str(model)).is_dir() else {"model": base}
+
+
+def main() -> None:
+    """Entry point; exit codes as `gqa.checkpoint.console.run` says, those of a step that fails are its own."""
+    run(command, "gqa run", "finished steps are kept; the same command continues")
