@@ -162,7 +162,9 @@ def gqa_convert(source: Path, out: Path, options: dict[str, Any]) -> Callable[[]
     from gqa.convert.heads.config import read_config
 
     read_config(json.loads((source / "config.json").read_text()), "imports what transformers imports lazily")
-    return lambda: convert_checkpoint(source, options["groups"], out, jobs=options["jobs"], checksums=options["sums"])
+    return lambda: convert_checkpoint(
+        source, options["groups"], out, jobs=options["jobs"], checksums=options["sums"], method="mean"
+    )
 
 
 def transformers_script(source: Path, out: Path, options: dict[str, Any]) -> Callable[[], object]:

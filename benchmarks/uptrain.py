@@ -303,7 +303,7 @@ def main(rounds: int, shape: str | None, json_file: Path | None, **options: Any)
             if shape or gpu:
                 write_random(made, shape or "1.1b")
             else:
-                convert_checkpoint(EMBEDDED, 2, made)
+                convert_checkpoint(EMBEDDED, 2, made, method="mean")
             options["model"] = str(made)
         figures = compare(options, rounds)
     report(figures)

@@ -48,7 +48,7 @@ def plan_conversion(
     grouping: str = "contiguous",
     revision: str | None = None,
     headers_only: bool = True,
-    method: str = "mean",
+    method: str = "auto",
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
@@ -65,7 +65,8 @@ def plan_conversion(
         grouping: How maps are going to be sought: `contiguous`, or `search` where heads may change places.
         revision: Branch, tag or commit of a hub id.
         headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
-        method: One of `gqa.convert.methods.METHODS` (docs/methods.md).
+        method: One of `gqa.convert.methods.METHODS` (docs/methods.md); `auto` for the best of those that need nothing
+            but weights. The pooling of arXiv 2305.13245 is `mean`.
         seed: Of `random`.
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
         max_shard_bytes: Of one output file; None for the base model's partition.

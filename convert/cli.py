@@ -33,7 +33,7 @@ from gqa.convert.calibrate_cli import (
     refuse_unused,
     target_options,
 )
-from gqa.convert.methods import LAYERWISE, METHODS, best
+from gqa.convert.methods import AUTO, AUTOMATIC, LAYERWISE, METHODS
 
 if TYPE_CHECKING:
     from gqa.convert.api import Conversion, Plan
@@ -47,12 +47,23 @@ def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> N
         ctx.exit()
 
 
-_EPILOG = """\b
+def _methods() -> str:
+    """One line for each, with what it needs and costs."""
+    lines = [f"  {AUTO:12}weights; seconds to minutes: the best of those that need only them"]
+    needs = {"nothing": "nothing", "weights": "weights", "text": "text, its own samples if none is given"}
+    lines += [f"  {name:12}{needs[how.needs]}; {how.cost}: {how.result}" for name, how in METHODS.items()]
+    return "\n".join(lines)
+
+
+_EPILOG = f"""\b
+Methods, what they need, cost and do:
+{_methods()}
+\b
 Examples:
   gqa-convert --groups 8 ./Llama-2-7b-hf
   gqa-convert --groups 8 --dry-run meta-llama/Llama-2-7b-hf
   gqa-convert --groups 8 --method refined ./Llama-2-7b-hf
-  gqa-convert --groups 1 --method first -o ./mqa ./Llama-2-7b-hf
+  gqa-convert --groups 8 --method mean ./Llama-2-7b-hf    (as in the GQA paper; it needs training)
 """
 
 
@@ -60,8 +71,8 @@ _MERGING = [
     option("--groups", help="Key/value heads of the result: a divisor of the model's own, or a multiple to expand."),
     option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
-    option_of(lambda method: True, "--method", type=Choice(list(METHODS)), default="mean", help="How the heads of a "
-              "group become one."),
+    option_of(lambda method: True, "--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a "
+              "group become one: see below."),
     option("--maps", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="Apply what gqa-calibrate "
            "wrote, instead of --method."),
 ]  # fmt: skip
@@ -98,19 +109,23 @@ def command(model: str, groups: int, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
-    the result loads with plain transformers and its KV cache shrinks with the number of heads.
+    the result loads with plain transformers and its KV cache shrinks with the number of heads. Without --method it is
+    the best that needs only the weights; the GQA paper's mean pooling is --method mean.
     """
     from gqa.convert.api import plan_conversion
 
     if options["maps"]:
         refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
-    refuse_unused([options["method"]], f"--method {options['method']}")
+    asked = AUTOMATIC if options["method"] == AUTO else [options["method"]]
+    refuse_unused(asked, f"--method {options['method']}")
     check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
+    options["model"] = model
     plan = plan_conversion(
         model, groups, method=options["method"], seed=options["seed"], dtype=options["dtype"],
         max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
         target=read_target(options), grouping=options["grouping"], headers_only=options["dry_run"],
     )  # fmt: skip
+    _announce(plan, options)
     if options["dry_run"]:
         _report(plan, None, options)
     else:
@@ -141,6 +156,20 @@ def _say(text: str, options: dict[str, Any]) -> None:
         click.echo(text, err=options["as_json"])
 
 
+def _announce(plan: Plan, options: dict[str, Any]) -> None:
+    """What is known before anything is done: warnings first, and which method was taken for which reason."""
+    for warning in plan.warnings:
+        _warn(warning)
+    if is_given("method") and plan.method not in METHODS:
+        _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
+    if plan.choice:
+        _say(f"method      {plan.method} (--method {AUTO}): {plan.choice.why}", options)
+
+
+def _warn(text: str) -> None:
+    click.echo(one_line(f"warning: {text}"), err=True)
+
+
 def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> None:
     from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
 
@@ -150,21 +179,40 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
         _say(text, options)
-    warnings = list(result.warnings if result else plan.warnings)
-    if is_given("method") and plan.method not in METHODS:
-        warnings.append(f"--method {options['method']} is not used: no heads of the {plan.config.main.kv} are merged")
-    for warning in warnings:
-        click.echo(one_line(f"warning: {warning}"), err=True)
     if result:
+        for warning in result.warnings[len(plan.warnings) :]:
+            _warn(warning)
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
-        if plan.groups < plan.config.main.kv and not plan.merging.how.redraws and plan.merging.how.needs != "text":
-            advised = ", ".join(best(lambda other: other.needs == "text"))
-            _say(f"advice      --method {advised} loses far less than {plan.method}, and needs no data", options)
-    else:
+    if plan.method in METHODS and not options["quiet"]:
+        record["estimates"] = _estimates(plan, result, options)
+    if not result:
         _say("dry run     nothing was written", options)
     if options["as_json"]:
         click.echo(json.dumps(record | {"dry_run": result is None}))
+
+
+def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Says what every method would take here, or after a conversion what a better one would; seconds by method."""
+    from gqa.checkpoint.devices import find_device
+    from gqa.convert.estimate import Work, estimates
+    from gqa.convert.summary import size
+
+    device = find_device(options["device"])
+    asked = ("calibration_tokens", "calibration_context", "refine_steps", "refine_batch")
+    found = estimates(plan, device, Work(*(options[name] for name in asked)))
+    for each in found if result is None else []:
+        beside = f", {size(each.beside)} beside it meanwhile" if each.beside else ""
+        about = f"about {each.time} on {device}, {size(each.disk)} on disk{beside}"
+        _say(f"estimate    {each.method.name:12}{about}", options)
+    best = found[-1]
+    if result and best.method.name == plan.method:
+        command = f"gqa-uptrain {result.out} --teacher {options['model']} --data self:1M -o OUT"
+        _say(f"better      training it on text that MODEL writes: {command}", options)
+    elif result:
+        command = f"gqa-convert --groups {plan.groups} --method {best.method.name} {options['model']}"
+        _say(f"better      {best.method.name}, {best.method.result}: about {best.time} on {device}: {command}", options)
+    return {each.method.name: round(each.seconds, 1) for each in found}
 
 
 def main() -> None:

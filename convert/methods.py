@@ -34,6 +34,7 @@ class Method:
     cost: What it takes, in words. result: What the heads of the result are, in words.
     pool: From (Hk, G) to maps; of a method that looks at the model, for what its maps do not cover.
     redraws: Whether projections are drawn at random instead.
+    guesses: Whether it supposes that what layers are given can be guessed (`heads/blocks.py`).
     refines: Whether layers are trained after the closed form, so that whole tensors replace those of the model.
     finder: `module:function` that finds the maps of what looks at `weights`, loaded when it is called for: see `find`.
     """
@@ -44,6 +45,7 @@ class Method:
     result: str
     pool: Pooling
     redraws: bool = False
+    guesses: bool = False
     refines: bool = False
     finder: str = ""
 
@@ -71,6 +73,7 @@ class Method:
 
 
 METHODS: dict[str, Method] = {}
+AUTO = "auto"  # the best of those that need nothing but weights (`gqa.convert.choose`)
 GROUPINGS = ("contiguous", "search")
 
 
@@ -118,6 +121,7 @@ register(
     "weights",
     "minutes",
     "the closed form on what the weights make layers expect",
+    guesses=True,
     finder="gqa.convert.align.aligned:aligned",
 )(mean)
 register("calibrated", "text", "three forward passes", "the closed form on what layers are given by text")(mean)
@@ -125,6 +129,7 @@ register("refined", "text", "calibrated, and minutes a layer", "calibrated, then
     mean
 )
 
+AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
 LAYERWISE = tuple(method.name for method in METHODS.values() if method.reads_text)  # finished layers are kept
 

@@ -12,6 +12,7 @@ from gqa.checkpoint.errors import RefusedError, alternatives
 from gqa.checkpoint.headers import TensorSpec, byte_size
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.checkpoint.shards import shard_names
+from gqa.convert.choose import Choice, choose
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.heads.engines import engine_notes
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
@@ -19,7 +20,7 @@ from gqa.convert.heads.layout import Rule, Untouched
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
-from gqa.convert.methods import ALIGNING, METHODS, Merging, instead
+from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, instead
 from gqa.convert.recast.targets import ANY, Target, recast
 
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
@@ -71,6 +72,7 @@ class Plan:
     dtype: str | None = None
     warnings: tuple[str, ...] = field(default=())
     engine_notes: tuple[str, ...] = field(default=())
+    choice: Choice | None = None  # where no method was named and heads are merged
 
     @property
     def tensors(self) -> Iterable[OutputTensor]:
@@ -112,7 +114,7 @@ class Plan:
 def make_plan(
     checkpoint: Checkpoint,
     groups: int,
-    method: str = "mean",
+    method: str = "auto",
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
@@ -124,12 +126,15 @@ def make_plan(
     `maps` are those that `method` made; without them a method that needs any can be planned but not run. `target` is
     about models whose class cannot have fewer heads.
     """
-    if method not in METHODS:
-        raise RefusedError(f"unknown method {method!r}; choose {', '.join(METHODS)}")
+    if method not in (AUTO, *METHODS):
+        raise RefusedError(f"unknown method {method!r}; choose {', '.join((AUTO, *METHODS))}")
     checkpoint = recast(checkpoint, groups, target)
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, groups, checkpoint.name)
     modules = attention_modules(checkpoint, config)
+    choice = choose(checkpoint, config, modules) if method == AUTO else None
+    if choice:
+        method, choice = choice.method, choice if groups < config.main.kv else None
     beside = _rules_beside(config, method, checkpoint.name) if groups < config.main.kv else ()
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
     if maps:
@@ -156,8 +161,9 @@ def make_plan(
         cache_before=kv_cache(config, cached, kv_dtype),
         cache_after=cache_after,
         dtype=stored,
-        warnings=tuple(_warnings(checkpoint)),
+        warnings=tuple(_warnings(checkpoint, choice)),
         engine_notes=engine_notes(new, cache_after),
+        choice=choice,
     )
 
 
@@ -244,7 +250,9 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
     return tuple(Shard(name, tuple(part)) for name, part in zip(names, parts, strict=True))
 
 
-def _warnings(checkpoint: Checkpoint) -> Iterable[str]:
+def _warnings(checkpoint: Checkpoint, choice: Choice | None) -> Iterable[str]:
+    if choice and choice.needs_training:
+        yield f"the result needs training before it is of use: {choice.why}, so their mean is taken"
     if checkpoint.config.get("model_type") in MODEL_TYPES:
         yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
     elif "auto_map" in checkpoint.config:

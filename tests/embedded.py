@@ -36,7 +36,7 @@ def texts(count: int, characters: int = 3000) -> tuple[str, ...]:
 def converted(directory: Path, groups: int) -> Path:
     out = directory / f"gqa{groups}"
     if not out.is_dir():
-        convert_checkpoint(SOURCE, groups, out)
+        convert_checkpoint(SOURCE, groups, out, method="mean")
     return out
 
 

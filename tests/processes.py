@@ -127,7 +127,7 @@ class Server(Forks):
     """`with Server(model, directory) as server`: warm after one conversion of a small model into `directory`."""
 
     def __init__(self, model: Path, directory: Path) -> None:
-        warm = {"words": ["--groups", "2", "-q", "-o", str(directory / "warm"), str(model)]}
+        warm = {"words": ["--groups", "2", "--method", "mean", "-q", "-o", str(directory / "warm"), str(model)]}
         super().__init__(directory, f"from processes import *; convert({warm}); serve(convert)")
 
     def start(self, *words: object, **options: Any) -> Running:

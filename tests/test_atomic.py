@@ -70,9 +70,9 @@ def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwr
     """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
     kept = tmp_path.with_name(tmp_path.name + "-kept")
-    old, new = (contents(convert_checkpoint(model, groups, kept / str(groups)).out) for groups in (1, 2))
+    old, new = (contents(convert_checkpoint(model, groups, kept / str(groups), method="mean").out) for groups in (1, 2))
     before = snapshot(model)
-    words = ["--groups", 2, "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
+    words = ["--groups", 2, "--method", "mean", "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
     states: list[str] = []
     for fatal in range(1, 400):
         if overwrite:
@@ -98,10 +98,10 @@ def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwr
 def test_old_result_is_put_back_by_the_next_run(tmp_path: Path) -> None:
     """A run without exchange was killed between its two renames: the old result is there again, and is respected."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
-    assert run("--groups", 1, "-o", out, model).code == 0
+    assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
     old = snapshot(out)
     out.rename(tmp_path / ".out.gqa-replaced")
-    check_refused(run("--groups", 2, "-o", out, model), "exists; choose another output")
+    check_refused(run("--groups", 2, "--method", "mean", "-o", out, model), "exists; choose another output")
     assert snapshot(out) == old
     assert leftovers(tmp_path) == []
 
@@ -117,7 +117,7 @@ def stop(running: Running, seconds: float, number: int) -> int:
 def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, code: int, jobs: int) -> None:
     """Soon over, nothing left, and one line where somebody sits at the terminal."""
     out = tmp_path / "out"
-    words = ["--groups", 2, "-q", "--jobs", jobs, "-o", out, big]
+    words = ["--groups", 2, "--method", "mean", "-q", "--jobs", jobs, "-o", out, big]
     running = server.start(*words)
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".out.gqa-partial/model-00001*")):  # now it is at work
@@ -136,21 +136,23 @@ def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, cod
 def test_two_at_a_time(server: Server, big: Path, tmp_path: Path) -> None:
     """The second to come is refused and disturbs nothing."""
     out = tmp_path / "out"
-    first = server.start("--groups", 2, "-q", "-o", out, big)
+    first = server.start("--groups", 2, "--method", "mean", "-q", "-o", out, big)
     while not (tmp_path / ".out.gqa-partial").exists():
         time.sleep(0.001)
-    second = server.start("--groups", 1, "-q", "-o", out, big)
+    second = server.start("--groups", 1, "--method", "mean", "-q", "-o", out, big)
     assert second.wait() == 2
     assert "another conversion is writing" in second.said()
     assert first.wait() == 0, first.said()
-    assert contents(out) == contents(convert_checkpoint(big, 2, tmp_path / "alone").out)
+    assert contents(out) == contents(convert_checkpoint(big, 2, tmp_path / "alone", method="mean").out)
     assert leftovers(tmp_path) == []
 
 
 def test_many_at_a_time(server: Server, tmp_path: Path) -> None:
     """Whoever gets the lock when, OUT is always one of the complete results."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
-    results = [contents(convert_checkpoint(model, groups, tmp_path / f"alone{groups}").out) for groups in (1, 2)]
+    results = [
+        contents(convert_checkpoint(model, groups, tmp_path / f"alone{groups}", method="mean").out) for groups in (1, 2)
+    ]
     codes = []
     for turn in range(8):
         group = [server.start("--groups", 1 + n % 2, "-q", "--overwrite", "-o", out, model) for n in range(4)]
@@ -186,15 +188,21 @@ def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, ove
     if where == "shards":
         monkeypatch.setattr(rewrite, "require_space", lambda needed, out: None)
     if overwrite:
-        assert run("--groups", 1, "-o", out, small(tmp_path / "other")).code == 0
+        assert run("--groups", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
     before, sound = snapshot(disk), snapshot(model)
     says = "are free at" if where == "plan" else "nothing was kept"
-    check_refused(run("--groups", 2, "--overwrite", "-o", out, model), "no space left", "free some", says, code=1)
+    check_refused(
+        run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model),
+        "no space left",
+        "free some",
+        says,
+        code=1,
+    )
     assert snapshot(disk) == before
     assert snapshot(model) == sound
     (model / "vocab.txt").unlink()
     if where == "side files":
-        assert run("--groups", 2, "--overwrite", "-o", out, model).code == 0
+        assert run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model).code == 0
 
 
 @pytest.mark.parametrize("where", ["copy_range", "write_tensor", "write_bytes", "copy_file", "write_text", "verify"])
@@ -206,24 +214,24 @@ def test_error_of_the_disk_anywhere(tmp_path: Path, monkeypatch: Any, where: str
     model = llama(tmp_path / "m")
     monkeypatch.setattr(shards if where == "write_bytes" else rewrite, where, fail)
     says = "Input/output error" if number == errno.EIO else "no space left"
-    result = run("--groups", 2, "-o", tmp_path / "out", model)
+    result = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model)
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
     assert says in result.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
     monkeypatch.undo()
-    assert run("--groups", 2, "-o", tmp_path / "out", model).code == 0
+    assert run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model).code == 0
 
 
 def test_exception_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a mistake of our own, also with a result that stays."""
     model, out = llama(tmp_path / "m"), tmp_path / "out"
-    convert_checkpoint(model, 1, out)
+    convert_checkpoint(model, 1, out, method="mean")
     before = snapshot(tmp_path)
     for module, name in ((rewrite, "format_config"), (rewrite, "verify"), (writer, "fsync_directory")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *words, **options: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                convert_checkpoint(model, 2, out, overwrite=True)
+                convert_checkpoint(model, 2, out, overwrite=True, method="mean")
         assert snapshot(tmp_path) == before
 
 
@@ -242,7 +250,7 @@ def test_error_in_one_job_stops_the_others(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(rewrite, "copy_range", copy)
     start = time.monotonic()
     with pytest.raises(OSError, match="on fire"):
-        convert_checkpoint(model, 2, tmp_path / "out", jobs=2)
+        convert_checkpoint(model, 2, tmp_path / "out", jobs=2, method="mean")
     assert time.monotonic() - start < 10
     assert len(set(begun)) < 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
@@ -264,7 +272,7 @@ def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = llama(tmp_path / "m", shards=3)
     monkeypatch.setattr(rewrite, "copy_range", copy)
     start = time.monotonic()
-    result = run("--groups", 2, "--jobs", 2, "-o", tmp_path / "out", model)
+    result = run("--groups", 2, "--method", "mean", "--jobs", 2, "-o", tmp_path / "out", model)
     assert (result.code, result.err.strip()) == (130, INTERRUPTED)
     assert time.monotonic() - start < 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
@@ -278,7 +286,7 @@ def test_failed_second_rename_is_undone(
     where it cannot be put back either.
     """
     model, out = small(tmp_path / "m"), tmp_path / "out"
-    assert run("--groups", 1, "-o", out, model).code == 0
+    assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
     before, rename = snapshot(tmp_path), Path.rename
 
     def fail(path: Path, target: Path) -> Path:
@@ -288,11 +296,11 @@ def test_failed_second_rename_is_undone(
 
     monkeypatch.setattr(writer, "exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", fail)
-    assert run("--groups", 2, "--overwrite", "-o", out, model).code == 1
+    assert run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model).code == 1
     monkeypatch.undo()
     if len(failing) > 1:
         assert not out.exists()
-        check_refused(run("--groups", 2, "-o", out, model), "exists; choose another output")
+        check_refused(run("--groups", 2, "--method", "mean", "-o", out, model), "exists; choose another output")
     assert snapshot(tmp_path) == before
 
 

@@ -141,7 +141,7 @@ def test_refinement_lowers_the_error(name: str, tmp_path: Path) -> None:
     out = convert_checkpoint(directory, 2, tmp_path / "out", maps=tmp_path / "40.safetensors").out
     given = inputs(tiny)
     expected = logits(tiny, load_tiny(tiny, directory, attention_of(tiny.model_type)), given)
-    mean = convert_checkpoint(directory, 2, tmp_path / "mean").out
+    mean = convert_checkpoint(directory, 2, tmp_path / "mean", method="mean").out
     refined, pooled = (
         float((logits(tiny, load_tiny(tiny, place, attention_of(tiny.model_type)), given) - expected).square().mean())
         for place in (out, mean)

@@ -83,7 +83,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(source: Path) -> Pair:
-    merged = convert_checkpoint(source, 2, source.with_name("two"), target=CUSTOM_CODE).out
+    merged = convert_checkpoint(source, 2, source.with_name("two"), target=CUSTOM_CODE, method="mean").out
     back = convert_checkpoint(merged, QUERY_HEADS, source.with_name("back")).out
     return Pair(source, merged, as_source(back, source, source.with_name("repeated")))
 
@@ -141,7 +141,7 @@ def kind_of(tensor: str) -> str:
 
 def expand_back(source: Path, groups: int, place: Path, target: Target) -> Path:
     """The conversion, which computes what the source's class does with each of its heads repeated."""
-    merged = convert_checkpoint(source, groups, place / "merged", target=target).out
+    merged = convert_checkpoint(source, groups, place / "merged", target=target, method="mean").out
     back = as_source(convert_checkpoint(merged, QUERY_HEADS, place / "back").out, source, place / "source")
     given = inputs(theirs(source))
     expected = logits(theirs(source), load(theirs(source), back), given)
@@ -223,7 +223,9 @@ def test_the_cache_holds_fewer_heads(pair: Pair) -> None:
 
 def test_cross_attention_that_keeps_its_heads(tmp_path: Path) -> None:
     directory = write_checkpoint(build(THEIRS["bart"], QUERY_HEADS), tmp_path / "source")
-    out = convert_checkpoint(directory, 2, tmp_path / "out", target=Target(attention=("decoder-self",))).out
+    out = convert_checkpoint(
+        directory, 2, tmp_path / "out", target=Target(attention=("decoder-self",)), method="mean"
+    ).out
     assert cached_heads(out) == ({2}, {4})
 
 
@@ -255,7 +257,7 @@ def test_old_checkpoints(name: str, attention: str, tmp_path: Path) -> None:
     names = (f"{attention.format(layer)}.{part}" for layer in (0, 1) for part in ("bias", "masked_bias"))
     masks = {mask: torch.ones(1, 1, 4, 4) for mask in names}
     save_file(tensors | masks, directory / "model.safetensors", metadata={"format": "pt"})
-    out = convert_checkpoint(directory, 2, tmp_path / "out", load=True).out
+    out = convert_checkpoint(directory, 2, tmp_path / "out", load=True, method="mean").out
     assert all_tensors(out).keys() == tensors.keys()
 
 

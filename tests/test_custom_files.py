@@ -45,7 +45,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, tiny in THEIRS.items():
         place = tmp_path_factory.mktemp(name)
         directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
-        made[name] = convert_checkpoint(directory, 2, place / "out", target=CUSTOM_CODE).out
+        made[name] = convert_checkpoint(directory, 2, place / "out", target=CUSTOM_CODE, method="mean").out
     return made
 
 
@@ -231,7 +231,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_our_commands_need_no_trust(gpt2: Path, tmp_path: Path) -> None:
     """Convert, verify by loading, evaluate, train and convert again, all without --trust-remote-code."""
-    done = run("--groups", 2, "--verify-load", "-o", tmp_path / "two", gpt2)
+    done = run("--groups", 2, "--method", "mean", "--verify-load", "-o", tmp_path / "two", gpt2)
     assert (done.code, ours(tmp_path / "two").name) == (0, "gqa_gpt2"), done.err
     assert "trust_remote_code=True" in done.err
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
@@ -243,14 +243,14 @@ def test_our_commands_need_no_trust(gpt2: Path, tmp_path: Path) -> None:
     )
     assert done.code == 0, done.err
     assert (tmp_path / "trained" / "modeling_gqa_gpt2.py").is_file()
-    done = run("--groups", 1, "--verify-load", "-o", tmp_path / "one", tmp_path / "trained")
+    done = run("--groups", 1, "--method", "mean", "--verify-load", "-o", tmp_path / "one", tmp_path / "trained")
     assert done.code == 0, done.err
     assert ours(tmp_path / "one").name == "gqa_gpt2"
 
 
 def test_the_tokenizer_is_carried(gpt2: Path, tmp_path: Path) -> None:
     """Where only the model type said which tokenizer it is, the config says it now."""
-    out = convert_checkpoint(gpt2, 2, tmp_path / "out").out
+    out = convert_checkpoint(gpt2, 2, tmp_path / "out", method="mean").out
     before, after = (load_tokenizer(read_checkpoint(place))("a dog").input_ids for place in (gpt2, out))
     assert before == after != []
 
@@ -264,7 +264,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "unknown kind": ("bart", ("--attention", "decoder-self,sideways"), "choose decoder-self, cross, encoder"),
     "no kind": ("bart", ("--attention", ","), "choose decoder-self, cross, encoder"),
     "cross alone": ("bart", ("--attention", "cross"), "leaves out decoder-self"),
-    "no divisor": ("bart", ("--groups", 3), "choose 1, 2 or 4"),
+    "no divisor": ("bart", ("--groups", 3, "--method", "mean"), "choose 1, 2 or 4"),
     "heads cannot be calibrated": ("bart", ("--method", "calibrated"), NO_LAYERS),
     "heads that no class of transformers holds": ("gpt2", ("--no-remote-code",), "(as gpt_bigcode); choose 1 or 4"),
     "kinds of a decoder": ("gpt2", ("--attention", "decoder-self"), "leave out --attention (it is for bart, m2m_100"),
@@ -274,13 +274,13 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, converted: dict[str, Path]) -> None:
     name, words, says = REFUSED[case]
-    assert says in refusal(converted[name].with_name("source"), "--groups", 2, *words)
+    assert says in refusal(converted[name].with_name("source"), "--groups", 2, "--method", "mean", *words)
 
 
 def test_native_first(gpt2: Path, tmp_path: Path) -> None:
     """GPT-2 with one head is a class of transformers, unless asked otherwise."""
     for words, expected in (((), "gpt_bigcode"), (("--remote-code",), "gqa_gpt2")):
-        done = run("--groups", 1, *words, "-o", tmp_path / expected, gpt2)
+        done = run("--groups", 1, "--method", "mean", *words, "-o", tmp_path / expected, gpt2)
         assert done.code == 0, done.err
         assert json.loads((tmp_path / expected / "config.json").read_text())["model_type"] == expected
 
@@ -289,15 +289,17 @@ def test_a_config_that_names_odd_kinds(converted: dict[str, Path], tmp_path: Pat
     for number, kinds in enumerate((["cross"], ["decoder-self", "sideways"], [])):
         directory = shutil.copytree(converted["bart"], tmp_path / str(number))
         edit_json(directory / "config.json", lambda c, kinds=kinds: c.update(grouped_attention=kinds))  # type: ignore[misc]
-        assert "grouped_attention" in refusal(directory, "--groups", 1)
+        assert "grouped_attention" in refusal(directory, "--groups", 1, "--method", "mean")
 
 
 def test_heads_of_the_encoder_are_others(tmp_path: Path) -> None:
     """An encoder with another number of heads stays as it is, or is refused."""
     tiny = replace(THEIRS["bart"], options={**THEIRS["bart"].options, "encoder_attention_heads": 8})
     directory = write_checkpoint(build(tiny, QUERY_HEADS), tmp_path / "source")
-    convert_checkpoint(directory, 2, tmp_path / "out")
-    said = refusal(directory, "--groups", 2, "--attention", "decoder-self,encoder", "-o", tmp_path / "other")
+    convert_checkpoint(directory, 2, tmp_path / "out", method="mean")
+    said = refusal(
+        directory, "--groups", 2, "--method", "mean", "--attention", "decoder-self,encoder", "-o", tmp_path / "other"
+    )
     assert "its encoder has 8 attention heads, its decoder 4" in said
 
 
@@ -331,6 +333,6 @@ def test_transformers_registries_stay(gpt2: Path, tmp_path: Path) -> None:
 
     The installed code is what runs, not the file beside the weights, whatever that says.
     """
-    out = convert_checkpoint(gpt2, 2, tmp_path / "out").out
+    out = convert_checkpoint(gpt2, 2, tmp_path / "out", method="mean").out
     (out / "modeling_gqa_gpt2.py").write_text("raise RuntimeError('run')")
     subprocess.run([sys.executable, "-c", REGISTRIES, ROOT, out], check=True, cwd=tmp_path)

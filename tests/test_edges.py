@@ -67,7 +67,7 @@ def check_result(out: Path, expected: Tensors, rounded: tuple[str, ...] = ("k_pr
 def convert(model: Path, *words: object, groups: int = 2) -> Path:
     """Converted without complaint, the source untouched."""
     before, out = snapshot(model), model.parent / "out"
-    result = run("--groups", groups, "-o", out, *words, model)
+    result = run("--groups", groups, "--method", "mean", "-o", out, *words, model)
     assert (result.code, result.err) == (0, ""), result
     assert snapshot(model) == before
     assert leftovers(model.parent) == []
@@ -113,7 +113,7 @@ def test_nan_and_inf_are_a_warning(name: str, value: float, tmp_path: Path) -> N
     made = weights()
     made[name][5, 7] = value
     model = llama(tmp_path / "m", tensors=made)
-    result = run("--groups", 2, "--json", "-q", model)
+    result = run("--groups", 2, "--method", "mean", "--json", "-q", model)
     assert result.code == 0
     assert [line for line in result.err.splitlines() if "NaN or Inf" in line] == result.err.splitlines()
     assert f"warning: {name} has NaN or Inf" in result.err
@@ -190,7 +190,7 @@ def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
     """As in transformers; the shards beside it are not what it loads."""
     model = llama(tmp_path / "m", shards=2, seed=1)
     llama(model, shards=1, seed=2)
-    result = run("--groups", 2, "-o", tmp_path / "out", model)
+    result = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model)
     assert result.code == 0
     assert "warning: left out" in result.err
     check_result(tmp_path / "out", merged(weights(seed=2), 4, 2))
@@ -232,7 +232,7 @@ def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
     (model / "training_args.bin").write_text("stale")
     (model / "link.txt").symlink_to("assets/nested/vocab.txt")
     modules = set(sys.modules)
-    result = run("--groups", 2, "-o", tmp_path / "out", model)
+    result = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model)
     assert result.code == 0
     assert "auto_map" in result.err
     assert "left out" in result.err
@@ -250,12 +250,12 @@ def test_side_files_travel_unchanged_and_unread(tmp_path: Path) -> None:
 )
 def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(tmp_path / name, shards=1)
-    result = run("--groups", 2, "--json", f"{model}/")
+    result = run("--groups", 2, "--method", "mean", "--json", f"{model}/")
     assert result.code == 0, result
     assert (tmp_path / f"{name}-gqa2-mean" / "config.json").is_file()
     json.loads((tmp_path / f"{name}-gqa2-mean" / "gqa_conversion.json").read_text())
     monkeypatch.chdir(model)
-    assert run("--groups", 1, ".").code == 0
+    assert run("--groups", 1, "--method", "mean", ".").code == 0
     assert (tmp_path / f"{name}-mqa-mean" / "config.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, f"{name}-gqa2-mean", f"{name}-mqa-mean"])
 
@@ -264,7 +264,7 @@ def test_names_of_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_json_is_one_object_alone_on_stdout(words: list[str], tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     before = snapshot(tmp_path)
-    result = run("--groups", 2, "--json", *words, model)
+    result = run("--groups", 2, "--method", "mean", "--json", *words, model)
     assert result.code == 0
     assert (snapshot(tmp_path) == before) == ("--dry-run" in words)
     assert result.out.count("\n") == 1
@@ -281,7 +281,7 @@ def test_dry_run_reads_headers_only(tmp_path: Path) -> None:
     header["model.huge"] = {"dtype": "U8", "shape": [huge], "data_offsets": [len(data), len(data) + huge]}
     write_raw(model / SINGLE, json.dumps(header).encode(), b"")
     os.truncate(model / SINGLE, (model / SINGLE).stat().st_size + len(data) + huge)
-    result = run("--groups", 2, "--dry-run", "--json", model)
+    result = run("--groups", 2, "--method", "mean", "--dry-run", "--json", model)
     assert result.code == 0
     assert json.loads(result.out)["total_bytes"] > huge
 

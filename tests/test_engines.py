@@ -83,11 +83,11 @@ def test_command_shows_them(words: list[str], tmp_path: Path) -> None:
     """Not as warnings: nothing is wrong with the result."""
     expected = "CTranslate2: its loader knows no head_dim of llama but hidden_size / heads: it refuses or misreads 4"
     model = llama(tmp_path / "m", hidden_size=64, head_dim=4)
-    shown = run("--groups", 2, "-o", tmp_path / "out", *words, model)
+    shown = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", *words, model)
     assert (shown.code, shown.err) == (0, "")
     assert f"\nnote        {expected}\n" in shown.out
-    record = json.loads(run("--groups", 2, "-o", tmp_path / "out2", "--json", *words, model).out)
+    record = json.loads(run("--groups", 2, "--method", "mean", "-o", tmp_path / "out2", "--json", *words, model).out)
     assert record["engine_notes"] == [expected]
     assert record["warnings"] == []
-    plain = run("--groups", 2, "-o", tmp_path / "out3", *words, llama(tmp_path / "plain"))
+    plain = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out3", *words, llama(tmp_path / "plain"))
     assert "note" not in plain.out

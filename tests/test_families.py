@@ -120,7 +120,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def with_groups(directory: Path, groups: int) -> Path:
     """The conversion of a module's source by `mean`, made once."""
     place = directory.with_name(f"merged{groups}")
-    return place if place.exists() else convert_checkpoint(directory, groups, place).out
+    return place if place.exists() else convert_checkpoint(directory, groups, place, method="mean").out
 
 
 def smaller_groups(directory: Path) -> list[int]:
@@ -298,5 +298,5 @@ def test_refused(name: str, tmp_path: Path) -> None:
     """What cannot be converted is refused before anything is written."""
     directory = write_checkpoint(build(TINY[name], QUERY_HEADS), tmp_path / "source")
     with pytest.raises(RefusedError, match="cannot be converted"):
-        convert_checkpoint(directory, 1, tmp_path / "out")
+        convert_checkpoint(directory, 1, tmp_path / "out", method="mean")
     assert not (tmp_path / "out").exists()

@@ -114,7 +114,7 @@ def rearranged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     place = tmp_path_factory.mktemp("rearranged")
     options = {**TINY["llama+bias"].options, "num_attention_heads": request.param}
     model = build(replace(TINY["llama+bias"], options=options), 2)
-    directory = convert_checkpoint(write_checkpoint(model, place / "source"), 4, place / "equal").out
+    directory = convert_checkpoint(write_checkpoint(model, place / "source"), 4, place / "equal", method="mean").out
     rearrange(directory)
     return directory
 

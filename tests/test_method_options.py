@@ -76,7 +76,7 @@ def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_pa
     done = run("--groups", groups, "--method", "first", model)
     assert (done.code, leftovers(tmp_path)) == (0, [])
     assert (tmp_path / name / "config.json").is_file()
-    assert ("--method first is not used: no heads of the 4 are merged" in done.err) == (groups >= 4)
+    assert ("--method is not used: none of the 4 heads are merged" in done.out) == (groups >= 4)
     assert convert_checkpoint(model, groups, method="first", overwrite=True).out == tmp_path / name
 
 

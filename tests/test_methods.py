@@ -40,7 +40,7 @@ def grouped(tensor: Tensor, groups: int) -> Tensor:
 @pytest.mark.parametrize("name", [K, V_BIAS])
 def test_mean_and_first(source: Path, tmp_path: Path, groups: int, name: str) -> None:
     before = all_tensors(source)
-    mean = all_tensors(convert_checkpoint(source, groups, tmp_path / "mean").out)
+    mean = all_tensors(convert_checkpoint(source, groups, tmp_path / "mean", method="mean").out)
     first = all_tensors(convert_checkpoint(source, groups, tmp_path / "first", method="first").out)
     expected = grouped(before[name].double(), groups).mean(1).flatten(0, 1)
     assert torch.allclose(mean[name].double(), expected, atol=1e-6, rtol=0)
@@ -70,7 +70,7 @@ def test_random_keeps_the_norms_of_the_heads(tmp_path: Path) -> None:
     source = write_checkpoint(build(TINY["olmo2"], 4), tmp_path / "source")
     name = "model.layers.0.self_attn.k_norm.weight"
     random = all_tensors(convert_checkpoint(source, 2, tmp_path / "out", method="random").out)[name]
-    mean = all_tensors(convert_checkpoint(source, 2, tmp_path / "mean").out)[name]
+    mean = all_tensors(convert_checkpoint(source, 2, tmp_path / "mean", method="mean").out)[name]
     assert torch.equal(random, mean)
 
 
@@ -87,7 +87,7 @@ def test_pooling_rounds_once(dtype: torch.dtype, tmp_path: Path) -> None:
     """Averages of stored numbers are exact in float32 (float64) up to one rounding to the stored dtype."""
     source = stored_as(dtype, tmp_path / "source")
     before = all_tensors(source)[K]
-    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out").out)[K]
+    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", method="mean").out)[K]
     exact = grouped(before.double(), 1).mean(1).flatten(0, 1)
     assert after.dtype == dtype
     if dtype in (torch.bfloat16, torch.float16):
@@ -102,7 +102,7 @@ def test_dtype_is_rounded_from_the_merged_numbers(tmp_path: Path) -> None:
     """bfloat16 stored as float32 keeps the average's own digits; untouched tensors are cast too."""
     source = stored_as(torch.bfloat16, tmp_path / "source")
     before = all_tensors(source)
-    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", dtype="float32").out)
+    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", dtype="float32", method="mean").out)
     exact = grouped(before[K].float(), 1).mean(1).flatten(0, 1)
     assert torch.allclose(after[K], exact, atol=1e-7, rtol=0)
     assert not torch.equal(after[K], after[K].bfloat16().float())

@@ -63,7 +63,7 @@ def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]
     ],
 )
 def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path: Path) -> None:
-    assert says in refusal(source(tmp_path, name), "--groups", groups, "--no-remote-code")
+    assert says in refusal(source(tmp_path, name), "--groups", groups, "--method", "mean", "--no-remote-code")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path
 )  # fmt: skip
 def test_options_and_tensors_that_no_target_expresses(name: str, change: Any, says: str, tmp_path: Path) -> None:
     directory = source(tmp_path, name, **change) if isinstance(change, dict) else source(tmp_path, name, change)
-    said = refusal(directory, "--groups", 1, "--no-remote-code")
+    said = refusal(directory, "--groups", 1, "--method", "mean", "--no-remote-code")
     assert re.search(says, said), said
 
 
@@ -162,7 +162,7 @@ def test_what_is_written_wrong_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(rewrite, "write_tensor", write_wrong)
     with pytest.raises(OutputError, match=r"mlp\.fc1\.weight is not as it was in the source"):
-        convert_checkpoint(directory, 2, tmp_path / "out")
+        convert_checkpoint(directory, 2, tmp_path / "out", method="mean")
     assert not (tmp_path / "out").exists()
 
 
@@ -177,7 +177,7 @@ def test_text_without_a_tokenizer(tmp_path: Path) -> None:
 def test_alibi_is_kept_by_head(tmp_path: Path) -> None:
     """Falcon-RW: G = 1 in its own class, and nothing that moves heads to others, whose slopes are not theirs."""
     directory = write_checkpoint(build(TINY["falcon+rw"], 4), tmp_path / "source")
-    assert "choose 1 or 4" in refusal(directory, "--groups", 2)
+    assert "choose 1 or 4" in refusal(directory, "--groups", 2, "--method", "mean")
     assert all(r.source != "falcon" for r in RECASTINGS)
 
 
@@ -196,9 +196,9 @@ def test_every_entry_has_a_tiny_model() -> None:
 def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     directory = source(tmp_path, "gpt_neox")
     (directory / "notes.txt").write_bytes(b"\x00\xff carried along")
-    planned = run("--groups", 2, "--dry-run", directory)
+    planned = run("--groups", 2, "--method", "mean", "--dry-run", directory)
     assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in planned.out
-    done = run("--groups", 2, "--json", directory)
+    done = run("--groups", 2, "--method", "mean", "--json", directory)
     both = {
         "from": {"model_type": "gpt_neox", "architecture": "GPTNeoXForCausalLM"},
         "to": {"model_type": "phi", "architecture": "PhiForCausalLM"},
@@ -217,7 +217,7 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     assert stated["dtype"] == before["dtype"]
     assert "tokenizer_class" not in stated  # it has none
     # Converting the result once more is that of any Phi.
-    again = run("--groups", 1, "--json", "-o", tmp_path / "again", out)
+    again = run("--groups", 1, "--method", "mean", "--json", "-o", tmp_path / "again", out)
     assert json.loads(again.out)["recast"] is None
 
 
@@ -276,7 +276,7 @@ def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> N
         told = {key: of_type or "GPT2Tokenizer" if value is ... else value for key, value in tokenizer_config.items()}
         (directory / "tokenizer_config.json").write_text(json.dumps(told))
     before = AutoTokenizer.from_pretrained(directory)
-    out = convert_checkpoint(directory, 1, tmp_path / "out").out
+    out = convert_checkpoint(directory, 1, tmp_path / "out", method="mean").out
     found = AutoTokenizer.from_pretrained(out)
     assert found(TEXT)["input_ids"] == before(TEXT)["input_ids"]
     assert len(found(TEXT)["input_ids"]) == 23
@@ -294,7 +294,7 @@ def test_a_tokenizer_that_is_broken_is_carried_along(tmp_path: Path) -> None:
     """It is none of the weights' business, and neither is a model without any."""
     directory = source(tmp_path, "gpt2")
     (directory / "tokenizer.json").write_text("{}")
-    out = convert_checkpoint(directory, 1, tmp_path / "out").out
+    out = convert_checkpoint(directory, 1, tmp_path / "out", method="mean").out
     assert (out / "tokenizer.json").read_text() == "{}"
     assert not (out / "tokenizer_config.json").exists()
     assert "tokenizer_class" not in json.loads((out / "config.json").read_text())

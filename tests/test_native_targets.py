@@ -78,7 +78,9 @@ def logits(model: PreTrainedModel, given: dict[str, Tensor]) -> Tensor:
 def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """G = H: the other class gives the source's logits, also with padding on the left and token by token."""
     case, source = CASES[name], source_model(name)
-    result = convert_checkpoint(checkpoint(name), case.groups[0], tmp_path / "out", load=True, checksums=True)
+    result = convert_checkpoint(
+        checkpoint(name), case.groups[0], tmp_path / "out", load=True, checksums=True, method="mean"
+    )
     given = inputs(case.tiny)
     for attention in ("eager", "sdpa"):
         target = load(result.out, attention)
@@ -98,7 +100,7 @@ def test_identity(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) 
 def test_expand_back(name: str, groups: int, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """Merged heads, each repeated in the source class, give the logits of the converted model; in tiles they do not."""
     case = CASES[name]
-    out = convert_checkpoint(checkpoint(name), groups, tmp_path / "out").out
+    out = convert_checkpoint(checkpoint(name), groups, tmp_path / "out", method="mean").out
     target, given = load(out), inputs(case.tiny)
     assert target.config.num_key_value_heads == groups
     found = logits(target, given)
@@ -112,7 +114,7 @@ def test_expand_back(name: str, groups: int, checkpoint: Callable[[str], Path], 
 def test_generation_with_and_without_cache(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """The same tokens either way, those of the tied source, and a cache of G heads as the plan says."""
     case = CASES[name]
-    result = convert_checkpoint(checkpoint(name), 1, tmp_path / "out")
+    result = convert_checkpoint(checkpoint(name), 1, tmp_path / "out", method="mean")
     target, given = load(result.out), left_padded(inputs(case.tiny, length=6), 2)
     how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     cached, plain = (target.generate(**given, **how, use_cache=used) for used in (True, False))
@@ -127,7 +129,7 @@ def test_generation_with_and_without_cache(name: str, checkpoint: Callable[[str]
 
 def test_first_and_random(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """The other ways to merge also go through: `first` keeps the folded heads 0 and 2, `random` draws new ones."""
-    whole = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 4, tmp_path / "whole").out)
+    whole = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 4, tmp_path / "whole", method="mean").out)
     first = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 2, tmp_path / "first", method="first").out)
     drawn = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 2, tmp_path / "random", method="random").out)
     for name in (f"model.layers.1.self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")):
@@ -162,7 +164,9 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     directory = write_checkpoint(build(case.tiny, 4).half(), tmp_path / "source")
     for dtype in (None, "bfloat16", "float32"):
         kind = getattr(torch, dtype or "float16")
-        tensors = all_tensors(convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, checksums=True).out)
+        tensors = all_tensors(
+            convert_checkpoint(directory, 2, tmp_path / str(dtype), dtype=dtype, checksums=True, method="mean").out
+        )
         assert {tensor.dtype for tensor in tensors.values()} == {kind}
         for name, exact in folded(case, 2).items():
             wrong = (tensors[name].float() - exact).abs() / exact.abs().clamp(min=1e-3)
@@ -176,7 +180,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt_neox", "gpt2+scaled"])
 def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     """A checkpoint of torch's own format, other shards, several jobs: the same tensors. And gpt2 without a prefix."""
-    expected = all_tensors(convert_checkpoint(checkpoint(name), 1, tmp_path / "expected").out)
+    expected = all_tensors(convert_checkpoint(checkpoint(name), 1, tmp_path / "expected", method="mean").out)
     model = source_model(name)
     (tmp_path / "bin").mkdir()
     model.config.save_pretrained(tmp_path / "bin")
@@ -203,7 +207,7 @@ def test_a_plan_from_headers_alone(checkpoint: Callable[[str], Path], tmp_path: 
         plan = make_plan(headers, 1)
         done = plan_conversion(checkpoint(name), 1)
         assert [(t.name, t.shape, t.dtype) for t in plan.tensors] == [(t.name, t.shape, t.dtype) for t in done.tensors]
-        out = convert_checkpoint(checkpoint(name), 1, tmp_path / name).out
+        out = convert_checkpoint(checkpoint(name), 1, tmp_path / name, method="mean").out
         assert {t.name: t.shape for t in plan.tensors} == {k: tuple(v.shape) for k, v in all_tensors(out).items()}
 
 

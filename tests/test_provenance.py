@@ -22,7 +22,7 @@ REFINED = (
 )
 # Each option that changes weights: a conversion, and what the option adds to it.
 CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
-    "groups": ((), ("--groups", 1)),
+    "groups": ((), ("--groups", 1, "--method", "mean")),
     "method": ((), ("--method", "first")),
     "seed": (("--method", "random"), ("--seed", 7)),
     "seed of samples": (CALIBRATED, ("--seed", 7)),

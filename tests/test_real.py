@@ -62,7 +62,9 @@ def source() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The source, mean-pooled or expanded to G heads, each G converted once."""
-    if_needed = cache(lambda groups: convert_checkpoint(source, groups, tmp_path_factory.mktemp("g") / "out").out)
+    if_needed = cache(
+        lambda groups: convert_checkpoint(source, groups, tmp_path_factory.mktemp("g") / "out", method="mean").out
+    )
     return lambda groups: source if groups == KV else if_needed(groups)
 
 
@@ -138,7 +140,7 @@ def test_valid_groups_are_1_3_9(source: Path, tmp_path: Path) -> None:
     assert valid_groups(plan_conversion(source, KV).config) == [1, 3, 9]
     for groups in {*range(12), 18, 27} - {1, 3, 9}:
         with pytest.raises(RefusedError, match=r"choose 1, 3 or 9$"):
-            convert_checkpoint(source, groups, tmp_path / "out")
+            convert_checkpoint(source, groups, tmp_path / "out", method="mean")
     assert not list(tmp_path.iterdir())
 
 
@@ -335,12 +337,12 @@ def run_command(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def test_command(source: Path, tmp_path: Path) -> None:
     """The plan, the refusal and the conversion, as a user and a program see them."""
     out = tmp_path / "out"
-    dry = run_command("--groups", "1", "--dry-run", "--json", "-o", out, source)
+    dry = run_command("--groups", "1", "--method", "mean", "--dry-run", "--json", "-o", out, source)
     assert dry.returncode == 0, dry.stderr
-    refused = run_command("--groups", "2", "-o", out, source)
+    refused = run_command("--groups", "2", "--method", "mean", "-o", out, source)
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
     assert not list(tmp_path.iterdir())
-    done = run_command("--groups", "1", "--verify-load", "--checksums", "--json", "-o", out, source)
+    done = run_command("--groups", "1", "--method", "mean", "--verify-load", "--checksums", "--json", "-o", out, source)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == [out]
     plan, record = json.loads(dry.stdout), json.loads(done.stdout)

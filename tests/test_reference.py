@@ -73,7 +73,7 @@ def llama(place: Path) -> Path:
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_converted_llama_agrees_with_an_independent_attention(groups: int, tmp_path: Path) -> None:
     tiny, source = TINY["llama"], llama(tmp_path)
-    out = convert_checkpoint(source, groups, tmp_path / "out").out
+    out = convert_checkpoint(source, groups, tmp_path / "out", method="mean").out
     model, w = load(tiny, out, "sdpa"), all_tensors(out)
     assert w["model.layers.0.self_attn.k_proj.weight"].shape[0] == groups * DIM
     given = left_padded(inputs(tiny), 3)
@@ -107,7 +107,7 @@ def test_grouped_attention_is_multi_head_at_one_end_and_multi_query_at_the_other
 
 def test_the_independent_attention_notices_a_wrong_head_order(tmp_path: Path) -> None:
     """Negative control: the same weights with the groups in strided order are another model."""
-    w = all_tensors(convert_checkpoint(llama(tmp_path), 2, tmp_path / "out").out)
+    w = all_tensors(convert_checkpoint(llama(tmp_path), 2, tmp_path / "out", method="mean").out)
     ids, mask = inputs(TINY["llama"])["input_ids"], torch.ones(2, 12)
     strided = dict(w)
     for name in w:

@@ -32,10 +32,11 @@ MIB = 1 << 20
 _CHILD = """
 import sys
 from gqa.convert import convert_checkpoint
-convert_checkpoint(sys.argv[2], 2, sys.argv[2] + "-out")
+convert_checkpoint(sys.argv[2], 2, sys.argv[2] + "-out", method="mean")
 print("ready", flush=True)
 sys.stdin.readline()
-convert_checkpoint(sys.argv[1], 2, sys.argv[1] + "-out", jobs=int(sys.argv[3]), checksums=sys.argv[3] != '1')
+how = {"jobs": int(sys.argv[3]), "checksums": sys.argv[3] != "1", "method": "mean"}
+convert_checkpoint(sys.argv[1], 2, sys.argv[1] + "-out", **how)
 print("done", flush=True)
 """
 
@@ -129,7 +130,7 @@ def test_untouched_neighbours_move_as_one_range_in_the_kernel(tmp_path: Path, mo
     monkeypatch.setattr(rewrite, "write_tensor", write_tensor)
     monkeypatch.setattr(writer, "_copy_in_kernel", in_kernel)
     monkeypatch.setattr(rewrite, "copy_file", lambda *paths: None)  # side files would be counted as well
-    convert_checkpoint(source, 2, tmp_path / "out")
+    convert_checkpoint(source, 2, tmp_path / "out", method="mean")
     untouched = [t.nbytes for t in plan.tensors if t.change is None]
     assert sorted(computed) == sorted(t.nbytes for t in plan.changed)
     assert sum(ranges) == sum(untouched)
@@ -156,13 +157,13 @@ def test_every_way_down_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., int] | None, chunk: int
 ) -> None:
     source = llama(tmp_path / "source", shards=2)
-    expected = contents(convert_checkpoint(source, 2, tmp_path / "a" / "out").out)
+    expected = contents(convert_checkpoint(source, 2, tmp_path / "a" / "out", method="mean").out)
     monkeypatch.setattr(writer, "CHUNK", chunk)
     if kernel is None:
         monkeypatch.delattr(os, "copy_file_range", raising=False)
     else:
         monkeypatch.setattr(os, "copy_file_range", kernel, raising=False)
-    assert contents(convert_checkpoint(source, 2, tmp_path / "b" / "out").out) == expected
+    assert contents(convert_checkpoint(source, 2, tmp_path / "b" / "out", method="mean").out) == expected
     assert len(expected) > 4
 
 
@@ -175,7 +176,14 @@ def test_jobs_change_nothing_but_the_time(tmp_path: Path, dtype: str | None) -> 
     for jobs in (1, 2, 4):
         moved: list[int] = []
         result = convert_checkpoint(
-            source, 2, tmp_path / str(jobs), jobs=jobs, dtype=dtype, checksums=jobs > 1, progress=moved.append
+            source,
+            2,
+            tmp_path / str(jobs),
+            jobs=jobs,
+            dtype=dtype,
+            checksums=jobs > 1,
+            progress=moved.append,
+            method="mean",
         )
         files = {path.name: path.read_bytes() for path in result.out.glob("*.safetensors")}
         headers = sum(8 + int.from_bytes(data[:8], "little") for data in files.values())

@@ -258,7 +258,9 @@ def test_heads_that_are_equal_lose_nothing(name: str, tmp_path: Path) -> None:
     """Singular statistics: each group holds one head several times. The same number of heads changes no byte."""
     tiny = TINY[name]
     model = build(tiny, 2, attention=attention(tiny))
-    directory = convert_checkpoint(write_checkpoint(model, tmp_path / "source"), 4, tmp_path / "equal").out
+    directory = convert_checkpoint(
+        write_checkpoint(model, tmp_path / "source"), 4, tmp_path / "equal", method="mean"
+    ).out
     before, expected = all_tensors(directory), logits(tiny, model, inputs(tiny))
     for method in ("procrustes", "aligned", "calibrated"):
         out = convert_checkpoint(directory, 2, tmp_path / method, method=method, calibration=on_ids()).out
@@ -274,7 +276,9 @@ def test_procrustes_undoes_rotations(tmp_path: Path) -> None:
     """Its own group: heads that differ by phases and by rotations of the values, but not by anything else."""
     tiny = TINY["llama+bias"]
     model = build(tiny, 2, attention=attention(tiny))
-    directory = convert_checkpoint(write_checkpoint(model, tmp_path / "source"), 4, tmp_path / "turned").out
+    directory = convert_checkpoint(
+        write_checkpoint(model, tmp_path / "source"), 4, tmp_path / "turned", method="mean"
+    ).out
     scramble(directory, stretch=False)
     expected = logits(tiny, model, inputs(tiny))
     assert relative(logits(tiny, load(tiny, directory), inputs(tiny)), expected) < SAME

@@ -215,7 +215,7 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source", kv_heads=4, dtype="bfloat16")
     card = "---\nlicense: mit\ntags:\n- mine\nmodel-index:\n- name: x\n  results: []\n---\n\n# Source\n\nBy me.\n"
     (source / "README.md").write_text(card)
-    convert_checkpoint(source, 2, tmp_path / "converted")
+    convert_checkpoint(source, 2, tmp_path / "converted", method="mean")
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     teacher = str(source)
     words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={teacher}", "--alpha", "0.5"]

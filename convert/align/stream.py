@@ -7,7 +7,6 @@ large as all others are known, and nothing is run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,23 +17,11 @@ from transformers.activations import ACT2FN
 
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.heads.blocks import find_embeddings, find_mlp
 from gqa.convert.heads.layout import Conv1D
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Symmetry
 
-# What the matrices of an MLP are called: gate (or none), up, down. The same name twice: the halves of one matrix.
-_MLPS = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("gate_up_proj", "gate_up_proj", "down_proj"),
-    ("w1", "w3", "w2"),
-    (None, "up_proj", "down_proj"),
-    (None, "fc1", "fc2"),
-    (None, "c_fc", "c_proj"),
-    (None, "dense_h_to_4h", "dense_4h_to_h"),
-)
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # what configs call it
-_ELSEWHERE = re.compile(r"lm_head|embed_out|output|\.\d+\.")  # what is no embedding, whatever its shape
-_POSITIONS = re.compile(r"position|wpe")
 _TOKENS = 2  # whose values attention averages
 _SHARE = 0.01  # of independent inputs in the guess, for what it does not see
 _NODES = 241  # of an integral over a Gaussian
@@ -51,7 +38,7 @@ class Stream:
         """`config` is that of the text part, D = `width`; without `guess` inputs are independent everywhere."""
         self._checkpoint, self._config, self._symmetry, self._width = checkpoint, config, symmetry, width
         self._layer = 0
-        self._sum = self._embedded() if guess and not config.is_encoder_decoder else None
+        self._sum = self._embedded() if guess else None
 
     def given(self, module: AttentionModule) -> Tensor:
         """Of the normed stream that `module` reads, before its norm's gain."""
@@ -78,44 +65,30 @@ class Stream:
 
     def _embedded(self) -> Tensor | None:
         """Of the vocabulary, each token once, and of learned positions. None where there is no such table."""
-        stored = self._checkpoint.tensors
-        tables = {n: s for n, s in stored.items() if s.shape[1:] == (self._width,) and not _ELSEWHERE.search(n)}
-        rows = getattr(self._config, "vocab_size", None)
-        tokens = [name for name, spec in tables.items() if spec.shape[0] == rows and not _POSITIONS.search(name)]
-        if len(tokens) != 1:
-            return None
         found = torch.zeros(self._width, self._width, dtype=torch.float64)
-        for name in (*tokens, *filter(_POSITIONS.search, tables)):
-            table = self._checkpoint.read(tables[name]).double()
+        tables = find_embeddings(self._checkpoint, self._config, self._width)
+        for spec in tables:
+            table = self._checkpoint.read(spec).double()
             found += table.mT @ table / len(table)
-        return found
+        return found if tables else None
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
         """Of the layer of `module`, if that is all there is beside attention and norms."""
-        prefix, inside = f"{module.layer_path}.", {spec.name for spec in module.tensors.values()}
-        others = {n.removeprefix(prefix): s for n, s in self._checkpoint.tensors.items() if n.startswith(prefix)}
-        others = {name: spec for name, spec in others.items() if spec.name not in inside}
-        matrices = {
-            name.removesuffix(".weight").rpartition(".")[2]: s for name, s in others.items() if len(s.shape) > 1
-        }
-        norms = [name for name, spec in others.items() if spec.shape == (self._width,) and name.endswith(".weight")]
-        norms = [name for name in norms if name.removesuffix(".weight") not in self._symmetry.norms]
-        names = next((names for names in _MLPS if set(names) - {None} == matrices.keys()), None)
-        acts = [getattr(self._config, field, None) for field in _ACTIVATIONS]
-        act = next((act for act in acts if act in ACT2FN), None)
-        if names is None or act is None or len(norms) > 1 or any(len(spec.shape) != 2 for spec in matrices.values()):
+        found = find_mlp(self._checkpoint, self._config, self._symmetry, module, self._width)
+        if found is None:
             return None
-        if norms:
-            gain = _gain(self._checkpoint, others[norms[0]], self._symmetry)
-        gain = gain.float()
-        read = {name: self._checkpoint.read(spec).float() for name, spec in matrices.items()}
-        if isinstance(self._symmetry.output.layout, Conv1D):
-            read = {name: matrix.mT for name, matrix in read.items()}
-        up, down = read[names[1]] * gain, read[names[2]]
-        gate = read[names[0]] * gain if names[0] else None
-        if names[0] == names[1]:
+        if found.norm:
+            gain = _gain(self._checkpoint, found.norm, self._symmetry)
+
+        def read(spec: TensorSpec) -> Tensor:
+            matrix = self._checkpoint.read(spec).float()
+            return matrix.mT if isinstance(self._symmetry.output.layout, Conv1D) else matrix
+
+        up, down = read(found.up) * gain.float(), read(found.down)
+        gate = read(found.gate) * gain.float() if found.gate and found.gate != found.up else None
+        if found.gate == found.up:
             gate, up = up.chunk(2)
-        return Mlp(gate, up, down, ACT2FN[act], beside=not norms)
+        return Mlp(gate, up, down, ACT2FN[found.act], beside=found.norm is None)
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def measure_speeds(
     models = {}
     for count in groups:
         place = work / f"speed-g{count}"
-        convert_checkpoint(options.model, count, place, overwrite=True)
+        convert_checkpoint(options.model, count, place, overwrite=True, method="mean")
         models[str(count)] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
         shutil.rmtree(place)
     timed = measure_decode(models, caches, [options.decode_batch], [context], STEPS, REPEATS)

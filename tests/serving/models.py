@@ -84,8 +84,8 @@ def write_random(name: str, directory: Path) -> Path:
 
 
 def convert(source: Path, groups: int, out: Path) -> Path:
-    """`gqa-convert --groups G --dtype float32 -o OUT SOURCE`."""
-    result = run("--groups", groups, "--dtype", "float32", "-o", out, source)
+    """`gqa-convert --groups G --method mean --dtype float32 -o OUT SOURCE`."""
+    result = run("--groups", groups, "--method", "mean", "--dtype", "float32", "-o", out, source)
     if result.code:
         raise RuntimeError(result.err)
     return out

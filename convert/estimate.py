@@ -1,0 +1,122 @@
+"""What each method would take here: operations counted from config and headers, and how fast this device multiplies.
+
+They are meant to be right within a factor of 2 where nothing else runs beside.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from gqa.convert.heads.config import transformers_config
+from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.methods import METHODS, Method
+from gqa.convert.plan import Plan
+
+_BENCHMARK_SECONDS = 0.5
+_BYTES_A_SECOND = 1e9  # that are read, copied and read again
+_PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
+_WIDE = 2.0  # products in float64 take so many times as long
+_TRAINING = 3.0  # forward passes that a step of training takes
+_MUON = 5  # iterations for each matrix and step
+
+
+@dataclass(frozen=True)
+class Work:
+    """What text methods are asked for: tokens in blocks of `length`, and `steps` of `batch` blocks a layer."""
+
+    tokens: int = 65_536
+    length: int = 256
+    steps: int = 200
+    batch: int = 16
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of one method, and bytes on disk: those of the result, and `beside` it until it is done."""
+
+    method: Method
+    seconds: float
+    disk: int
+    beside: int
+
+    @property
+    def time(self) -> str:
+        return duration(self.seconds)
+
+
+def duration(seconds: float) -> str:
+    """`2 s`, `3.5 min`, `2.1 h`."""
+    if seconds < 100:
+        return f"{max(1, math.ceil(seconds))} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def allowed(plan: Plan) -> Iterator[Method]:
+    """The methods that merge heads of this model, controls left out, from the quickest on."""
+    alignable = isinstance(plan.config.symmetry, Symmetry)
+    running = not transformers_config(plan.config.raw).is_encoder_decoder
+    for method in METHODS.values():
+        known = alignable or method.refines or not method.aligns
+        if known and not method.redraws and (running or not method.reads_text):
+            yield method
+
+
+def estimates(plan: Plan, device: str, work: Work) -> list[Estimate]:
+    """Of every method that the model allows; half a second is spent on finding out how fast `device` is."""
+    speed = products_a_second(device, plan.config.text.hidden_size)
+    width = int(plan.config.text.hidden_size)
+    return [
+        Estimate(
+            method, operations(plan, method, work) / speed + plan.total_bytes / _BYTES_A_SECOND, plan.total_bytes,
+            8 * work.tokens * width if method.reads_text else 0,
+        )
+        for method in allowed(plan)
+    ]  # fmt: skip
+
+
+@cache
+def products_a_second(device: str, width: int) -> float:
+    """Operations a second of float32 products like those of a layer of `width`, two for each pair of numbers."""
+    import torch
+
+    rows, one = torch.randn(2048, width, device=device), torch.randn(width, width, device=device)
+    fastest, end = math.inf, time.perf_counter() + _BENCHMARK_SECONDS
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        float((rows @ one)[0, 0])  # waits for the device
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * 2048 * width**2 / fastest
+
+
+def operations(plan: Plan, method: Method, work: Work) -> float:
+    """Multiplications and additions in float32, those in float64 counted twice."""
+    if not method.aligns:
+        return 0.0
+    modules = [m for m in attention_modules(plan.checkpoint, plan.config) if plan.changes_of(m)]
+    width, attention, found = int(plan.config.text.hidden_size), 0, 0.0
+    for module in modules:
+        heads = plan.config.heads(module.layer)
+        groups = next(change.groups for change in plan.changes_of(module))
+        rows = heads.query * heads.key_dim + heads.kv * (heads.key_dim + heads.value_dim)
+        merged = heads.kv // groups * max(heads.key_dim, heads.value_dim)
+        own = sum(spec.numel for spec in module.tensors.values())
+        attention += own
+        found += _WIDE * 40 * groups * merged**3  # eigenvectors of each group's moments
+        if method.reads_text:
+            joined = heads.query * heads.value_dim
+            found += _WIDE * 2 * work.tokens * (merged**2 * (2 * groups + heads.query) + 2 * joined**2)
+        else:
+            found += 2 * width**2 * (rows + 2 * width)
+        if method.refines:
+            seen = work.steps * work.batch * work.length
+            scores = 4 * work.length * heads.query * heads.key_dim
+            found += _TRAINING * seen * (2 * own + scores) + work.steps * _MUON * 6 * own * width
+    beside = plan.parameters_before - attention - int(plan.config.text.vocab_size) * width  # nearly all of it is MLPs
+    if method.reads_text:
+        return found + _PASSES * 2 * work.tokens * (attention + beside)
+    return found + (4 * width * max(beside, 0) if method.guesses else 0)

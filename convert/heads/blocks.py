@@ -1,0 +1,93 @@
+"""What a layer holds beside attention, from the headers: whether what layers are given can be guessed from weights.
+
+It can where every layer is norm, attention, norm and MLP, both added to the stream, and the stream begins as embeddings
+of tokens and, perhaps, positions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from gqa.checkpoint.headers import TensorSpec
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.heads.config import ModelConfig
+from gqa.convert.heads.modules import AttentionModule
+from gqa.convert.heads.symmetries import Symmetry
+
+# What the matrices of an MLP are called: gate (or none), up, down. The same name twice: the halves of one matrix.
+_MLPS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "gate_up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    (None, "up_proj", "down_proj"),
+    (None, "fc1", "fc2"),
+    (None, "c_fc", "c_proj"),
+    (None, "dense_h_to_4h", "dense_4h_to_h"),
+)
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # what configs call it
+_ELSEWHERE = re.compile(r"lm_head|embed_out|output|\.\d+\.")  # what is no embedding, whatever its shape
+_POSITIONS = re.compile(r"position|wpe")
+
+
+@dataclass(frozen=True)
+class MlpTensors:
+    """`gate` (None where there is none; the same as `up`: its halves), `up` and `down`; `act` as configs name it; the
+    `norm` before, None where it reads what attention reads.
+    """
+
+    gate: TensorSpec | None
+    up: TensorSpec
+    down: TensorSpec
+    act: str
+    norm: TensorSpec | None
+
+
+def find_mlp(
+    checkpoint: Checkpoint, config: Any, symmetry: Symmetry, module: AttentionModule, width: int
+) -> MlpTensors | None:
+    """Of the layer of `module` in a stream of `width`, if that is all there is beside attention and norms; `config` is
+    that of the text part.
+    """
+    from transformers.activations import ACT2FN
+
+    prefix, inside = f"{module.layer_path}.", {spec.name for spec in module.tensors.values()}
+    others = {n.removeprefix(prefix): s for n, s in checkpoint.tensors.items() if n.startswith(prefix)}
+    others = {name: spec for name, spec in others.items() if spec.name not in inside}
+    matrices = {name.removesuffix(".weight").rpartition(".")[2]: s for name, s in others.items() if len(s.shape) > 1}
+    norms = [name for name, spec in others.items() if spec.shape == (width,) and name.endswith(".weight")]
+    norms = [name for name in norms if name.removesuffix(".weight") not in symmetry.norms]
+    names = next((names for names in _MLPS if set(names) - {None} == matrices.keys()), None)
+    acts = [getattr(config, field, None) for field in _ACTIVATIONS]
+    act = next((act for act in acts if act in ACT2FN), None)
+    if names is None or act is None or len(norms) > 1 or any(len(spec.shape) != 2 for spec in matrices.values()):
+        return None
+    gate, up, down = (matrices[name] if name else None for name in names)
+    assert up is not None
+    assert down is not None
+    return MlpTensors(gate, up, down, act, others[norms[0]] if norms else None)
+
+
+def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[TensorSpec]:
+    """The table of the vocabulary and those of learned positions; nothing where it is not certain which it is."""
+    stored = checkpoint.tensors
+    tables = {n: s for n, s in stored.items() if s.shape[1:] == (width,) and not _ELSEWHERE.search(n)}
+    rows = getattr(config, "vocab_size", None)
+    tokens = [name for name, spec in tables.items() if spec.shape[0] == rows and not _POSITIONS.search(name)]
+    if len(tokens) != 1 or config.is_encoder_decoder:
+        return []
+    return [tables[name] for name in (*tokens, *filter(_POSITIONS.search, tables))]
+
+
+def can_guess_inputs(checkpoint: Checkpoint, config: ModelConfig, modules: Iterable[AttentionModule]) -> bool:
+    """Whether what all of a model's layers are given can be guessed from its weights."""
+    symmetry, text = config.symmetry, config.text
+    width = int(getattr(text, "hidden_size", 0))
+    if not isinstance(symmetry, Symmetry) or not find_embeddings(checkpoint, text, width):
+        return False
+    ordered = sorted((module for module in modules if module.layer < config.layers), key=lambda module: module.layer)
+    if [module.layer for module in ordered] != list(range(config.layers)):
+        return False
+    return all(find_mlp(checkpoint, text, symmetry, module, width) for module in ordered)

@@ -1,0 +1,132 @@
+"""The method that is taken where none is named: which, why, what is said of it, and what the others would cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import llama, run, weights
+from embedded import SOURCE
+from safetensors.torch import save_file
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.convert import convert_checkpoint, estimate, plan_conversion
+from gqa.convert.heads.blocks import can_guess_inputs
+from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.methods import AUTOMATIC, METHODS
+
+# Of tiny models: what layers are given can be guessed, or not, or heads cannot be aligned at all.
+TAKEN = {
+    "llama": "aligned", "qwen3": "aligned", "phi": "aligned", "starcoder2": "aligned", "gemma": "aligned",
+    "gemma2": "procrustes", "olmo2": "procrustes", "mixtral": "procrustes", "falcon_h1": "procrustes",
+    "qwen3_next": "mean", "doge": "mean", "bitnet": "mean",
+}  # fmt: skip
+
+
+def tiny(name: str, place: Path) -> Path:
+    return write_checkpoint(build(TINY[name], 4), place)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_taken_follows_from_the_layers(name: str, tmp_path: Path) -> None:
+    plan = plan_conversion(tiny(name, tmp_path / "m"), 2)
+    symmetry = plan.config.symmetry
+    assert plan.choice
+    assert (plan.method, plan.choice.needs_training) == (TAKEN[name], TAKEN[name] == "mean")
+    assert plan.method in AUTOMATIC
+    modules = attention_modules(plan.checkpoint, plan.config)
+    assert can_guess_inputs(plan.checkpoint, plan.config, modules) == METHODS[plan.method].guesses
+    if isinstance(symmetry, Symmetry):
+        assert not plan.warnings
+    else:
+        assert plan.warnings == (
+            f"the result needs training before it is of use: {plan.choice.why}, so their mean is taken",
+        )
+        assert symmetry in plan.choice.why
+
+
+def test_a_layer_unlike_the_others_ends_the_guess(tmp_path: Path) -> None:
+    """The control: one matrix too many in the last layer, and what it is given later is not known."""
+    model = llama(tmp_path / "m", shards=1)
+    assert plan_conversion(model, 2).method == "aligned"
+    more = weights() | {"model.layers.1.mlp.experts.weight": torch.zeros(4, 32)}
+    save_file(more, model / "model.safetensors", metadata={"format": "pt"})
+    assert plan_conversion(model, 2).method == "procrustes"
+
+
+def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    done = run("--groups", 2, model)
+    lines = done.out.splitlines()
+    assert lines[0] == "method      aligned (--method auto): what its layers are given can be guessed from the weights"
+    assert lines[-1].startswith("better      refined")
+    assert lines[-1].endswith(f": gqa-convert --groups 2 --method refined {model}")
+    named = convert_checkpoint(model, 2, tmp_path / "named", method="aligned").out
+    record, other = (
+        json.loads((out / "gqa_conversion.json").read_text()) | {"created": "", "recipe": {}}
+        for out in (tmp_path / "m-gqa2-aligned", named)
+    )
+    assert record == other
+    assert record["command"] == "gqa-convert --groups 2 --method aligned m"
+
+
+def test_the_last_resort_warns_first(tmp_path: Path) -> None:
+    model = tiny("doge", tmp_path / "m")
+    for words in (["-q"], ["--dry-run"], []):
+        done = run("--groups", 2, *words, model)
+        first = done.err.splitlines()[0]
+        assert first.startswith(
+            "warning: the result needs training before it is of use: heads of doge cannot be aligned"
+        )
+    assert (tmp_path / "m-gqa2-mean").is_dir()
+
+
+def test_nothing_is_chosen_where_nothing_is_merged(tmp_path: Path) -> None:
+    plan = plan_conversion(tiny("doge", tmp_path / "m"), 4)
+    assert (plan.choice, plan.method, plan.warnings) == (None, "none", ())
+    assert "--method" not in run("--groups", 8, "--dry-run", llama(tmp_path / "l")).out
+
+
+def test_options_of_what_auto_may_be(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    assert run("--groups", 2, "--grouping", "search", "--dry-run", model).code == 0
+    said = run("--groups", 2, "--data", "text", "--dry-run", model).err
+    assert "--data is not used by --method auto; it goes with --method calibrated, refined" in said
+    with pytest.raises(RefusedError, match="unknown method 'best'; choose auto, mean, first"):
+        plan_conversion(model, 2, method="best")
+
+
+def test_a_dry_run_estimates_every_method_that_the_model_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reading a weight: there is none in the file."""
+    monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 1e6)
+    model = llama(tmp_path / "m", shards=1)
+    done = run("--groups", 2, "--dry-run", "--json", model)
+    found = json.loads(done.out)["estimates"]
+    assert list(found) == ["mean", "first", "procrustes", "aligned", "calibrated", "refined"]
+    assert found["mean"] < found["procrustes"] < found["aligned"] < found["calibrated"] < found["refined"]
+    assert done.err.count("estimate    ") == len(found)
+    more = run("--groups", 2, "--dry-run", "--json", "--method", "refined", "--refine-steps", 400, model)
+    assert json.loads(more.out)["estimates"]["refined"] > 1.5 * found["refined"]
+    unaligned = run("--groups", 2, "--dry-run", "--json", tiny("doge", tmp_path / "d"))
+    assert list(json.loads(unaligned.out)["estimates"]) == ["mean", "first", "refined"]
+    monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 2e6)
+    assert json.loads(run("--groups", 2, "--dry-run", "--json", model).out)["estimates"]["refined"] == pytest.approx(
+        found["refined"] / 2, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "1 s"), (59.1, "60 s"), (150, "2.5 min"), (9000, "2.5 h")])
+def test_durations(seconds: float, text: str) -> None:
+    assert estimate.duration(seconds) == text
+
+
+def test_auto_is_the_default_of_python_too(tmp_path: Path) -> None:
+    assert convert_checkpoint(llama(tmp_path / "m"), 1).out == tmp_path / "m-mqa-aligned"
+    assert plan_conversion(SOURCE, 2).method == "aligned"
