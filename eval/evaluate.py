@@ -28,10 +28,10 @@ from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, continued, prompts
 from gqa.eval.memory import what_fits
+from gqa.eval.page import nearest
 from gqa.eval.perplexity import Text, perplexity
 from gqa.eval.positions import by_context, long_windows, positions_of
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
-from gqa.eval.report import nearest
 from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import kl_statistics, paired_ratio
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint

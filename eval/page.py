@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jinja2
 
 from gqa.eval.tables import Table
+
+PAGE = "report.html"
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,24 @@ def page(
 def figures(pictures: Iterable[tuple[str, str]], directory: Path) -> list[Figure]:
     """Of pictures (name, caption) that are drawn in a directory as NAME.svg."""
     return [Figure(caption, b64encode((directory / f"{name}.svg").read_bytes()).decode()) for name, caption in pictures]
+
+
+@contextmanager
+def made_aside(directory: Path) -> Iterator[Path]:
+    """A place where files are made; at the end they go to `directory`, in the place of earlier ones, and others stay
+    there. What keeps one from being made leaves the directory as it was.
+    """
+    with TemporaryDirectory(prefix=".report-", dir=nearest(directory)) as aside:
+        yield Path(aside)
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in Path(aside).iterdir():
+            path.replace(directory / path.name)
+
+
+def nearest(path: Path) -> Path:
+    """The path itself, or the nearest parent that is there: where it would be made."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def no_pictures() -> str:

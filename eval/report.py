@@ -13,7 +13,7 @@ from typing import Any
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
-from gqa.eval.page import figures, no_pictures, page
+from gqa.eval.page import PAGE, figures, made_aside, nearest, no_pictures, page
 from gqa.eval.tables import Table, number, shown, table
 
 Record = dict[str, Any]
@@ -262,12 +262,6 @@ def as_json(results: Record, indent: int | None = None) -> str:
     return json.dumps(finite(results, infinity=str), indent=indent, allow_nan=False)
 
 
-def nearest(path: Path) -> Path:
-    """The path itself, or the nearest parent that is there: where it would be made."""
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
-
-
 def check_output(directory: Path, overwrite: bool) -> None:
     """Find out before hours of measuring what would keep a report from being written. Leaves nothing behind.
 
@@ -288,7 +282,7 @@ def check_output(directory: Path, overwrite: bool) -> None:
         raise RefusedError(f"{directory} holds an earlier report; give --overwrite to replace it, or another directory")
 
 
-_FILES = ("results.json", "report.html", *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
+_FILES = ("results.json", PAGE, *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
 
 
 def measured_with(record: Record) -> str:
@@ -300,15 +294,11 @@ def measured_with(record: Record) -> str:
 def write_report(results: Record, directory: Path) -> list[str]:
     """results.json, report.html and, where matplotlib is installed, pictures; returns the names of what was written.
 
-    An earlier report is replaced, other files in the directory stay. All are made aside first, so that what keeps one
-    from being written leaves the directory as it was.
+    An earlier report is replaced, other files in the directory stay.
     """
     try:
-        with tempfile.TemporaryDirectory(prefix=".gqa-eval-", dir=nearest(directory)) as aside:
-            made = _make_report(results, Path(aside))
-            directory.mkdir(parents=True, exist_ok=True)
-            for name in made:
-                (Path(aside) / name).replace(directory / name)
+        with made_aside(directory) as aside:
+            made = _make_report(results, aside)
     except OSError as error:
         raise OutputError(f"no report was written to {directory}: {error.strerror or error}") from None
     for name in set(_FILES) - set(made):  # of an earlier report, and not of this one
@@ -328,6 +318,6 @@ def _make_report(results: Record, directory: Path) -> list[str]:
         commands=[one_line(results["command"], 4000)],
         foot=" ".join([*filter(None, [remark]), f"{measured_with(results)}."]),
     )  # fmt: skip
-    write_text(directory / "report.html", html)
+    write_text(directory / PAGE, html)
     write_text(directory / "results.json", as_json(results, indent=2) + "\n")
     return [name for name in _FILES if (directory / name).exists()]

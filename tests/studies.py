@@ -41,6 +41,7 @@ def words(out: Path, **options: Any) -> list[str]:
     given: dict[str, Any] = {
         "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "methods": "mean,first", "groups": "1",
         "alphas": "0,0.1,0.3", "batch_size": 4, "train_context": BLOCK, "learning_rate": 3e-3, "no_decode": True,
+        "schedule": "constant", "teachers": "none", "train": "all",
         "output": out, "quiet": True,
     }  # fmt: skip
     found = [str(options.pop("model", place() / "model"))]

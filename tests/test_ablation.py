@@ -18,7 +18,7 @@ from checkpoints import run, snapshot
 from datasets import load_dataset
 from embedded import SOURCE
 from studies import SAME, ablate, copied, dies, measured, place, rows, study, untimed, words
-from training import words_for
+from training import tiny_checkpoint, words_for
 
 from gqa.convert.align.calibration import MapsOptions
 from gqa.eval.perplexity import Text
@@ -26,7 +26,7 @@ from gqa.eval.study import ablation
 from gqa.eval.study import cells as study_cells
 from gqa.eval.study import jobs as study_jobs
 from gqa.eval.study.cells import Bench
-from gqa.eval.study.study import Cell, StudyOptions
+from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.uptrain.options import TrainOptions
 
 
@@ -68,6 +68,66 @@ def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
     )
     longer = found[Cell("first", 1, 0, "all", "none", 0.3)]
     assert abs(longer["loss"] - further["quality"]["nats_per_token"]) > 1e-3
+
+
+def test_what_is_trained_is_what_the_command_makes_of_it(tmp_path: Path) -> None:
+    """With the defaults of both: the base model teaches, the rate falls and the best state counts, each alpha for
+    itself. A rate that destroys gives back what came.
+    """
+    model, data, heldout = (place() / name for name in ("model", "train.jsonl", "heldout.jsonl"))
+    usual = {"schedule": None, "teachers": None, "train": None, "no_kl": True, "methods": "mean"}
+    command("gqa-convert", "-q", "--groups", 1, "--method", "mean", "-o", tmp_path / "converted", model)
+    for rate in (3e-3, 30.0):
+        out, trained = tmp_path / f"study-{rate:g}", tmp_path / f"trained-{rate:g}"
+        plain, early, late = measured(out, learning_rate=rate, **usual)
+        assert {(row["train"], row["teacher"], row["schedule"]) for row in (plain, early, late)} == {
+            ("all", "source", "linear")
+        }
+        given = words_for(
+            tmp_path / "converted", data, trained, alpha=0.1, batch_size=4, context=64, learning_rate=rate
+        )  # fmt: skip
+        command("gqa-uptrain", *given, "--heldout", heldout)
+        (expected,) = json.loads(command("gqa-eval", trained, "--data", heldout, "--json", "-q"))["models"]
+        assert early["loss"] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
+        assert early["train_tokens"] < late["train_tokens"]
+        assert (early["loss"] == pytest.approx(plain["loss"], abs=1e-6)) == (rate == 30.0)
+        assert (early["loss"] == late["loss"]) == (rate == 30.0)
+
+
+def test_the_grid_that_a_study_has_by_itself(tmp_path: Path) -> None:
+    """Methods to choose between and the paper's; a half, a quarter and one of the heads."""
+    usual = dict.fromkeys(("methods", "groups", "alphas", "schedule", "teachers", "train"))
+    result = ablate(tmp_path / "study", **usual, batch_size=1, dry_run=True)
+    assert (result.code, result.err) == (0, "")
+    cells = [line.split() for line in result.out.splitlines()[2:-1]]
+    assert [(cell[0], cell[1], cell[5]) for cell in cells] == [
+        *((method, groups, alpha) for groups in ("1", "2")
+          for method in ("mean", "first", "aligned", "calibrated", "refined") for alpha in ("0", "0.05")),
+    ]  # fmt: skip
+    assert {(cell[0], cell[3]) for cell in cells} >= {("mean", "all"), ("refined", "attention")}
+    assert {cell[4] for cell in cells} == {"source"}
+
+
+def test_methods_that_a_model_cannot_have(tmp_path: Path) -> None:
+    """Are left out of the usual ones, with the reason; those that are asked for are refused."""
+    model = tiny_checkpoint(tmp_path / "model", "bitnet", kv_heads=4)
+    result = ablate(tmp_path / "study", model=model, methods=None, quiet=None, dry_run=True)
+    assert result.code == 0
+    assert "without aligned: " in result.err
+    assert {line.split()[0] for line in result.out.splitlines()[2:-1]} == {"mean", "first", "refined"}
+    result = ablate(tmp_path / "study", model=model, methods="mean,aligned", dry_run=True)
+    assert (result.code, "aligned" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize(("heads", "alphas", "groups"), [
+    (8, (0, 0.1), (1, 2, 4, 8)), (8, (0,), (1, 2, 4)), (32, (0.1,), (1, 8, 16, 32)), (3, (0, 1), (1, 3)),
+    (9, (0,), (1, 3)), (1, (0,), (1,)),
+])  # fmt: skip
+def test_the_usual_numbers_of_heads(heads: int, alphas: tuple[float, ...], groups: tuple[int, ...]) -> None:
+    """With the control of training where there is one without a teacher."""
+    assert Grid({}, None, alphas, teachers=("source", "none")).settled(heads) == groups
+    assert Grid({}, None, alphas).settled(heads) == (tuple(count for count in groups if count < heads) or (1,))
+    assert Grid({}, (3, 5), alphas).settled(heads) == (3, 5)
 
 
 def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from gqa.checkpoint.provenance import without_place
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
+from gqa.convert.methods import METHODS
 from gqa.convert.plan import check_grouping, make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.sources import parse_sources, text_digest
@@ -51,7 +52,7 @@ class Study:
     """A study that can run: everything that can be refused has been checked, and nothing is written.
 
     config: of the source; tokens: to train on, and steps: of every alpha above 0; identity: what a directory's study
-    must have in common with this one.
+    must have in common with this one; left_out: methods that the model cannot have, and why.
     """
 
     options: StudyOptions
@@ -62,6 +63,7 @@ class Study:
     steps: dict[float, int]
     tokens: dict[float, int]
     identity: Row
+    left_out: dict[str, str]
 
     @property
     def heads(self) -> int:
@@ -78,8 +80,10 @@ class Study:
         return [cell for cell in self.cells if cell not in done]
 
 
-def open_study(options: StudyOptions, grid: Grid) -> Study:
-    """Check everything. Raises RefusedError and CorpusError, before anything is written."""
+def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
+    """Check everything. Raises RefusedError and CorpusError, before anything is written; unless `strict`, methods that
+    this model cannot have are left out instead.
+    """
     subject = open_subjects([options.model])[0]
     devices = tuple(map(evaluate.usable_device, options.devices or (None,)))
     training = replace(options.training, model=subject.path)
@@ -90,7 +94,7 @@ def open_study(options: StudyOptions, grid: Grid) -> Study:
         raise RefusedError("no data is named: give text to train and calibrate on with --data, like stdlib:train")
     if any(source.partition(":")[0] == "self" for source in training.data):
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
-    config = _check_plans(subject, grid, options.maps.grouping)
+    config, grid, left_out = _settle(subject, grid, options.maps.grouping, strict)
     text = _text(subject, options, heldout_sources(training))
     if options.recall:
         evaluate.check_recall(subject, text.context)
@@ -110,18 +114,27 @@ def open_study(options: StudyOptions, grid: Grid) -> Study:
         "content of the held-out text": text_digest(repr([window.ids for window in text.windows])).hex(),
     }
     _check_directory(options.output, identity := json.loads(json.dumps(identity)))
-    return Study(options, grid, subject, config, text, steps, tokens, identity)
+    return Study(options, grid, subject, config, text, steps, tokens, identity, left_out)
 
 
-def _check_plans(subject: Subject, grid: Grid, grouping: str) -> ModelConfig:
-    """The source's. Raises RefusedError for a method or a number of groups that this model cannot have.
+def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[ModelConfig, Grid, dict[str, str]]:
+    """The source's config, the grid with its numbers of groups and without the methods that are left out, and these.
+    Raises RefusedError for a method or a number of groups that this model cannot have.
 
     Other methods than those that align merge neighbours whatever `grouping` says.
     """
-    plans = [make_plan(subject.checkpoint, groups, method) for groups in grid.groups for method in grid.methods]
-    for plan in plans:
-        check_grouping(plan, grouping if plan.merging.how.aligns else "contiguous")
-    return plans[0].config
+    config, left_out = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).config, {}
+    grid = replace(grid, groups=grid.settled(config.main.kv))
+    for method, groups in product(grid.methods, grid.groups or ()):
+        try:
+            plan = make_plan(subject.checkpoint, groups, method)
+            check_grouping(plan, grouping if plan.merging.how.aligns else "contiguous")
+        except RefusedError as error:
+            if strict or not METHODS[method].aligns:
+                raise
+            left_out[method] = str(error)
+    methods = {method: seeds for method, seeds in grid.methods.items() if method not in left_out}
+    return config, replace(grid, methods=methods), left_out
 
 
 def _text(subject: Subject, options: StudyOptions, sources: Sequence[Any]) -> Text:
@@ -160,7 +173,8 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         record = read_record(options.output) or {"schema": SCHEMA, "identity": study.identity, "runs": []}
         rows, speeds = Rows(options.output), read_speeds(options.output)
         left = study.left
-        timed = [groups for groups in sorted({*study.grid.groups, study.heads}) if str(groups) not in speeds]
+        counts = {study.heads, *study.grid.settled(study.heads)}
+        timed = [groups for groups in sorted(counts) if str(groups) not in speeds]
         if not left and not timed:
             return rows
         this: Row = {"command": command, **evaluate.environment(options.devices[0]), "git": git(), "cells": 0}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from gqa.eval.study.directory import Row, UnwrittenError
 from gqa.eval.study.study import UNMERGED, Cell, StudyOptions
 from gqa.eval.subjects import Subject
 from gqa.uptrain.loop import DivergedError, StoppedError, Weights, train
+from gqa.uptrain.lora import merged
 from gqa.uptrain.run import held
 from gqa.uptrain.setup import prepare
 
@@ -169,10 +170,9 @@ def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Callable[[Ro
             found = bench.quality(model) | bench.merge_errors(model)
             for cell in plain:
                 done(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
-    for _, some in groupby(list(left), key=lambda cell: cell.training):
-        along = list(some)
-        with failing(along):
-            train_along(bench, work / CONVERTED, seconds, along, model, done)
+    for run in bench.options.runs(list(left)):
+        with failing(run):
+            train_along(bench, work / CONVERTED, seconds, run, model, done)
     if not errors:  # else what is there serves the next attempt
         shutil.rmtree(work)
 
@@ -212,23 +212,32 @@ def train_along(
 ) -> None:
     """One training, measured at the alpha of each of `cells`, which are in ascending order; `model` is overwritten with
     what is measured: the weights as gqa-uptrain would store them. Raises what training raises.
+
+    Where the rate stays constant these are the weights on the way. Else they are the best by the training's own
+    held-out loss, which may be those that came.
     """
-    options = bench.options.training_of(cells[-1], directory)
+    options, last = bench.options.training_of(cells[-1], directory), dict[str, Any]()
     resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
     setup = prepare(replace(options, resume=resume), bench.teacher if options.teachers else None)
-    setup = replace(setup, heldout=[])
+    if bench.options.along:
+        setup = replace(setup, heldout=[])
+
+    def measure(due: Sequence[Cell], weights: Weights, tokens: int) -> None:
+        model.load_state_dict(weights)
+        found, rate = bench.quality(model), last.get("tokens_per_second")
+        found |= {"train_tokens": tokens, "train_loss": last.get("loss"), "seconds_converting": seconds}
+        for cell in due:
+            done(cell, **found, seconds_training=tokens / rate if rate else None)
 
     def after_step(step: int, record: dict[str, Any], weights: Callable[[], Weights]) -> None:
-        due = [cell for cell in cells if bench.steps[cell.alpha] == step]
-        if due:
-            model.load_state_dict(weights())
-            found, rate = bench.quality(model), record["tokens_per_second"]
-            found |= {"train_tokens": record["tokens"], "train_loss": record["loss"], "seconds_converting": seconds}
-            for cell in due:
-                done(cell, **found, seconds_training=record["tokens"] / rate if rate else None)
+        last.update(record)
+        if due := [cell for cell in cells if bench.options.along and bench.steps[cell.alpha] == step]:
+            measure(due, weights(), record["tokens"])
 
     with held(setup):
-        train(setup, after_step=after_step)
+        progress, weights = train(setup, after_step=after_step)
+        if not bench.options.along:
+            measure(cells, merged(weights) or load_model(str(directory), dtype="auto").state_dict(), progress.tokens)
     shutil.rmtree(setup.states.directory, ignore_errors=True)
 
 

@@ -26,9 +26,10 @@ from gqa.checkpoint.console import (
     version_option,
     with_options,
 )
-from gqa.convert.calibrate_cli import of_text, read_options, refuse_unused, search_options
+from gqa.checkpoint.errors import one_line
+from gqa.convert.calibrate_cli import is_given, of_text, read_options, refuse_unused, search_options
 from gqa.convert.methods import METHODS
-from gqa.eval.study.study import SCOPES, TEACHERS
+from gqa.eval.study.study import AUTO, SCOPES, TEACHERS
 from gqa.uptrain.cli import command as uptrain_command
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _EPILOG = """\b
 Examples:
-  gqa-ablate ./Llama-2-7b-hf --data corpus.jsonl --heldout-fraction 0.01 --groups 1,4,8 -o study
+  gqa-ablate ./Llama-2-7b-hf --data corpus.jsonl --heldout-fraction 0.01 -o study
   gqa-ablate MODEL --data stdlib:train --methods mean,first,random:3,refined --groups 1,2,4,8 \\
       --alphas 0,0.01,0.05,0.1 -o study
   gqa-ablate -o study --recommend --max-loss-increase 0.05
@@ -61,16 +62,17 @@ class _Seeded(click.ParamType[tuple[str, int | None]]):
 _POSITIVE = click.IntRange(min=1)
 _GRID = [
     option("--methods", aliases="--method", type=Several(_Seeded()), metavar="METHOD[,...]",
-           default="mean,first,random", help="How heads are merged; METHOD:N for N seeds of one."),
-    option("--groups", type=Several(_POSITIVE), metavar="G[,...]", required=False, default="1,2,4,8",
-           help="How many key/value heads are kept."),
+           default="mean,first,aligned,calibrated,refined", help="How heads are merged: those of the default as far as "
+           "MODEL can have them, or any; random is a control. METHOD:N for N seeds of one."),
+    option("--groups", type=Several(_POSITIVE), metavar="G[,...]", required=False, help="How many key/value heads are "
+           "kept.  [default: a half, a quarter and one of MODEL's; all, as the control, with --teachers none]"),
     option("--alphas", aliases="--alpha", type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]",
-           default="0,0.01,0.05,0.1", help="Shares of the data to train on; 0: none."),
+           default="0,0.05", help="Shares of the data to train on; 0: none."),
     option("--seeds", type=_POSITIVE, default=1, help="How many seeds of random and calibrated heads, and of the order "
            "of the data: 0 to N - 1."),
-    option("--train", type=Several(Choice(SCOPES)), metavar="NAME[,...]", default="all",
-           help="Which weights train: all, attention, kv, lora."),
-    option("--teachers", aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="none",
+    option("--train", type=Several(Choice((AUTO, *SCOPES))), metavar="NAME[,...]", default=AUTO, help="Which weights "
+           "train: all, attention, kv, lora; auto: attention where the method aligns heads, else all."),
+    option("--teachers", aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="source",
            help="source: learn MODEL's predictions; none: learn from text alone."),
 ]  # fmt: skip
 _DATA = [
@@ -80,7 +82,8 @@ _DATA = [
     of_text("--calibration", **SHARED["--data"], help="Text for calibrated and refined, as gqa-convert's --data.  "
            "[default: the data]"),
 ]  # fmt: skip
-_OF_UPTRAIN = ("field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup", "batch_size",
+_OF_UPTRAIN = ("field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "schedule", "warmup",
+               "batch_size",
                "micro_batch", "block_size", "optimizer", "weight_decay")  # fmt: skip
 _MEASURE = [
     option("--eval-tokens", type=Count(), metavar="COUNT", help="Held-out tokens to measure on: whole "
@@ -143,7 +146,10 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     if model is not None:
         if options["overwrite"] and not options["dry_run"]:
             forget(output)
-        study = open_study(*_read(model, output, options))
+        study = open_study(*_read(model, output, options), strict=is_given("methods"))
+        if not quiet:
+            for method, reason in study.left_out.items():
+                click.echo(one_line(f"without {method}: {reason}"), err=True)
         if options["dry_run"]:
             click.echo(cost_table(study).text())
             return
@@ -154,7 +160,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
         failed = sum(bool(row["error"]) for row in rows)
     _report(output, options, quiet)
     if failed:
-        told = f"{failed} of {len(rows)} cells failed, as {output}/report.md says; the same command tries them again"
+        told = f"{failed} of {len(rows)} cells failed, as {output}/report.html says; the same command tries them again"
         fail("gqa-ablate", told, 1)
 
 

@@ -28,9 +28,9 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     found, measuring = {}, study.text.tokens + _asking(study)
     for (method, _), some in groupby(cells, key=lambda cell: (cell.method, cell.conversion)):
         converting = _converting(study, method)
-        for _, along in groupby(some, key=lambda cell: cell.training):
+        for run in study.options.runs(list(some)):
             before = 0
-            for cell in along:
+            for cell in run:
                 tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
                 found[cell] = converting + (tokens - before) * of_each + measuring
                 converting, before = 0.0, tokens

@@ -161,8 +161,8 @@ class _Study:
         plain = self.rows[self.rows.merge_errors.notna() & self.rows.series.isin(self.looks)]
         if plain.empty:
             return ""
-        first, counts = plain.iloc[0], sorted(plain.groups.unique())
-        plain = plain[(plain.train == first.train) & (plain.teacher == first.teacher)]
+        counts = sorted(plain.groups.unique())
+        plain = plain.drop_duplicates(["method", "groups", "seed"])
         kinds = {"merge_errors": "each alone", "merge_errors_accumulated": "accumulated"}
         width = max(6, 3.6 * len(counts))
         with self.panels("layers", 2, len(counts), width, 7, sharex=True, sharey=True) as axes:
@@ -211,12 +211,12 @@ def _by_distance(found: Sequence[Row], kind: str) -> tuple[list[int], list[float
 
 def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
     """Of each series: a colour and marker of its method, the same in every study; dashed and hollow where it is not the
-    first way to train.
+    first way to train it.
     """
-    ways = list(dict.fromkeys(zip(merged.train, merged.teacher, strict=True)))
     methods, found = list(dict.fromkeys([*_METHODS, *METHODS])), {}
-    for point in merged.itertuples():
-        way, style = ways.index((point.train, point.teacher)), _method_look(methods.index(point.method))
+    several = merged.drop_duplicates("series")
+    for point, way in zip(several.itertuples(), several.groupby("method").cumcount(), strict=True):
+        style = _method_look(methods.index(point.method))
         found[point.series] = style | {
             "linestyle": ("-", "--", ":", "-.")[way % 4], "markeredgecolor": "#333333", "markeredgewidth": 0.8,
             "markerfacecolor": "#ffffff" if way else style["color"],

@@ -1,8 +1,7 @@
-"""A study as report.md, report.html and pictures, from study.json and the rows alone."""
+"""A study as a page with pictures, from study.json and the rows alone."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +12,8 @@ import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
-from gqa.eval.page import figures, no_pictures, page
+from gqa.eval.page import PAGE, figures, made_aside, no_pictures, page
 from gqa.eval.report import measured_with, verdict
-from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, points, recommend
@@ -82,12 +80,6 @@ def _tables(results: Results) -> Iterator[Table]:
     yield short_table(results)
     yield _budgets(results)
     yield _recall(results)
-    if found := list(checks(results.points)):
-        rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
-        note = f"{sum(c.agrees for c in found)} of {len(found)} agree; numbers are nats per token, of means over seeds"
-        yield Table(
-            "Where this agrees with the paper", ("claim of the GQA paper", "where", "this study", "numbers"), rows, note
-        )
     if failed := results.failed:
         yield table("Cells that failed", CELL | {"why": "{error}"}, failed, "the same command tries them again")
     yield _cells(results)
@@ -162,17 +154,13 @@ def _budgets(results: Results) -> Table:
 
 
 def write_study_report(results: Results, bounds: Bounds) -> list[str]:
-    """report.md, report.html and, where matplotlib is installed, pictures beside the rows; returns all names.
+    """report.html, report.md and, where matplotlib is installed, pictures beside the rows; returns all names.
 
     All are made aside first. Raises OutputError where they cannot be written; the rows are not touched.
     """
-    directory = results.directory
-    with writing(directory), tempfile.TemporaryDirectory(prefix=".report-", dir=directory) as aside:
-        _make(results, Path(aside), bounds)
-        made = sorted(path.name for path in Path(aside).iterdir())
-        for name in made:
-            (Path(aside) / name).replace(directory / name)
-    return ["report.md", "report.html", *(name for name in made if "report" not in name), ROWS]
+    with writing(results.directory), made_aside(results.directory) as aside:
+        _make(results, aside, bounds)
+        return [*sorted((path.name for path in aside.iterdir()), key=lambda name: (name != PAGE, name)), ROWS]
 
 
 def _make(results: Results, directory: Path, bounds: Bounds) -> None:
@@ -181,27 +169,25 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
         from gqa.eval.study.plots import draw_study
 
         pictures = draw_study(results.rows, results.source, directory)
-    title, found = f"{results.name}: methods, groups and training", list(_tables(results))
     runs = [run for run in results.record["runs"] if run["cells"]]
-    advised = recommend(results.points, results.source, bounds)
+    advised, last = recommend(results.points, results.source, bounds), results.record["runs"][-1]
     made = list(dict.fromkeys(one_line(run["command"], 4000) for run in runs))
     if advised.commands:
         made += ["", "# what is recommended", *advised.commands]
-    lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
-    last = results.record["runs"][-1]
     commit = f", commit {last['git']}" if last.get("git") else ""
-    feet = [*filter(None, [remark]), f"{measured_with(last)}{commit}."]
-    verdicts = _verdicts(results, advised)
-    pasted = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
-    indented = "\n".join(f"    {command}".rstrip() for command in made)
-    shown = [one.markdown() for one in found]
-    text = "\n\n".join([f"# {title}", *verdicts, *pasted[:1], *shown, *pasted[1:], "Made with", indented, lead, *feet])
-    write_text(directory / "report.md", f"{text}\n")
+    title, verdicts = f"{results.name}: methods, groups and training", _verdicts(results, advised)
+    found = list(_tables(results))
+    lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
+    foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}{commit}."])
     html = page(
         title=title, verdicts=verdicts, lead=lead, tables=found, figures=figures(pictures, directory), commands=made,
-        foot=" ".join(feet),
+        foot=foot,
     )  # fmt: skip
-    write_text(directory / "report.html", html)
+    write_text(directory / PAGE, html)
+    pasted = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
+    listed = "\n".join(f"    {line}".rstrip() for line in made)
+    text = [f"# {title}", *verdicts, lead, *pasted, *(one.markdown() for one in found), listed, foot]
+    write_text(directory / PAGE.replace("html", "md"), "\n\n".join(text) + "\n")
 
 
 def _verdicts(results: Results, advised: Recommendation) -> list[str]:

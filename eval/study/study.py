@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")
 SCOPES: tuple[Scope, ...] = get_args(Scope)
+AUTO = "auto"  # of them: what gqa-uptrain trains unless told otherwise
 # Of gqa-uptrain's options, those that decide a training whatever the cell; they mean the same here.
-TRAINING = ("data", "field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "warmup",
+TRAINING = ("data", "field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "schedule", "warmup",
             "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
 # Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
 _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
@@ -44,7 +45,7 @@ class Cell(NamedTuple):
 
     @property
     def training(self) -> str:
-        """Cells of one conversion with the same training are points of it."""
+        """Cells of one conversion are trained alike, for as long as their alpha says."""
         return f"{self.train}-{self.teacher}"
 
     @property
@@ -67,23 +68,34 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination is a cell. `methods`: how many seeds each has."""
+    """Every combination is a cell. `methods`: how many seeds each has; `groups`: none until they are `settled`."""
 
     methods: Mapping[str, int]
-    groups: tuple[int, ...]
+    groups: tuple[int, ...] | None
     alphas: tuple[float, ...]
-    train: tuple[str, ...] = ("all",)
-    teachers: tuple[str, ...] = ("none",)
+    train: tuple[str, ...] = (AUTO,)
+    teachers: tuple[str, ...] = ("source",)
     seeds: int = 1
+
+    def settled(self, heads: int) -> tuple[int, ...]:
+        """The numbers of groups for a source with so many key/value heads: unless others are given, its two largest
+        divisors below them (a half and a quarter) and 1; and where anything is trained on text alone its own number, as
+        the control (one that learns its own predictions stays what it is).
+        """
+        divisors = [groups for groups in range(1, heads) if heads % groups == 0]
+        control = [heads] if (any(self.alphas) and "none" in self.teachers) or not divisors else []
+        return self.groups or tuple(sorted({*divisors[:1], *divisors[-2:], *control}))
 
     def cells(self, heads: int) -> list[Cell]:
         """In order, for a source with so many key/value heads. Where none is merged all methods are the same one."""
         found = set()
-        for groups in self.groups:
+        for groups in self.settled(heads):
             merged = groups < heads
             methods = self.methods if merged else {UNMERGED[groups > heads]: self.seeds}
             for method, seeds in methods.items():
-                variants = product(range(seeds), self.train, self.teachers, self.alphas)
+                usual = "attention" if method in METHODS and METHODS[method].aligns else "all"
+                trains = [usual if name == AUTO else name for name in self.train]
+                variants = product(range(seeds), trains, self.teachers, self.alphas)
                 found |= {Cell(method, groups, *variant) for variant in variants}
         return sorted(found, key=lambda cell: cell.order)
 
@@ -141,15 +153,24 @@ class StudyOptions:
             "refine_precision": "bf16" if self.maps.training.autocast else "no",
         }
 
-    def training_of(self, cell: Cell, converted: Path) -> TrainOptions:
-        """Of the checkpoint at `converted`, up to the alpha of `cell`; at a constant rate, so that every smaller alpha
-        is a point of it.
+    def runs(self, cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+        """The cells of one conversion that are points of one training: with a constant rate smaller alphas are on the
+        way to the largest, else each alpha is a run of its own.
         """
+        for _, some in groupby(cells, lambda cell: (cell.training, self.along or cell.alpha)):
+            yield list(some)
+
+    @property
+    def along(self) -> bool:
+        return self.training.schedule == "constant"
+
+    def training_of(self, cell: Cell, converted: Path) -> TrainOptions:
+        """Of the checkpoint at `converted`, up to the alpha of `cell`."""
         return replace(
             self.training, model=str(converted),
             output=converted.with_name(f"{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
             train=cast(Scope, cell.train), teacher=self.model if cell.teacher == "source" else NO_TEACHER,
-            seed=cell.seed, schedule="constant", keep_state=True,
+            seed=cell.seed, keep_state=True,
         )  # fmt: skip
 
     def maps_of(self, cell: Cell, device: str) -> MapsOptions:

@@ -28,13 +28,18 @@ def measured(rows: Iterable[Row]) -> pandas.DataFrame:
     The columns that are counted on are there though nothing was measured.
     """
     found = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
-    frame = pandas.DataFrame([row | {"series": _series(Cell.of(row))} for row in found])
+    cells = [Cell.of(row) for row in found]
+    frame = pandas.DataFrame([row | {"series": _series(cell, cells)} for row, cell in zip(found, cells, strict=True)])
     return frame.reindex(columns=list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns])))
 
 
-def _series(cell: Cell) -> str:
-    name = BASE if cell.method == "none" else cell.method
-    return ", ".join([name, *[cell.train] * (cell.train != "all"), *["taught"] * (cell.teacher != "none")])
+def _series(cell: Cell, cells: Sequence[Cell]) -> str:
+    """The method, and its training where it is trained in several ways."""
+    own = [other for other in cells if other.method == cell.method]
+    parts = [BASE if cell.method == "none" else cell.method]
+    parts += [cell.train] * (len({other.train for other in own}) > 1)
+    parts += ["taught"] * (cell.teacher != "none" and len({other.teacher for other in own}) > 1)
+    return ", ".join(parts)
 
 
 def points(rows: Iterable[Row]) -> pandas.DataFrame:
@@ -199,12 +204,13 @@ def commands(point: Point) -> list[str]:
     found = [[*words, *_options(point, names), "-o", out]]
     if point["alpha"]:
         defaults = {field.name: field.default for field in fields(TrainOptions)}
+        point = {"schedule": "constant"} | dict(point)  # in studies of before there was another
         given = [name for name in ("alpha", *TRAINING[1:], "train", "seed") if point.get(name) != defaults[name]]
         words = ["gqa-uptrain", out]
         for source in point["data"].split(","):
             words += ["--data", source]
         words += _options(point, [name for name in given if pandas.notna(point.get(name))])
-        words += ["--teacher", model if point["teacher"] == "source" else NO_TEACHER, "--schedule", "constant"]
+        words += ["--teacher", model if point["teacher"] == "source" else NO_TEACHER]
         found.append([*words, "-o", f"{out}-trained"])
     return [shlex.join(map(str, line)) for line in found]
 
