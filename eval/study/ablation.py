@@ -123,7 +123,7 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
 
     Other methods than those that align merge neighbours whatever `grouping` says.
     """
-    config, left_out = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).config, {}
+    config, left_out = make_plan(subject.checkpoint, (grid.groups or (1,))[0], "mean").config, {}
     grid = replace(grid, groups=grid.settled(config.main.kv))
     for method, groups in product(grid.methods, grid.groups or ()):
         try:

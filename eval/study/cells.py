@@ -250,7 +250,7 @@ def measure_speeds(
     found: dict[str, dict[str, Any]] = {}
     caches = {}
     for count in groups:
-        plan = make_plan(subject.checkpoint, count)
+        plan = make_plan(subject.checkpoint, count, "mean")
         caches[str(count)] = plan.cache_after
         after, before = plan.cache_after.bytes_per_token, plan.cache_before.bytes_per_token
         found[str(count)] = {"kv_bytes_per_token": after, "kv_share": after / before}
