@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 def converted(tmp_path: Path) -> Path:
     """A conversion beside its base model."""
     shutil.copytree(material() / "teacher", tmp_path / "base")
-    convert_checkpoint(tmp_path / "base", 2, tmp_path / "converted")
+    convert_checkpoint(tmp_path / "base", 2, tmp_path / "converted", method="mean")
     return tmp_path / "converted"
 
 
@@ -130,6 +130,10 @@ def test_how_long_and_which_weights(converted: Path) -> None:
     edited(converted, lambda record: record["options"].update(method="refined"))
     assert settled(converted)[0].train == "attention"
     assert settled(converted, train="kv")[0].train == "kv"
+    given: dict[str, Any]
+    for given, repeats in (({}, True), ({"mask_documents": True}, False), ({"teacher": "none"}, False),
+                           ({"teacher": "none", "repeats": True}, True), ({"repeats": False}, False)):  # fmt: skip
+        assert settled(converted, data=("text",), **given)[0].repeats is repeats
     edited(converted, lambda record: record["options"].update(method=["refined"]))
     assert settled(converted)[0].train == "all"
 

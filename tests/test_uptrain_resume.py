@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "streaming": {"streaming": True, "heldout_fraction": 0.1, "optimizer": "adafactor", "schedule": "cosine"},
     "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
     "ranks": {"model": "dropout", "ranks": 2},
+    "muon": {"optimizer": "muon"},
 }
 
 

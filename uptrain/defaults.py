@@ -40,7 +40,11 @@ def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions,
     counted = is_self(data[0]) and parse_self(data[0]).tokens
     tokens = options.tokens if options.lengths or counted else TOKENS
     train = options.train or ("attention" if _aligned(conversion) else "all")
-    return replace(options, teacher=teacher, data=data, tokens=tokens, train=train), told
+    found = replace(options, teacher=teacher, data=data, tokens=tokens, train=train)
+    if options.repeats is None and not is_self(data[0]):
+        # A teacher says what to make of text that repeats itself; without one it is learnt that text does.
+        found = replace(found, repeats=bool(found.teachers) and not options.mask_documents)
+    return found, told
 
 
 def _aligned(conversion: dict[str, Any]) -> bool:

@@ -18,9 +18,10 @@ from torch import Tensor
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
 from gqa.uptrain.lora import merged
+from gqa.uptrain.optimizer import make_optimizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import rate_factor, warmup_steps
-from gqa.uptrain.scope import decay_groups, trained_names
+from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.state import check_same_run
 from gqa.uptrain.training_model import Batch, TrainingModel, predictions
@@ -59,20 +60,6 @@ class TrainingProgress:
     heldout_before: dict[str, float] | None = None
     heldout_after: dict[str, float] | None = None
     loss: float | None = None
-
-
-def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW (fused), or Adafactor with the rate that is given, as in the paper (section 3.1)."""
-    groups = decay_groups(model, options.weight_decay)
-    if options.optimizer == "adafactor":
-        from transformers import Adafactor
-
-        found: torch.optim.Optimizer = Adafactor(
-            groups, lr=options.learning_rate, relative_step=False, scale_parameter=False, warmup_init=False
-        )
-        return found
-    fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
 def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = None) -> tuple[TrainingProgress, Weights]:

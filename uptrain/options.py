@@ -68,7 +68,7 @@ class TrainOptions:
         metavar="SOURCE",
     )
     heldout_fraction: float = _option(0.0, "Hold back this share of the documents.", type=_SHARE)
-    heldout_tokens: int = _option(16_384, "How much of it to hold back or to read, at most.", type=Count())
+    heldout_tokens: int = _option(8192, "How much of it to hold back or to read, at most.", type=Count())
     alpha: float | None = _option(None, "Train on this fraction of the data (0.05 in the GQA paper).")
     tokens: int | None = _option(None, "Train on so many tokens, like 1B.  [default: 512K]")
     steps: int | None = _option(None, "Train for so many steps.", type=_FROM_ONE)
@@ -80,6 +80,13 @@ class TrainOptions:
         aliases="--block-size",
         type=Count(2),
     )
+    repeats: bool | None = _option(
+        None,
+        "Let half of the blocks repeat themselves, as those of self do, which keeps what finds things again.  "
+        "[default: with a teacher]",
+        "--repeats/--no-repeats",
+        default=None, show_default=False,
+    )  # fmt: skip
     mask_documents: bool = _option(False, "Keep attention inside documents.")
     batch_size: int = _option(8, "Blocks of one step, over all processes.", type=_FROM_ONE)
     micro_batch: int | None = _option(
@@ -93,7 +100,9 @@ class TrainOptions:
     )
     lora_rank: int = _option(16, "The rank of the adapters of --train lora.", type=_FROM_ONE)
     keep_adapter: bool = _option(False, "Keep the adapter of --train lora too, in DIR/adapter, for peft.", free=True)
-    optimizer: Literal["adamw", "adafactor"] = _option("adamw", "What updates the weights.")
+    optimizer: Literal["adamw", "adafactor", "muon"] = _option(
+        "adamw", "What updates the weights. muon: that for matrices, adamw for the rest."
+    )
     learning_rate: float = _option(3e-4, "The learning rate at its highest.", aliases="--lr", type=_ABOVE_ZERO)
     schedule: Schedule = _option("linear", "How the learning rate goes on after the warm-up.")
     warmup: int | None = _option(
@@ -207,8 +216,12 @@ class TrainOptions:
             raise RefusedError("--pretraining-tokens is what --alpha is a fraction of; give both")
 
     def _check_data(self) -> None:
+        if self.repeats and self.mask_documents:
+            raise RefusedError("--repeats makes blocks without documents, which --mask-documents would keep apart")
         if not any(map(is_self, self.data)):
             return
+        if self.repeats is not None:
+            raise RefusedError("--repeats is for text of yours; --data self repeats itself, and self:plain does not")
         if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
             raise RefusedError("--data self:TOKENS stands alone: no other source, stream, documents or held-out share")
         if not self.teachers:
@@ -234,7 +247,7 @@ def _click_option(found: Field[Any], kind: Any) -> Decorator:
     how, (plain, *_) = dict(found.metadata["click"]), (*get_args(kind), kind)
     flags, own = found.metadata["flags"], f"--{found.name.replace('_', '-')}"
     flags = flags if any(flag.startswith("--") for flag in flags) else (*flags, own)
-    if kind is bool:
+    if plain is bool:
         how["is_flag"] = True
     elif Literal in (get_origin(kind), get_origin(plain)):
         how.setdefault("type", Choice(get_args(plain) or get_args(kind)))

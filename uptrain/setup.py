@@ -148,6 +148,9 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from None
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if sharded and options.optimizer == "muon":
+        raise RefusedError("--optimizer muon needs whole matrices, and FSDP and DeepSpeed divide them; use adamw")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro,

@@ -32,7 +32,7 @@ def plan_record(setup: Setup) -> dict[str, Any]:
     options, dataloader, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     # Of one process without sharding; activations come on top. Adafactor keeps rows and columns only.
-    optimizer = 8 if options.optimizer == "adamw" else 1
+    optimizer = {"adamw": 8, "muon": 4, "adafactor": 1}[options.optimizer]
     teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
     return {
         "model": setup.checkpoint.hub_id or setup.checkpoint.name,

@@ -1,0 +1,119 @@
+"""Muon for matrices and AdamW for the rest, as one optimiser; and text that repeats itself while training."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import TINY, build
+from training import Runs, difference, losses, material, options_for, training_model
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import read_checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.uptrain.dataloader import Dataloader, open_dataloader
+from gqa.uptrain.optimizer import MuonAdamW, make_optimizer
+
+RATE, DECAY = 1e-2, 0.1
+
+
+def model_and_optimizer() -> tuple[Any, MuonAdamW]:
+    torch.manual_seed(0)
+    model = training_model(build(TINY["llama"], 2), optimizer="muon", learning_rate=RATE, weight_decay=DECAY)
+    found = make_optimizer(model, options_for(optimizer="muon", learning_rate=RATE, weight_decay=DECAY))
+    assert isinstance(found, MuonAdamW)
+    return model, found
+
+
+def steps(model: Any, optimizers: list[Any], numbers: range) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = RATE / (number + 1)
+            optimizer.step()
+
+
+def test_it_is_the_two_of_torch() -> None:
+    """Matrices of the layers take Muon's steps; embeddings, the head and vectors AdamW's."""
+    one, own = model_and_optimizer()
+    two, _ = model_and_optimizer()
+    parameters = dict(two.model.named_parameters())
+    tables = {name: p for name, p in parameters.items() if "embed_tokens" in name or "lm_head" in name}
+    matrices = {name: p for name, p in parameters.items() if p.ndim == 2 and name not in tables}
+    vectors = [p for name, p in parameters.items() if name not in tables and name not in matrices]
+    assert len(tables) == 2
+    assert len(matrices) == 2 * 7
+    muon = torch.optim.Muon(matrices.values(), lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    decays = [{"params": [*tables.values()], "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    steps(one, [own], range(3))
+    steps(two, [muon, torch.optim.AdamW(decays, lr=RATE, betas=(0.9, 0.95))], range(3))
+    assert all(torch.equal(p, parameters[name]) for name, p in one.model.named_parameters())
+
+
+def test_a_loaded_state_goes_on() -> None:
+    one, own = model_and_optimizer()
+    steps(one, [own], range(2))
+    two, other = model_and_optimizer()
+    two.load_state_dict(one.state_dict())
+    other.load_state_dict(deepcopy(own.state_dict()))
+    fresh, unloaded = model_and_optimizer()
+    fresh.load_state_dict(one.state_dict())
+    for model, optimizer in ((one, own), (two, other), (fresh, unloaded)):
+        steps(model, [optimizer], range(2, 4))
+    of_fresh = dict(fresh.named_parameters())
+    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert not torch.equal(a, of_fresh[name]), name
+
+
+@pytest.mark.parametrize("scope", ["attention", "lora"])
+def test_with_ranks(runs: Runs, tmp_path: Path, scope: str) -> None:
+    """The same losses and weights on two."""
+    words = {"steps": 3, "optimizer": "muon", "train": scope}
+    runs.finish(*runs.words(tmp_path / "one", **words))
+    runs.finish(*runs.words(tmp_path / "two", **words), ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert difference(tmp_path / "one", tmp_path / "two") < 1e-3
+
+
+def test_shards_are_refused(runs: Runs, tmp_path: Path) -> None:
+    done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer="muon"), ranks=2, before="shard()")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "--optimizer muon needs whole matrices, and FSDP and DeepSpeed divide them; use adamw" in done.err
+
+
+def opened(**given: Any) -> Dataloader:
+    options = replace(options_for(steps=8, batch_size=2, seed=3), **given)
+    return open_dataloader(options, load_tokenizer(read_checkpoint(material() / "model")), 64)
+
+
+def batches(loader: Dataloader, first: int = 0, rank: int = 0, ranks: int = 1) -> list[Any]:
+    return [micro["input_ids"].numpy() for step in loader.batches(first, rank, ranks, 2) for micro in step]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_half_of_the_blocks_repeat_themselves(streaming: bool) -> None:
+    """The others stay as they are; what is held out does; and every rank and every continued run reads the same."""
+    given = {"streaming": streaming, "heldout_tokens": 640}
+    plain, mixed = opened(**given), opened(**given, repeats=True)
+    before, after = (np.concatenate(batches(loader)) for loader in (plain, mixed))
+    same = (before == after).all(1)
+    assert 5 <= same.sum() <= 11
+    assert all((a["input_ids"] == b["input_ids"]).all() for a, b in zip(plain.heldout, mixed.heldout, strict=True))
+    assert len(mixed.heldout) >= 5
+    assert np.array_equal(np.concatenate(batches(mixed, 5)), after[10:])
+    ranks = [np.concatenate(batches(mixed, 0, rank, 2)) for rank in range(2)]
+    assert np.array_equal(np.stack(ranks, 1).reshape(-1, 64), after)
+
+
+def test_documents_and_repeats_do_not_go_together() -> None:
+    with pytest.raises(RefusedError, match="--repeats makes blocks without documents"):
+        options_for(repeats=True, mask_documents=True).check(1)
