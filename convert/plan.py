@@ -128,6 +128,8 @@ def make_plan(
     """
     if method not in (AUTO, *METHODS):
         raise RefusedError(f"unknown method {method!r}; choose {', '.join((AUTO, *METHODS))}")
+    if dtype is not None and dtype not in _STORED:
+        raise RefusedError(f"dtype {dtype!r} is not known; choose {', '.join(_STORED)}")
     checkpoint = recast(checkpoint, groups, target)
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, groups, checkpoint.name)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from gqa.uptrain.options import TrainOptions
 
     from .conversion import calibrate, convert_model
-    from .measuring import evaluate
-    from .results import ConvertedModel, Evaluation, FoundMaps, TrainedModel
+    from .measuring import EvaluateOptions, ablate, evaluate
+    from .results import ConvertedModel, Evaluation, FoundMaps, Study, TrainedModel
     from .training import uptrain_model
 
     __version__: str
@@ -38,15 +38,15 @@ _HOMES = {
     "gqa.uptrain.loop": ("DivergedError", "StoppedError"),
     "gqa.uptrain.options": ("TrainOptions",),
     "gqa.conversion": ("calibrate", "convert_model"),
-    "gqa.measuring": ("evaluate",),
-    "gqa.results": ("ConvertedModel", "Evaluation", "FoundMaps", "TrainedModel"),
+    "gqa.measuring": ("EvaluateOptions", "ablate", "evaluate"),
+    "gqa.results": ("ConvertedModel", "Evaluation", "FoundMaps", "Study", "TrainedModel"),
     "gqa.training": ("uptrain_model",),
 }
 _FOUND_IN = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - functions, what they give, what they take, what they raise
-    "convert_model", "uptrain_model", "evaluate", "calibrate", "plan_conversion",
-    "ConvertedModel", "TrainedModel", "Evaluation", "FoundMaps", "Plan",
-    "MapsOptions", "CalibrationText", "Refinement", "Target", "TrainOptions",
+    "convert_model", "uptrain_model", "evaluate", "ablate", "calibrate", "plan_conversion",
+    "ConvertedModel", "TrainedModel", "Evaluation", "Study", "FoundMaps", "Plan",
+    "MapsOptions", "CalibrationText", "Refinement", "Target", "TrainOptions", "EvaluateOptions",
     "RefusedError", "CorruptError", "CorpusError", "OutputError", "DivergedError", "StoppedError",
     "__version__",
 ]  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.calibrate_cli import Bar
+from gqa.convert.methods import AUTO
 
 from .given import Model, in_memory, scratch, stored, undisturbed
 from .results import ConvertedModel, FoundMaps
@@ -40,7 +41,7 @@ class _Watcher(Bar):
 def convert_model(
     model: Model,
     kv_heads: int,
-    method: str | None = None,
+    method: str = AUTO,
     data: str | Sequence[str] | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -64,7 +65,7 @@ def convert_model(
         model: A directory, a hub id, a result of another function, or a loaded model. One that is loaded is written to
             a temporary directory first and stays as it is, its config too.
         kv_heads: G: a divisor of the model's own number (merging), or a multiple of it that divides the query heads.
-        method: How heads are merged (docs/methods.md); None for the command's default.
+        method: How heads are merged (docs/methods.md); `auto` for the best that needs only the weights.
         data: Text to calibrate on, for methods that look at text: `self` (the model writes it), a file, a hub data
             set; several in a list. None for what `options` says.
         out: Directory to make. None: as gqa-convert names it, and for a loaded model a temporary directory that is
@@ -89,12 +90,13 @@ def convert_model(
     from gqa.convert.api import default_output, plan_conversion
 
     began = time.monotonic()
+    _check_counts(kv_heads=kv_heads, jobs=jobs, max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         kept = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
         plan = plan_conversion(
-            place, _heads(kv_heads), grouping=options.grouping if options else "contiguous", seed=seed, dtype=dtype,
+            place, kv_heads, grouping=options.grouping if options else "contiguous", seed=seed, dtype=dtype,
             max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, **_chosen(method, maps, target),
         )  # fmt: skip
         named = default_output(plan.checkpoint.hub_id or place, plan)
@@ -143,9 +145,10 @@ def calibrate(
     from gqa.convert.api import plan_conversion
     from gqa.convert.recast.targets import ANY
 
+    _check_counts(kv_heads=kv_heads)
     with undisturbed(), stored(model, tokenizer) as place:
         plan = plan_conversion(
-            place, _heads(kv_heads), method=method, seed=seed, revision=revision, headers_only=False,
+            place, kv_heads, method=method, seed=seed, revision=revision, headers_only=False,
             target=target or ANY, grouping=options.grouping if options else "contiguous",
         )  # fmt: skip
         if not plan.lacks_maps:
@@ -162,17 +165,17 @@ def calibrate(
     return FoundMaps(path=Path(out), layer_errors=bar.layers, method=plan.method, groups=plan.groups)
 
 
-def _chosen(method: str | None, maps: str | os.PathLike[str] | None, target: Target | None) -> dict[str, Any]:
+def _chosen(method: str, maps: str | os.PathLike[str] | None, target: Target | None) -> dict[str, Any]:
     """Those that are given, for what has defaults of its own."""
-    if maps is not None and method is not None:
+    if maps is not None and method != AUTO:
         raise RefusedError(f"method {method!r} and maps {os.fspath(maps)!r} are two ways; give one of them")
     return {k: v for k, v in {"method": method, "maps": maps, "target": target}.items() if v is not None}
 
 
-def _heads(number: object) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise RefusedError(f"kv_heads is {number!r}; give a whole number from 1 on")
-    return number
+def _check_counts(**numbers: object) -> None:
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise RefusedError(f"{name} is {number!r}; give a whole number from 1 on")
 
 
 def _maps_options(
@@ -188,9 +191,13 @@ def _maps_options(
         raise RefusedError(f"options mean nothing to method {plan.method}, which finds no maps; leave them out")
     if not plan.lacks_maps:
         return None
+    from gqa.checkpoint.devices import find_device
     from gqa.convert.align.calibration import MapsOptions
 
     found = options or MapsOptions()
+    find_device(found.device)
+    if data is not None and not data:
+        raise RefusedError("data names nothing; give one source of text or more, or leave it out")
     if data is not None:
         sources = (data,) if isinstance(data, str) else tuple(data)
         found = replace(found, text=replace(found.text, sources=sources))

@@ -99,27 +99,35 @@ def undisturbed() -> Iterator[None]:
 
 
 def asked(
-    command: click.Command, models: Sequence[str], values: Mapping[str, Any], of_terminals: Collection[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """The options of a command as it would read them, and the words that it would read them from.
+    command: click.Command, models: Sequence[str], values: Mapping[str, Any], of_terminals: Collection[str], **more: Any
+) -> tuple[click.Context, list[str]]:
+    """A command with its options as it would read them (`params`), and the words that it would read them from.
 
-    `values` are by the names of options; None is as if nothing were said. Those `of_terminals` are not for Python.
+    `values` are by the names of options; None is as if nothing were said. Those `of_terminals` are not for Python,
+    `more` are said whatever the caller may say.
     Raises TypeError for a name that there is none of, and RefusedError, in the command's own words, for a value that it
     would not take.
     """
-    options = {p.name: p for p in command.params if isinstance(p, click.Option) and p.expose_value and p.name}
+    found = [p for p in command.params if isinstance(p, click.Option) and p.expose_value]
+    known = sorted({option_name(option) for option in found if option.name not in of_terminals})
+    options = {str(option.name): option for option in found} | {option_name(option): option for option in found}
     for name in values:
-        if name not in options or name in of_terminals:
-            known = sorted(options.keys() - of_terminals)
+        if name not in options or options[name].name in of_terminals:
             near = get_close_matches(name, known, 1)
             told = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
             raise TypeError(f"{name!r} is no option; {told}")
     try:
-        words = [word for name, value in values.items() if value is not None for word in words_of(options[name], value)]
+        said = [(options[name], value) for name, value in {**values, **more}.items() if value is not None]
+        words = [word for option, value in said for word in words_of(option, value)]
         context = command.make_context(command.name, [*words, "--", *models])
     except click.UsageError as error:
         raise RefusedError(error.format_message().rstrip(".")) from None
-    return context.params, [*models, *words]
+    return context, [*models, *words]
+
+
+def option_name(option: click.Option) -> str:
+    """The documented name of an option as a keyword."""
+    return option.opts[-1].lstrip("-").replace("-", "_")
 
 
 def words_of(option: click.Option, value: Any) -> list[str]:

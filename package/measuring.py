@@ -1,19 +1,59 @@
-"""Measuring from Python: what gqa-eval does."""
+"""Measuring from Python: what gqa-eval and gqa-ablate do."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from gqa.checkpoint.provenance import without_place
 
 from .given import Model, asked, in_memory, name_of, stored, undisturbed
-from .results import Evaluation
+from .results import Evaluation, Study
 
+_OF_STUDIES = ("output", "quiet", "verbose", "dry_run", "recommend")
 _OF_TERMINALS = ("output", "quiet", "verbose", "json", "fail_above")
+
+
+class EvaluateOptions(TypedDict, total=False):
+    """The options of gqa-eval, whose --help says what each means; numbers of tokens and sizes also as there (`64k`,
+    `80GB`).
+    """
+
+    field: str
+    target_field: str
+    data_config: str
+    split: str
+    protocol: Literal["rolling", "strided", "llama.cpp"]
+    context: int | str
+    stride: int | str
+    tokens: int | str
+    beyond_positions: bool
+    kl: bool
+    baseline_cache: str | os.PathLike[str]
+    recall: bool
+    decode: bool
+    decode_batches: list[int] | tuple[int, ...]
+    decode_contexts: list[int] | tuple[int, ...]
+    decode_steps: int
+    decode_repeats: int
+    memory: int | str
+    tensor_parallel: int
+    tasks: str
+    shots: int
+    limit: int
+    include_tasks: str | os.PathLike[str]
+    batch_size: int
+    precision: Literal["auto", "float32", "bfloat16", "float16"]
+    device: str
+    attn_implementation: str
+    compile: bool
+    revision: str
+    trust_remote_code: bool
+    overwrite: bool
 
 
 def evaluate(
@@ -23,7 +63,7 @@ def evaluate(
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
     tokenizer: Any = None,
-    **options: Any,
+    **options: Unpack[EvaluateOptions],
 ) -> Evaluation:
     """Compare models on the same text: quality, memory and speed side by side.
 
@@ -35,7 +75,8 @@ def evaluate(
         out: Directory for a report; `overwrite=True` replaces an earlier one.
         progress: Show bars.
         tokenizer: Of the models that are loaded.
-        options: The options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), read as it reads them.
+        options: The options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), read as it reads them:
+            see `EvaluateOptions`.
 
     Raises:
         RefusedError: A model, the text or an option cannot be used, or two models do not compare.
@@ -49,7 +90,8 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         names = [name_of(model) if in_memory(model) else os.fspath(model) for model in (baseline, *models)]
-        read, words = asked(command, names, given, _OF_TERMINALS)
+        context, words = asked(command, names, given, _OF_TERMINALS)
+        read = context.params
         read |= {"output": out, "quiet": not progress}
         check(read, set(given), len(models))
         if out is not None:
@@ -61,3 +103,44 @@ def evaluate(
     if results and out is not None:
         write_report(results, Path(out))
     return Evaluation(results=results, path=None if out is None else Path(out))
+
+
+def ablate(
+    model: str | os.PathLike[str],
+    data: str | Sequence[str],
+    out: str | os.PathLike[str],
+    progress: bool = True,
+    **options: Any,
+) -> Study:
+    """Measure every combination of methods, numbers of heads and further training, and write a report to `out`.
+
+    Args:
+        model: A directory, a hub id or a result of another function.
+        data: Text to train on; several in a list.
+        out: Directory of the study. The same call continues one that was stopped.
+        progress: Show how it goes.
+        options: The options of gqa-ablate by name (`methods=["mean", "aligned"]`, `groups=[1, 2]`, `alphas=[0, 0.05]`
+            ...), read as it reads them.
+
+    Raises:
+        RefusedError: The model, the text or an option cannot be used.
+        TypeError: An option has a name that there is none of.
+        StoppedError: A signal asked for the end.
+    """
+    from gqa.eval.study.ablation import open_study
+    from gqa.eval.study.cli import command, measure, read_study
+    from gqa.eval.study.directory import forget
+    from gqa.eval.study.report import open_results, write_study_report
+    from gqa.eval.study.tradeoff import Bounds
+
+    place = os.fspath(model)
+    context, words = asked(command, [place], {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
+    read = {name: value for name, value in context.params.items() if name not in ("model", "output", "quiet")}
+    with undisturbed(), context.scope():
+        if read["overwrite"]:
+            forget(Path(out))
+        study = open_study(*read_study(place, Path(out), read), strict="methods" in options)
+        measure(study, not progress, shlex.join(["gqa-ablate", *map(without_place, words)]))
+    results = open_results(Path(out))
+    write_study_report(results, Bounds(read["max_loss_increase"], read["max_recall_loss"]))
+    return Study(path=Path(out), rows=results.rows)

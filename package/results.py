@@ -110,7 +110,7 @@ class ConvertedModel(_Checkpoint):
         told = {
             **super().facts(),
             "key/value heads": f"{plan.config.main.kv} -> {plan.groups} of {plan.config.main.query} query heads",
-            "method": plan.method,
+            "method": plan.method + (f": {plan.choice.why}" if plan.choice else ""),
             "KV cache": kv_line(plan),
             "parameters": f"{plan.parameters_before:,} -> {plan.parameters_after:,}",
             "took": f"{self.seconds:.1f} s",
@@ -184,6 +184,40 @@ class FoundMaps:
         rows = [(layer, f"{error:.4f}") for layer, error in self.layer_errors.items()]
         note = "squared error of attention outputs, relative to the base model's on the calibration text"
         return html_table(repr(self)[1:-1], rows, ("layer", "error"), note if rows else "from the weights alone")
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Study:
+    """What `ablate` measured. `rows` are those of rows.jsonl, one for each combination; `path` has the report."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+
+    def text(self) -> str:
+        """The table that gqa-ablate prints."""
+        from gqa.eval.study.report import open_results, short_table
+
+        return short_table(open_results(self.path)).text()
+
+    def recommend(self, max_loss_increase: float = 0.1, max_recall_loss: float = 5.0) -> str:
+        """The smallest KV cache within so many nats per token above the base model and so many points of recall below
+        it, and the commands that make it.
+        """
+        from gqa.eval.study.report import open_results
+        from gqa.eval.study.tradeoff import Bounds, recommend
+
+        results = open_results(self.path)
+        return recommend(results.points, results.source, Bounds(max_loss_increase, max_recall_loss)).text
+
+    def __repr__(self) -> str:
+        failed = sum(bool(row["error"]) for row in self.rows)
+        return f"<Study {self.path}: {len(self.rows)} combinations{f', {failed} failed' if failed else ''}>"
+
+    def _repr_html_(self) -> str:
+        from gqa.eval.study.report import open_results, short_table
+
+        one = short_table(open_results(self.path))
+        return html_table(one.title, one.rows, one.header, one.note)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

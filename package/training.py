@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .given import Model, asked, in_memory, name_of, scratch, stored, undisturbed
 from .results import TrainedModel
+
+if TYPE_CHECKING:
+    from gqa.uptrain.options import TrainOptions
 
 _OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run", "push_to_hub", "public")
 
 
 def uptrain_model(
-    model: Model,
+    model: Model | TrainOptions,
     data: str | Sequence[str] | None = None,
     teacher: Model | None = None,
     out: str | os.PathLike[str] | None = None,
@@ -27,7 +31,8 @@ def uptrain_model(
     """Train a converted checkpoint further and write the result as a checkpoint.
 
     Args:
-        model: A directory, a hub id, a result of another function, or a loaded model with its `tokenizer`.
+        model: A directory, a hub id, a result of another function, or a loaded model with its `tokenizer`. Or all that
+            decides the run as `TrainOptions`, and nothing beside it but `progress`.
         data: Text: `stdlib:train`, files, hub data sets, `self:TOKENS` (the teacher writes it); several in a list.
         teacher: The model before conversion, whose predictions are learnt; also in memory, as `model`.
         out: Directory to make. None: `MODEL-uptrained`, and for a loaded model a temporary directory that is there as
@@ -49,6 +54,12 @@ def uptrain_model(
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 
+    if isinstance(model, TrainOptions):
+        if options or any(given is not None for given in (data, teacher, out, tokenizer)):
+            raise TypeError("TrainOptions say everything: leave out what stands beside them, or change it in them")
+        said = {f.name: getattr(model, f.name) for f in fields(TrainOptions) if getattr(model, f.name) != f.default}
+        model, out, options = said.pop("model"), said.pop("output"), said
+        data, teacher = options.pop("data", None), options.pop("teacher", None)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         kept = scratch() if out is None and in_memory(model) else None
@@ -56,8 +67,9 @@ def uptrain_model(
         given = {"data": data, "teacher": name_of(teacher) if loaded else teacher, **options}
         name = name_of(model) if in_memory(model) else os.fspath(model)
         goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else default_output(name)
-        read, words = asked(command, [name], given | {"output": goal}, _OF_TERMINALS)
-        read = {option: read[option] for option in TrainOptions.__dataclass_fields__ if option in read}
+        context, words = asked(command, [name], given | {"output": goal}, _OF_TERMINALS)
+        known = TrainOptions.__dataclass_fields__
+        read = {option: value for option, value in context.params.items() if option in known}
         read |= {"model": stack.enter_context(stored(model, tokenizer))}
         read |= {"teacher": stack.enter_context(stored(teacher, tokenizer))} if loaded and teacher is not None else {}
         stack.enter_context(_own_accelerator())

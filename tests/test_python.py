@@ -158,6 +158,26 @@ def test_models_in_memory_are_trained_and_compared(given: Path, loaded: Any, tmp
     assert found._repr_html_().startswith("<p>4 of 4 heads")
 
 
+def test_a_study_is_that_of_the_command(given: Path, tmp_path: Path, alone: None) -> None:
+    rows = write_corpus(tmp_path / "text.jsonl", 8)
+    heldout = write_corpus(tmp_path / "heldout.jsonl", 2, first=8)
+    how = {"methods": ["mean", "first"], "groups": [1, 2], "alphas": [0], "batch_size": 2, "device": "cpu"}
+    how |= {"heldout": str(heldout), "decode": False, "recall": False, "kl": False, "context": 32}
+    found = gqa.ablate(given / "teacher", str(rows), tmp_path / "study", progress=False, **how)
+    assert repr(found) == f"<Study {tmp_path}/study: 4 combinations>"
+    assert {(row["method"], row["groups"]) for row in found.rows} == {(m, g) for m in ("mean", "first") for g in (1, 2)}
+    shown = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9, program="gqa-ablate").out
+    assert shown.startswith(found.text())
+    assert shown.rstrip().endswith(found.recommend(max_loss_increase=9).rstrip())
+    assert found._repr_html_().startswith("<table><caption>Study of teacher")
+    again = gqa.ablate(given / "teacher", str(rows), tmp_path / "study", progress=False, **how)
+    assert again.rows == found.rows
+    with pytest.raises(TypeError, match="'dry_run' is no option"):
+        gqa.ablate(given / "teacher", str(rows), tmp_path / "other", dry_run=True)
+    with pytest.raises(gqa.RefusedError, match="--refine-steps is not used by --methods mean"):
+        gqa.ablate(given / "teacher", str(rows), tmp_path / "other", methods=["mean"], refine_steps=3)
+
+
 def adapted(model: Any) -> Any:
     from peft import LoraConfig
 
@@ -188,6 +208,17 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
     "flag": (lambda at, m: gqa.uptrain_model(at, "x", steps=2, resume=1), "1 is neither True nor False"),
     "choice": (lambda at, m: gqa.uptrain_model(at, "x", steps=2, train="heads"), "'heads' is not one of"),
     "nothing to measure": (lambda at, m: gqa.evaluate(at), "nothing to measure: give text with --data"),
+    "dtype": (lambda at, m: gqa.convert_model(at, 2, dtype="int8"), "dtype 'int8' is not known; choose float64"),
+    "shard": (lambda at, m: gqa.convert_model(at, 2, max_shard_bytes=0), "max_shard_bytes is 0; give a whole number"),
+    "jobs": (lambda at, m: gqa.convert_model(at, 2, jobs=True), "jobs is True; give a whole number"),
+    "maps options": (lambda at, m: gqa.MapsOptions(dtype="int8"), "dtype 'int8' is not known; choose float32"),
+    "ridge": (lambda at, m: gqa.MapsOptions(ridge=float("nan")), "ridge nan and batch 8: give one from 0 on"),
+    "text": (lambda at, m: gqa.CalibrationText(length=1), "in blocks of 1: give at least"),
+    "no data": (lambda at, m: gqa.convert_model(at, 2, "calibrated", data=[]), "data names nothing; give one source"),
+    "device": (
+        lambda at, m: gqa.convert_model(at, 2, "calibrated", options=gqa.MapsOptions(device="tpu9")),
+        "--device tpu9 cannot be used",
+    ),
     "several": (lambda at, m: gqa.evaluate(at, data=["x", "y"]), "are several, and one is meant"),  # type: ignore[arg-type]
     "alone": (lambda at, m: gqa.evaluate(at, data="x", kl=True), "--kl compares checkpoints: give at least two"),
 }
@@ -202,6 +233,37 @@ def test_what_cannot_be_is_refused_in_one_line(name: str, given: Path, loaded: A
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert sorted(given.rglob("*")) == before
+
+
+def test_options_of_the_commands_have_types() -> None:
+    from gqa.eval.cli import command
+
+    from_terminals = {"data", "output", "json", "verbose", "quiet", "fail_above", "version"}
+    named = {
+        option.opts[-1].lstrip("-").replace("-", "_") for option in command.params if option.name not in ("models",)
+    }
+    assert named - from_terminals - {"baseline"} == gqa.EvaluateOptions.__annotations__.keys()
+
+
+def test_training_options_say_everything(given: Path, tmp_path: Path, alone: None) -> None:
+    data = (str(given / "data.jsonl"),)
+    options = gqa.TrainOptions(
+        str(given / "model"),
+        tmp_path / "out",
+        data=data,
+        steps=1,
+        batch_size=2,
+        block_size=32,
+        weight_decay=0.0,
+        warmup=0,
+    )
+    record = gqa.uptrain_model(options, progress=False).record
+    assert (record["steps"], record["options"]["weight_decay"], record["options"]["warmup"]) == (1, 0.0, 0)
+    assert record["options"]["block_size"] == 32
+    with pytest.raises(TypeError, match="TrainOptions say everything"):
+        gqa.uptrain_model(options, steps=2)
+    with pytest.raises(gqa.RefusedError, match="Invalid value for '--batch-size'"):
+        gqa.uptrain_model(gqa.TrainOptions(str(given / "model"), tmp_path / "two", batch_size=0))
 
 
 @pytest.mark.parametrize("name", ["contxt", "quiet", "json"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.devices import default_device, native_bfloat16
+from gqa.checkpoint.errors import RefusedError
 from gqa.convert.align.calibration_text import CalibrationText
 from gqa.convert.align.closed_form import LayerResult, Task, Wanted, closed_form, position_weights
 from gqa.convert.align.observe import Layer
@@ -17,8 +19,10 @@ from gqa.convert.align.pair import Pair, Streams, check_finite
 from gqa.convert.align.refine import Calls, Refinement, refine
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
-from gqa.convert.methods import mean
+from gqa.convert.methods import GROUPINGS, mean
 from gqa.convert.plan import Plan
+
+DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,13 @@ class MapsOptions:
     dtype: str = "float32"
     batch: int = 8
     grouping: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("dtype", self.dtype, DTYPES), ("grouping", self.grouping, GROUPINGS)):
+            if value not in known:
+                raise RefusedError(f"{name} {value!r} is not known; choose {', '.join(known)}")
+        if not 0 <= self.ridge < math.inf or self.batch < 1:
+            raise RefusedError(f"ridge {self.ridge} and batch {self.batch}: give one from 0 on, and at least 1 block")
 
     def describe(self, plan: Plan) -> dict[str, Any]:
         """What decides the maps, as JSON."""

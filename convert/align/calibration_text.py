@@ -39,6 +39,12 @@ class CalibrationText:
     field: str = "text"
     repeats: bool = True
 
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.length < 2:
+            raise RefusedError(
+                f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
+            )
+
     def blocks(self, checkpoint: Checkpoint, device: str, progress: Callable[[int], None]) -> Tensor:
         """(N, length) token ids. Raises RefusedError and CorpusError."""
         parts = []

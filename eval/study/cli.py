@@ -146,7 +146,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     if model is not None:
         if options["overwrite"] and not options["dry_run"]:
             forget(output)
-        study = open_study(*_read(model, output, options), strict=is_given("methods"))
+        study = open_study(*read_study(model, output, options), strict=is_given("methods"))
         if not quiet:
             for method, reason in study.left_out.items():
                 click.echo(one_line(f"without {method}: {reason}"), err=True)
@@ -154,7 +154,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
             click.echo(cost_table(study).text())
             return
         try:
-            rows = _measure(study, quiet)
+            rows = measure(study, quiet, shlex.join(["gqa-ablate", *sys.argv[1:]]))
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
         failed = sum(bool(row["error"]) for row in rows)
@@ -171,7 +171,8 @@ for _found in command.params:
         _found.opts = ["--train-context"]
 
 
-def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:
+def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:
+    """What the options of the command that runs say. Raises RefusedError for what no method of them uses."""
     from gqa.eval.study.study import TRAINING, Grid, StudyOptions
     from gqa.uptrain.options import TrainOptions
 
@@ -187,8 +188,10 @@ def _read(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptio
     return StudyOptions(training, maps, **of(StudyOptions.__dataclass_fields__)), grid
 
 
-def _measure(study: Study, quiet: bool) -> Rows:
-    """With progress over cells: a bar where a person looks at it, a line for each elsewhere."""
+def measure(study: Study, quiet: bool, words: str) -> Rows:
+    """All cells that are left, as asked for in `words`, with progress over them: a bar where a person looks at it, a
+    line for each elsewhere.
+    """
     from gqa.eval.study.ablation import run_study
 
     def told(row: dict[str, Any]) -> None:
@@ -200,7 +203,7 @@ def _measure(study: Study, quiet: bool) -> Rows:
             click.echo(text, err=True)
 
     with progress_bar(len(study.left), "cell", study.subject.name, quiet) as bar:
-        return run_study(study, command=shlex.join(["gqa-ablate", *sys.argv[1:]]), told=told)
+        return run_study(study, command=words, told=told)
 
 
 def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
