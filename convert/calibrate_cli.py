@@ -75,7 +75,7 @@ _TEXT = [
             "refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data set, stdlib:train; "
             "several times, or with commas, for a mixture (SOURCE@WEIGHT)."),
 ]  # fmt: skip
-_DEVICE = [of_text("--device")]
+_DEVICE = [of_maps("--device")]
 _TARGET = [
     option("--remote-code/--no-remote-code", default=None, help="Whether a model whose class cannot have fewer heads "
            "gets custom modelling code.  [default: where no class of transformers will do]"),

@@ -66,7 +66,7 @@ class Method:
 
     @property
     def find(self) -> Callable[..., Iterator[tuple[str, HeadMaps]]]:
-        """A plan, and whether to search for the best groups -> the maps of attention modules, each by its path."""
+        """A plan, whether to search for the best groups, a device -> the maps of each attention module by its path."""
         module, _, function = self.finder.partition(":")
         found: Callable[..., Iterator[tuple[str, HeadMaps]]] = getattr(import_module(module), function)
         return found

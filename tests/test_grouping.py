@@ -157,7 +157,7 @@ def test_by_the_command(rearranged: Path, tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("name", "method", "reason"),
     [
-        ("llama", "mean", "--grouping search does not go with --method mean, which merges neighbours; use --method"),
+        ("llama", "mean", "--grouping is not used by --method mean; it goes with --method procrustes, aligned"),
         ("falcon+rw", "aligned", "the attention of falcon ties something to their places; use --grouping contiguous"),
         ("diffllama", "refined", "the attention of diffllama ties something to their places"),
     ],

@@ -184,7 +184,7 @@ def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -
 
     Args:
         seen: (R, m * d, m * d) for each of the group's R = m r query heads, E[z z^T] of the attention-averaged stacked
-            values that it sees.
+            values that it sees; (1, m * d, m * d) where all see the same, whose best is known at once.
         values: (m * d, m * d) second moments of the stacked values, which the shared value keeps the energy of.
         outputs: (R, d, d) W_O,i^T W_O,i of each query head.
         owner: (R,) which of the m heads a query head reads.
@@ -196,10 +196,10 @@ def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -
     vectors = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
     project = vectors.T @ inverse  # (d, m d), the best where all heads see the same
     own = owner[:, None] * dim + torch.arange(dim)
-    crossed = seen[torch.arange(len(seen))[:, None], own]  # (R, d, m d) E[z_own z^T]
+    crossed = seen.expand(len(owner), -1, -1)[torch.arange(len(owner))[:, None], own]  # (R, d, m d) E[z_own z^T]
     energy = (outputs * crossed.take_along_dim(own[:, None], 2)).sum()
     restore = _ways_back(project, seen, crossed)
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if len(seen) > 1 else 0):
         gains = restore.mT @ outputs @ restore
         missing = (restore.mT @ outputs @ (crossed - restore @ project @ seen)).sum(0)
         move = pseudo_inverse(gains.sum(0)) @ missing @ inverse @ inverse
@@ -216,10 +216,8 @@ def _ways_back(project: Tensor, seen: Tensor, crossed: Tensor) -> Tensor:
     """(R, d, d): the least-squares map of each query head from the shared value (d, m d) to its own; `crossed`
     (R, d, m d) is E[z_own z^T].
     """
-    shared = crossed @ project.T
-    return torch.stack(
-        [own @ pseudo_inverse(project @ all_of @ project.T) for own, all_of in zip(shared, seen, strict=True)]
-    )
+    inverses = torch.stack([pseudo_inverse(project @ all_of @ project.T) for all_of in seen])
+    return crossed @ project.T @ inverses
 
 
 def pseudo_inverse(matrix: Tensor, cut: float = CUT) -> Tensor:
@@ -257,10 +255,13 @@ def rotations(moments: Tensor) -> Tensor:
     heads, dim = moments.shape[:2]
     turned = torch.eye(dim, dtype=moments.dtype).repeat(heads, 1, 1)
     for _ in range(_TURNS if heads > 1 else 0):
+        before = turned.clone()
         for head in range(heads):
             others = torch.einsum("bij,bjk->ik", turned, moments[:, :, head]) - turned[head] @ moments[head, :, head]
             left, _, right = torch.linalg.svd(others)
             turned[head] = left @ right
+        if torch.allclose(turned, before, rtol=0, atol=1e-9):
+            break
     return turned
 
 

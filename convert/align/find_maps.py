@@ -72,7 +72,8 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
     work = Work(output, options.describe(plan), overwrite)
     if plan.merging.how.needs == "weights":
         with work.held():
-            for number, (module, maps) in enumerate(plan.merging.how.find(plan, options.grouping == "search")):
+            found = plan.merging.how.find(plan, options.grouping == "search", options.device)
+            for number, (module, maps) in enumerate(found):
                 work.keep(number, module, maps, {})
                 watcher.layer(number + 1, plan.config.layers, float("nan"))
             yield work

@@ -7,7 +7,7 @@ large as all others are known, and nothing is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,35 @@ from gqa.convert.heads.symmetries import Symmetry
 _TOKENS = 2  # whose values attention averages
 _SHARE = 0.01  # of independent inputs in the guess, for what it does not see
 _NODES = 241  # of an integral over a Gaussian
+_LITTLE = (1e-9, 1e-7, 1e-5, 1e-3)  # of independent inputs, until rounding leaves a matrix positive
+_BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of the work of a square
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer is given: E[x x^T] = `factor` `factor`^T with a lower triangle (D, D), float32 where products are
+    made; None where inputs are independent. Of a guess `share` is independent, for what it does not see.
+    """
+
+    factor: Tensor | None
+    width: int
+    share: float = _SHARE
+
+    def through(self, weights: Tensor) -> Tensor:
+        """(n, D) rows of weights -> (n, K) float32 rows on the CPU, whose products with each other are the moments of
+        what the weights make of these inputs. Rows that depend on each other still do, to the square of a rounding
+        error in the moments.
+        """
+        if self.factor is None:
+            return weights.float()
+        guessed = by_lower(weights.to(self.factor), self.factor).cpu()
+        return torch.cat([(1 - self.share) ** 0.5 * guessed, self.share**0.5 * weights.float()], 1)
+
+    @property
+    def moments(self) -> Tensor:
+        """E[x x^T] itself, (D, D)."""
+        rows = self.through(torch.eye(self.width)).double()
+        return rows @ rows.mT
 
 
 class Stream:
@@ -34,34 +63,53 @@ class Stream:
     something else (experts, norms after attention, other mixers) inputs are taken to be independent.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int, guess: bool = True) -> None:
-        """`config` is that of the text part, D = `width`; without `guess` inputs are independent everywhere."""
+    def __init__(
+        self, checkpoint: Checkpoint, config: Any, symmetry: Symmetry, width: int, guess: bool = True,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        """`config` is that of the text part, D = `width`; without `guess` inputs are independent everywhere. Large
+        products are made on `device`, in float32; what is factored and added up stays in float64.
+        """
         self._checkpoint, self._config, self._symmetry, self._width = checkpoint, config, symmetry, width
-        self._layer = 0
+        self._layer, self._device = 0, device
         self._sum = self._embedded() if guess else None
+        self._factor: Tensor | None = None  # of the normed stream that the present layer reads
 
-    def given(self, module: AttentionModule) -> Tensor:
+    def given(self, module: AttentionModule) -> Inputs:
         """Of the normed stream that `module` reads, before its norm's gain."""
-        independent = torch.eye(self._width, dtype=torch.float64)
         if module.layer != self._layer:  # layers without heads are between
             self._sum = None
-        return independent if self._sum is None else (1 - _SHARE) * _normed(self._sum) + _SHARE * independent
+        self._factor = self._factored()
+        return Inputs(self._factor, self._width)
 
     @torch.no_grad()  # some activations have weights
-    def add(self, module: AttentionModule, gain: Tensor, stored: Mapping[str, Tensor]) -> None:
-        """Go through the layer of `module`, whose norm has `gain` (D,) and whose heads are `stored`: `output`
+    def add(self, module: AttentionModule, gain: Tensor, output: Tensor, value: Tensor) -> None:
+        """Go through the layer of `module`, which was given last: its norm has `gain` (D,), its heads are `output`
         (H, e, D) and `value` (Hk, e, D).
         """
-        mlp = None if self._sum is None else self._find_mlp(module, gain)
-        if self._sum is None or mlp is None:
+        mlp = None if self._factor is None else self._find_mlp(module, gain)
+        if self._sum is None or self._factor is None or mlp is None:
             self._sum = None
             return
-        repeat = len(stored["output"]) // len(stored["value"])
-        values = stored["value"].repeat_interleave(repeat, 0).flatten(0, 1) * gain
-        through, given = stored["output"].flatten(0, 1).mT @ values, _normed(self._sum)
-        self._sum = self._sum + through @ given @ through.mT / _TOKENS
-        self._sum = self._sum + mlp.moments(given if mlp.beside else _normed(self._sum))
+        values = by_lower((value * gain).flatten(0, 1).to(self._factor), self._factor)  # (Hk e, D)
+        values = values.unflatten(0, value.shape[:2]).repeat_interleave(len(output) // len(value), 0).flatten(0, 1)
+        through = output.flatten(0, 1).to(self._factor).mT @ values
+        self._sum = self._sum + gram(through).double().cpu() / _TOKENS
+        inside = self._factor if mlp.beside else self._factored()
+        self._sum = None if inside is None else self._sum + mlp.moments(inside)
         self._layer += 1
+
+    def _factored(self) -> Tensor | None:
+        """The lower triangle of the normed stream's moments; None where they are no numbers, or not known."""
+        if self._sum is None:
+            return None
+        moments = self._sum * (self._width / self._sum.trace().clamp_min(1e-30))  # a norm makes them as large as that
+        for little in _LITTLE:
+            factor, failed = torch.linalg.cholesky_ex(moments + little * torch.eye(self._width, dtype=moments.dtype))
+            if not bool(failed) and bool(factor.isfinite().all()):
+                found: Tensor = factor.float().to(self._device)
+                return found
+        return None
 
     def _embedded(self) -> Tensor | None:
         """Of the vocabulary, each token once, and of learned positions. None where there is no such table."""
@@ -81,11 +129,12 @@ class Stream:
             gain = _gain(self._checkpoint, found.norm, self._symmetry)
 
         def read(spec: TensorSpec) -> Tensor:
-            matrix = self._checkpoint.read(spec).float()
+            matrix = self._checkpoint.read(spec).to(self._device).float()
             return matrix.mT if isinstance(self._symmetry.output.layout, Conv1D) else matrix
 
-        up, down = read(found.up) * gain.float(), read(found.down)
-        gate = read(found.gate) * gain.float() if found.gate and found.gate != found.up else None
+        gain = gain.float().to(self._device)
+        up, down = read(found.up) * gain, read(found.down)
+        gate = read(found.gate) * gain if found.gate and found.gate != found.up else None
         if found.gate == found.up:
             gate, up = up.chunk(2)
         return Mlp(gate, up, down, ACT2FN[found.act], beside=found.norm is None)
@@ -103,27 +152,43 @@ class Mlp:
     act: Callable[[Tensor], Tensor]
     beside: bool
 
-    def moments(self, given: Tensor) -> Tensor:
-        """E[y y^T] (D, D) of its output for Gaussian inputs of no mean and E[x x^T] = `given`, if units depended on
-        each other only by their means.
+    def moments(self, factor: Tensor) -> Tensor:
+        """E[y y^T] (D, D), float64, of its output for Gaussian inputs of no mean and E[x x^T] = `factor` `factor`^T, if
+        units depended on each other only by their means.
         """
-        first, given = self.up if self.gate is None else self.gate, given.to(self.up)
-        variance = ((first @ given) * first).sum(1, keepdim=True).clamp_min(1e-30)
-        nodes = torch.linspace(-6, 6, _NODES).to(given)
+        factor = factor.to(self.up)
+        up = by_lower(self.up, factor)
+        first = up if self.gate is None else by_lower(self.gate, factor)
+        variance = first.square().sum(1, keepdim=True).clamp_min(1e-30)
+        nodes = torch.linspace(-6, 6, _NODES).to(factor)
         weights = torch.exp(-nodes.square() / 2)
         weights, nodes = weights / weights.sum(), variance.sqrt() * nodes  # (F, nodes)
         acted = self.act(nodes)
         if self.gate is not None:  # up = slope * gate + what does not depend on the gate
-            slope = ((self.gate @ given) * self.up).sum(1, keepdim=True) / variance
-            beside = ((self.up @ given) * self.up).sum(1, keepdim=True) - slope.square() * variance
+            slope = (first * up).sum(1, keepdim=True) / variance
+            beside = up.square().sum(1, keepdim=True) - slope.square() * variance
             mean = (acted * slope * nodes) @ weights
             square = (acted.square() * (slope.square() * nodes.square() + beside)) @ weights
         else:
             mean, square = acted @ weights, acted.square() @ weights
-        middle = self.down @ mean
-        return (
-            (self.down * (square - mean.square()).clamp_min(0)) @ self.down.mT + torch.outer(middle, middle)
-        ).double()
+        middle, spread = self.down @ mean, (square - mean.square()).clamp_min(0).sqrt()
+        return (gram(self.down * spread) + torch.outer(middle, middle)).cpu().double()
+
+
+def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
+    """(n, D) @ (D, D) of a lower triangle, whose zeros are not multiplied."""
+    step = -(-len(lower) // _BLOCKS)
+    return torch.cat([rows[:, at:] @ lower[at:, at : at + step] for at in range(0, len(lower), step)], 1)
+
+
+def gram(rows: Tensor) -> Tensor:
+    """(n, K) @ its transpose; what is above the diagonal is copied from below."""
+    step, found = -(-len(rows) // _BLOCKS), rows.new_empty(len(rows), len(rows))
+    for at in range(0, len(rows), step):
+        block = rows[at:] @ rows[at : at + step].mT
+        found[at:, at : at + step] = block
+        found[at : at + step, at:] = block.mT
+    return found
 
 
 def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetry, width: int) -> Tensor:
@@ -137,8 +202,3 @@ def norm_gain(checkpoint: Checkpoint, module: AttentionModule, symmetry: Symmetr
 
 def _gain(checkpoint: Checkpoint, spec: TensorSpec, symmetry: Symmetry) -> Tensor:
     return checkpoint.read(spec).double() + (1.0 if symmetry.one_plus else 0.0)
-
-
-def _normed(moments: Tensor) -> Tensor:
-    """What a norm makes of them: as large as their number."""
-    return moments * (len(moments) / moments.trace().clamp_min(1e-30))
