@@ -52,6 +52,7 @@ def trained(start: Path, options: dict[str, Any], alpha: float, out: Path) -> di
         str(start), out, (data,), precision="bf16", overwrite=True,
         **length, **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
+    shutil.rmtree(out.with_name(f"{out.name}-state"), ignore_errors=True)  # of one that was stopped
     return uptrain(prepare(chosen))[1]
 
 
