@@ -175,6 +175,12 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             raise click.UsageError(f"No such option {error.option_name}{self._near(error.option_name)}") from None
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """At once it says that it has begun: to import torch and transformers takes seconds."""
+        if watched() and not ctx.params.get("quiet"):
+            click.echo(f"{ctx.info_name} {installed('gqa')} is starting", err=True)
+        return super().invoke(ctx)
+
     def _near(self, name: str) -> str:
         options = [found for found in self.params if isinstance(found, Option)]
         shown = {name: found.opts[-1] for found in options for name in (*found.aliases, *found.secondary_aliases)}
@@ -259,14 +265,24 @@ version_option = click.option(
 )  # fmt: skip
 
 
-def progress_bar(total: int, unit: str, description: str, quiet: bool) -> Any:
-    """On stderr, or in the cell of a notebook, only where a person looks at it."""
+# What is left comes first, so that it never falls off a narrow terminal; the bar takes the columns that remain.
+_BAR = "{desc} {percentage:3.0f}% eta {remaining} {n_fmt}/{total_fmt} {rate_fmt}{postfix} |{bar}|"
+
+
+def progress_bar(total: int, unit: str, description: str, quiet: bool, done: int = 0) -> Any:
+    """On stderr, or in the cell of a notebook, only where a person looks at it. Of 0 in all nobody knows the end."""
     from tqdm.auto import tqdm
 
     return tqdm(
-        total=total, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False,
-        disable=quiet or not watched(),
+        total=total, initial=done, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False,
+        dynamic_ncols=True, bar_format=_BAR if total else None, disable=quiet or not watched(),
     )  # fmt: skip
+
+
+def say_device(name: object, quiet: bool) -> None:
+    """Where it runs, for a person who looks at it; records of results hold it too."""
+    if watched() and not quiet:
+        click.echo(f"device      {name}", err=True)
 
 
 def watched() -> bool:

@@ -22,6 +22,7 @@ from gqa.checkpoint.console import (
     option,
     progress_bar,
     run,
+    say_device,
     version_option,
     with_options,
 )
@@ -162,13 +163,13 @@ class Bar:
     def __init__(self, quiet: bool, output_bytes: int = 0) -> None:
         self._quiet, self._output_bytes = quiet, output_bytes
         self._bar: Any = None
-        self._writing = False
+        self._writing, self._layers = False, 0
         self._errors: list[tuple[int, float]] = []
         self._state, self._tokens, self._began, self._told = "sampling", 0, time.monotonic(), time.monotonic()
 
     def stage(self, name: str, tokens: int) -> None:
         self.close()
-        self._bar = progress_bar(tokens, "tok", name, self._quiet)
+        self._bar, self._layers = progress_bar(tokens, "tok", name, self._quiet), 0
         self._state, self._tokens, self._began = name, 0, time.monotonic()
 
     def update(self, tokens: int) -> None:
@@ -190,8 +191,11 @@ class Bar:
     def layer(self, index: int, layers: int, error: float) -> None:
         if error == error:
             self._errors.append((index - 1, error))
+        self._layers += 1
         self._state = f"layer {index}/{layers}, error {error:.3g}"
         if self._bar is not None:
+            if self._tokens:  # layers of which nothing is merged are not trained: what is left is as what was
+                self._bar.total = self._tokens + self._tokens * (layers - index) // self._layers
             self._bar.set_postfix_str(self._state)
 
     def warn(self, text: str) -> None:
@@ -259,7 +263,9 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
         raise RefusedError(f"{output.parent} is no directory; give a file in one that exists")
     start = time.monotonic()
     with Bar(options["quiet"]) as bar:
-        find_maps(plan, output, read_options(options), bar, overwrite=options["overwrite"])
+        how = read_options(options)
+        say_device(how.device, options["quiet"])
+        find_maps(plan, output, how, bar, overwrite=options["overwrite"])
     if not options["quiet"]:
         click.echo(bar.table() or "from the weights alone")
         click.echo(f"written     {output} in {time.monotonic() - start:.1f} s")

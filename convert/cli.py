@@ -17,6 +17,7 @@ from gqa.checkpoint.console import (
     option,
     push_result,
     run,
+    say_device,
     version_option,
     with_options,
 )
@@ -139,6 +140,8 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
     quiet, start = options["quiet"], time.monotonic()
     # What finds maps runs models, whose imports take seconds.
     calibration = read_options(options) if plan.lacks_maps else None
+    if calibration:
+        say_device(calibration.device, quiet)
     with Bar(quiet, plan.total_bytes) as bar:
         result = convert_plan(
             plan, out, calibration=calibration, layers=bar, overwrite=options["overwrite"],

@@ -24,6 +24,7 @@ from gqa.checkpoint.console import (
     option,
     progress_bar,
     run,
+    say_device,
     version_option,
     with_options,
 )
@@ -207,6 +208,7 @@ def measure(names: tuple[str, ...], options: dict[str, Any], words: str) -> dict
         dtype=options["precision"], attention=options["attn_implementation"],
         **{name: options[name] for name in ("batch_size", "compile", "baseline_cache")},
     )  # fmt: skip
+    say_device(how.device, quiet)
     subjects = open_subjects(names, options["trust_remote_code"], options["revision"])
     harness = _find_tasks(subjects, options, quiet) if options["tasks"] else None
     results: dict[str, Any] = {

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from checkpoints import run
+from training import tiny_checkpoint
 
 from gqa.checkpoint import console
 from gqa.checkpoint.console import Option
 from gqa.cli import COMMANDS
 from gqa.cli import command as gqa_command
+from gqa.convert import calibrate_cli
+from gqa.convert import cli as convert_cli
 
 ROOMS = {
     "gqa-convert": "convert.cli",
@@ -170,7 +175,7 @@ def headings(program: str) -> dict[str, list[str]]:
     for line in lines:
         if line.endswith(":") and not line.startswith(" "):
             found[line[:-1]] = []
-        elif name := re.match(r"  (?:-\w, )?(--[\w-]+)", line):
+        elif found and (name := re.match(r"  (?:-\w, )?(--[\w-]+)", line)):
             found[[*found][-1]].append(name[1])
     return found
 
@@ -237,6 +242,71 @@ def test_gqa_calls_the_command_itself(words: list[str], code: int, message: str)
 def test_versions(program: str) -> None:
     told = run("--version", program=program).out
     assert told == f"{program} {version('gqa')} (torch {version('torch')}, transformers {version('transformers')})\n"
+
+
+class Terminal(io.StringIO):
+    """stderr that says a person looks at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_left_comes_first_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with console.progress_bar(200, "tok", "calibrating", quiet=False) as bar:
+        bar.update(100)
+        bar.set_postfix_str("layer 3/30, error 0.0123, and words " * 5)
+        line = bar.format_meter(**{**bar.format_dict, "ncols": 80})
+    assert re.match(r"calibrating  50% eta \S+ 100/200 ", line)
+    assert len(line) <= 80
+    assert not console.progress_bar(200, "tok", "x", quiet=False).disable
+    assert console.progress_bar(200, "tok", "x", quiet=True).disable
+
+
+def test_nobody_looks_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", told := io.StringIO())
+    assert console.progress_bar(200, "tok", "x", quiet=False).disable
+    console.say_device("cpu", quiet=False)
+    assert told.getvalue() == ""
+
+
+def test_a_command_says_at_once_that_it_has_begun_and_where_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything heavy is imported, and to people only."""
+    model = tiny_checkpoint(tmp_path / "model")
+    words = ["--data", "self:64", "--context", 16, "--method", "calibrated", "--device", "cpu"]
+    monkeypatch.setattr(console, "watched", lambda: True)
+    told = run(model, "-g", 1, *words, "-o", tmp_path / "a").err
+    assert told.startswith(f"gqa-convert {version('gqa')} is starting\n")
+    assert "device      cpu\n" in told
+    assert run(model, "-g", 1, *words, "-o", tmp_path / "b", "--quiet").err == ""
+    monkeypatch.undo()
+    assert "starting" not in run(model, "-g", 1, *words, "-o", tmp_path / "c").err
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and the steps in each are counted."""
+    stages: list[list[int]] = []
+
+    class Counting(calibrate_cli.Bar):
+        def stage(self, name: str, tokens: int) -> None:
+            stages.append([tokens, 0])
+
+        def update(self, tokens: int) -> None:
+            if stages:
+                stages[-1][1] += tokens
+
+        def layer(self, index: int, layers: int, error: float) -> None:
+            pass
+
+    monkeypatch.setattr(convert_cli, "Bar", Counting)
+    steps = ["--refine-steps", 3, "--refine-batch", 2] if method == "refined" else []
+    words = ["--data", "self:320", "--context", 16, "--method", method, *steps]
+    done = run(tiny_checkpoint(tmp_path / "model"), "-g", 1, *words, "-o", tmp_path / "out", "-q")
+    assert done.code == 0, done.err
+    assert [total for total, _ in stages] == [count for _, count in stages]
 
 
 def test_shells_complete_commands_options_and_methods() -> None:

@@ -16,6 +16,7 @@ from gqa.checkpoint.console import (
     option,
     push_result,
     run,
+    say_device,
     version_option,
     with_options,
 )
@@ -71,6 +72,7 @@ def command(
         if main and not quiet:
             click.echo(text, err=as_json)
 
+    say_device(setup.accelerator.device, quiet or not main)
     say(plan_text(setup))
     if dry_run:
         record = plan_record(setup)

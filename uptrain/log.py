@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.console import watched
+from gqa.checkpoint.console import progress_bar, watched
 from gqa.checkpoint.write import finite, replacing
 from gqa.uptrain.setup import Setup
 
@@ -27,18 +27,13 @@ class Log:
 
     def __init__(self, setup: Setup, first: int, quiet: bool) -> None:
         """`first` steps were done before: what metrics.jsonl tells of later ones is dropped, as they are done again."""
-        from tqdm.auto import tqdm
-
         self._accelerator, self._path, self._steps = setup.accelerator, setup.metrics, setup.dataloader.steps
         self._flops = 6 * setup.model.num_parameters()  # per token: forward and backward of every weight
         self._main, self._terminal = self._accelerator.is_main_process, watched()
         if self._main:
             _cut(self._path, first)
         self._quiet = quiet or not self._main
-        hidden = self._quiet or not self._terminal
-        self._bar = tqdm(
-            total=self._steps, initial=first, unit="step", file=sys.stderr, leave=False, disable=hidden
-        )  # fmt: skip
+        self._bar = progress_bar(self._steps, "step", "training", self._quiet, done=first)
         self._began = self._since = time.perf_counter()
         self._done, self._tokens, self._seconds = 0, 0, 0.0
         self._heldout: float | None = None
@@ -79,15 +74,16 @@ class Log:
             return
         now = time.perf_counter()
         left = (now - self._began) / self._done * (self._steps - step)
-        line = self._line(step, record, left)
+        told = self._told(record)
         if self._terminal:
-            self._bar.set_postfix_str(line.partition("  ")[2])
+            self._bar.set_postfix_str(told)
         elif step == self._steps or now - self._said > 5:  # a file gets a line every few seconds
             self._said = now
-            print(line, file=sys.stderr, flush=True)  # noqa: T201
+            eta = f"eta {int(left // 60)}:{int(left % 60):02d}"
+            print(f"step {step}/{self._steps} | {eta} | {told}", file=sys.stderr, flush=True)  # noqa: T201
 
-    def _line(self, step: int, record: dict[str, Any], left: float) -> str:
-        parts = [f"step {step}/{self._steps}  {record['tokens']:,} tokens", f"loss {record['loss']:.4f}"]
+    def _told(self, record: dict[str, Any]) -> str:
+        parts = [f"loss {record['loss']:.4f}"]
         if "distillation" in record:
             parts.append(f"kl {record['distillation']:.4f}")
         if self._heldout is not None:
@@ -97,7 +93,7 @@ class Log:
             parts.append(f"{rate:,.0f} tok/s")
         if "mfu" in record:
             parts.append(f"mfu {record['mfu']:.0%}")
-        parts += [f"{record['memory_bytes'] / 2**30:.1f} GiB", f"eta {int(left // 60)}:{int(left % 60):02d}"]
+        parts += [f"{record['memory_bytes'] / 2**30:.1f} GiB", f"{record['tokens']:,} tokens"]
         return " | ".join(parts)
 
     def _peak(self) -> float | None:

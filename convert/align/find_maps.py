@@ -103,7 +103,9 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
 def _run_layers(plan: Plan, work: Work, blocks: Tensor, options: MapsOptions, watcher: Watcher) -> None:
     """Layer after layer, from the first that is not finished on."""
     first, calibrator = work.layers, Calibrator(plan, blocks, options, work.streams())
-    watcher.stage("calibrating", blocks.numel() * (calibrator.layers - first))
+    how = options.refinement
+    trained = how.steps * how.batch * options.text.length if plan.merging.how.refines else 0
+    watcher.stage("calibrating", (blocks.numel() + trained) * (calibrator.layers - first))
     for layer in range(first, calibrator.layers):
         try:
             result = calibrator.run(layer, watcher.update)

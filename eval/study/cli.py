@@ -23,6 +23,7 @@ from gqa.checkpoint.console import (
     option,
     progress_bar,
     run,
+    say_device,
     version_option,
     with_options,
 )
@@ -154,6 +155,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
             click.echo(cost_table(study).text())
             return
         try:
+            say_device(", ".join(study.options.devices), quiet)
             rows = measure(study, quiet, shlex.join(["gqa-ablate", *sys.argv[1:]]))
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
