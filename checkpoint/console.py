@@ -321,13 +321,13 @@ def _terminated(number: int, frame: Any) -> NoReturn:
 
 
 def run(command: click.Command, program: str, interrupted: str) -> None:
-    """Run a command.
+    """Run a command; in colour where the terminal has it, unless NO_COLOR is set (no-color.org).
 
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
     """
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        command.main(prog_name=program, standalone_mode=False)
+        command.main(prog_name=program, standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
     except click.ClickException as error:
         fail(program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):

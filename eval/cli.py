@@ -143,6 +143,7 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
     """
     from gqa.eval.page import no_pictures
     from gqa.eval.report import as_json, check_output, tables, verdicts, write_report
+    from gqa.eval.tables import wrapped
 
     ctx = click.get_current_context()
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
@@ -153,8 +154,10 @@ def command(baseline: str, models: tuple[str, ...], **options: Any) -> None:
     if not results:  # another rank reports
         return
     if not options["quiet"]:
-        shown = [table.text() for table in tables(results, every=options["verbose"])]
-        click.echo("\n\n".join(["\n".join(verdicts(results)), *shown]).lstrip(), err=options["json"])
+        lead = "\n".join(click.style(wrapped(line, "  "), bold=True) for line in verdicts(results))
+        parts = [table.text().partition("\n") for table in tables(results, every=options["verbose"])]
+        shown = [f"{click.style(title, bold=True)}\n{rest}" for title, _, rest in parts]
+        click.echo("\n\n".join(filter(None, [lead, *shown])), err=options["json"])
     if options["output"]:
         written = [*write_report(results, options["output"]), *filter(None, [no_pictures()])]
         if not options["quiet"]:

@@ -26,7 +26,7 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
-from gqa.eval.greedy import PROMPTS, agreement, continued, prompts
+from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.memory import what_fits
 from gqa.eval.page import nearest
 from gqa.eval.perplexity import Text, perplexity
@@ -42,6 +42,7 @@ SCHEMA = 1
 MAX_DECODE = 4096
 LAYER_WINDOWS = 8
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
+SHOWN = 4  # greedy texts of each model in a report
 Bars = Callable[[str], Progress]  # by a model's name: what is called with numbers of tokens while it is scored
 
 
@@ -316,6 +317,10 @@ def measure_recall(
         head, progress = _head(subject, options), bars(subject.name, sum(w.scored for w in [*windows, *far]))
         with _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"):
             found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=progress)))
+            shown = probe.texts[:SHOWN]
+            if subject is not subjects[0]:
+                shown = continued(head.model, [window.ids[: -window.scored] for window in shown])
+            found[-1]["samples"] = as_text(subject.tokenizer, shown)
             nats += [score(head, far, batch_size=1, progress=progress).nats] if far else []
         del head  # before the next one is loaded
     for subject, record in zip(subjects, found, strict=True):  # of all or of none

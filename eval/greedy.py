@@ -92,3 +92,12 @@ def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, f
         "texts": len(windows), "longest": float(whole.mean()), "tokens": mean, "tokens_low": low, "tokens_high": high,
         "whole": float((lengths == whole).mean()),
     }  # fmt: skip
+
+
+def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
+    """Prompts and what is written after them, as a report shows them."""
+
+    def decoded(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return [{"prompt": decoded(w.ids[: -w.scored]), "text": decoded(w.ids[-w.scored :])} for w in windows]

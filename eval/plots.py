@@ -43,15 +43,15 @@ def panels(
 
 
 def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
-    """All pictures that the results have numbers for, as (name, title)."""
+    """All pictures that the results have numbers for, as (name, how to read it)."""
     models: list[Results] = results["models"]
     drawn = []
-    for name, (title, plot) in _PICTURES.items():
+    for name, (title, caption, plot) in _PICTURES.items():
         if any(model.get(name) for model in models):
             with panels(directory, name) as (_, axes):
                 plot(models, axes[0, 0])
                 axes[0, 0].set_title(title)
-            drawn.append((name, title))
+            drawn.append((name, caption))
     return drawn
 
 
@@ -71,6 +71,8 @@ def _by_context(models: list[Results], axes: Axes) -> None:
         axes.errorbar([b["to"] for b in bins], above[0], bars, capsize=3, label=model["name"], **look(index))
     axes.axhline(0, label=models[0]["name"], color=COLOURS[0], linewidth=1)
     percents_above(axes)
+    lowest = min(b.get("ratio_low", b["ratio"]) for model in models[1:] for b in model["by_context"])
+    axes.set_ylim(bottom=min(-0.3, 130 * (lowest - 1)))
     axes.set(xlabel="tokens read before (up to)", ylabel="perplexity above the base model's (%)")
     legend_below(axes)
 
@@ -111,7 +113,7 @@ def _attention_error(models: list[Results], axes: Axes) -> None:
         for kind, line in (("own", "-"), ("accumulated", ":")):
             if errors := [e[kind] for e in model.get("attention_error", [])]:
                 axes.plot(range(len(errors)), errors, line, label=f"{model['name']}, {kind}", **look(index))
-    axes.set(xlabel="attention module", ylabel="relative error")
+    axes.set(xlabel="attention module, in order", ylabel="relative error (1 = the whole output)")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
@@ -147,8 +149,23 @@ def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
 
 # By what each is called in a record too.
 _PICTURES = {
-    "by_context": ("Loss by position: does a model fall apart at long range?", _by_context),
-    "recall": ("Second copies: what a model finds again in its context", _recall),
-    "attention_error": ("Error of each layer's attention output", _attention_error),
-    "decode": ("Time per generated token", _decode),
+    "by_context": (
+        "Loss by position: does a model fall apart at long range?",
+        "By how much of the context was read before; error bars: 95 % intervals. Level: long text is read as well as "
+        "short.",
+        _by_context,
+    ),
+    "recall": (
+        "Second copies: what a model finds again in its context",
+        "How many tokens of a second copy are the most probable ones; error bars: 95 % intervals. Only the first copy "
+        "tells random tokens.",
+        _recall,
+    ),
+    "attention_error": (
+        "Error of each layer's attention output",
+        "How far it is from the base model's, as a share of its length (1: as far as no output at all). Own: both read "
+        "what the base model's layer reads; accumulated: each reads what its own model gives it.",
+        _attention_error,
+    ),
+    "decode": ("Time per generated token", "Medians; error bars: the fastest and the slowest run.", _decode),
 }

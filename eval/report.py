@@ -13,7 +13,7 @@ from typing import Any
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
-from gqa.eval.page import PAGE, figures, made_aside, nearest, no_pictures, page
+from gqa.eval.page import PAGE, Sample, Written, figures, made_aside, nearest, no_pictures, page
 from gqa.eval.tables import Table, number, shown, table
 
 Record = dict[str, Any]
@@ -28,26 +28,27 @@ _QUALITY = {
 }  # fmt: skip
 _TEXT_QUALITY = {"bits/byte": "{quality[bits_per_byte]:.4f}", "word perplexity": "{quality[word_perplexity]:number}"}
 _DISTRIBUTIONS = {
-    "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "median": "{kl[median]:.4g}",
-    "90 %": "{kl[p90]:.4g}", "99 %": "{kl[p99]:.4g}", "99.9 %": "{kl[p99.9]:.4g}", "max": "{kl[maximum]:.4g}",
-    "top-1 agreement": "{same_top:.2%}", "acceptance": "{acceptance:.2%}", "RMS dp": "{delta_p_percent[rms]:.2f} %",
+    "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "top-1 agreement": "{same_top:.2%}",
+    "acceptance": "{acceptance:.2%}", "median KL": "{kl[median]:.4g}", "90 %": "{kl[p90]:.4g}",
+    "99 %": "{kl[p99]:.4g}", "99.9 %": "{kl[p99.9]:.4g}", "max": "{kl[maximum]:.4g}",
+    "RMS dp": "{delta_p_percent[rms]:.2f} %",
     "RMS dlnp": "{log_probability_rms:.3f}", "corr": "{log_probability_correlation:.4f}",
 }  # fmt: skip
 _CACHE = {
-    "model": "{name}", "KV heads": "{heads[kv]}", "weights": "{weight_bytes:size}",
-    "KV/token": "{bytes_per_token:size}", "of baseline": "{share}", "KV at context": "{at_context}",
-    "context": "{context}",
+    "model": "{name}", "weights": "{weight_bytes:size}", "KV/token": "{bytes_per_token:size}",
+    "of baseline": "{share}", "KV at context": "{at_context}", "context": "{context}",
 }  # fmt: skip
 _KINDS = {
-    "text": "the text, second copy", "samples": "own samples, second copy", "random": "random tokens, second copy",
-    "look-up": "values by their keys", "passkey": "a passkey",
+    "text": ("text", "the text twice"), "samples": ("samples", "own samples twice"),
+    "random": ("random", "random tokens twice"), "look-up": ("values", "values by their keys"),
+    "passkey": ("passkeys", "a passkey"),
 }  # fmt: skip
 _NATS, _RATIO = "{nats:.4f}", "{ratio:.4g} ({ratio_low:.4g} - {ratio_high:.4g})"
 _DECODE = {
-    "model": "{name}", "batch": "{batch}", "context": "{context:,}", "prefill": "{prefill_seconds:,.1ms} ms",
-    "per token": "{seconds_per_token:.2ms} ms", "min - max": "{fastest:.2ms} - {slowest:.2ms}",
-    "tokens/s": "{tokens_per_second:,.0f}", "x baseline": "{faster:.2f}", "KV share": "{cache_share:.0%}",
-    "of bandwidth": "{roofline_fraction:.0%}",
+    "model": "{name}", "batch": "{batch}", "context": "{context:,}", "per token": "{seconds_per_token:.2ms} ms",
+    "x baseline": "{faster:.2f}", "prefill": "{prefill_seconds:,.1ms} ms",
+    "min - max": "{fastest:.2ms} - {slowest:.2ms}", "tokens/s": "{tokens_per_second:,.0f}",
+    "KV share": "{cache_share:.0%}", "of bandwidth": "{roofline_fraction:.0%}",
 }  # fmt: skip
 
 
@@ -98,7 +99,12 @@ def recalled(model: Record) -> dict[str, float]:
 
 
 def tables(results: Record, every: bool = False) -> Iterator[Table]:
-    """What was measured; `every` adds the tables that are too long for a terminal."""
+    """What was measured: the columns and tables for a glance, or `every` one."""
+    for found in _tables(results, every):
+        yield found if every else found.brief()
+
+
+def _tables(results: Record, every: bool) -> Iterator[Table]:
     models: list[Record] = results["models"]
     if "text" in results:
         yield _quality(models, results["text"])
@@ -106,6 +112,8 @@ def tables(results: Record, every: bool = False) -> Iterator[Table]:
         yield _distributions(models)
     if "recall" in results:
         yield _recall(models, results["recall"])
+    if every and "refused" not in results.get("recall", {"refused": ""}):
+        yield _distances(models)
     yield _cache(models, results.get("memory"))
     if any("decode" in m for m in models):
         yield _decode(models)
@@ -127,7 +135,8 @@ def _quality(models: list[Record], text: Record) -> Table:
         f"{text['documents']:,} documents, {text['bytes']:,} bytes; in {dtypes}"
     )
     whole = models[0]["quality"]["bits_per_byte"] is not None
-    return table(f"Quality on {text['data']}", _QUALITY | (_TEXT_QUALITY if whole else {}), models, note)
+    columns = _QUALITY | (_TEXT_QUALITY if whole else {})
+    return table(f"Quality on {text['data']}", columns, models, note, short=5)
 
 
 def _distributions(models: list[Record]) -> Table:
@@ -138,25 +147,37 @@ def _distributions(models: list[Record]) -> Table:
     )
     if lost := compared[0].get("stored_baseline"):
         note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"
-    return table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note)
+    return table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note, short=4)
 
 
 def _recall(models: list[Record], settings: Record) -> Table:
     if "refused" in settings:
         return Table("Recall from the context", ("not measured",), ((settings["refused"],),))
+    records = [
+        {"name": model["name"], **model["greedy"], **{f"of {kind}": share for kind, share in recalled(model).items()}}
+        for model in models
+    ]
+    columns = {"model": "{name}"} | {name: f"{{of {kind}:.1%}}" for kind, (name, _) in _KINDS.items()}
+    note = (
+        "share of answers that the context tells and that are the most probable token, at all distances up to "
+        f"{settings['context']:,} tokens: second copies of the text, of what {models[0]['name']} writes and of random "
+        "tokens, values by their keys, passkeys; greedy: tokens for which a model says what the first one says, of "
+        f"{models[0]['greedy']['longest']:.0f} (rounding alone may make it leave)"
+    )
+    if "text" not in recalled(models[0]):
+        del columns[_KINDS["text"][0]]
+    return table("Recall from the context", columns | {"greedy": "{tokens:.1f}"}, records, note)
+
+
+def _distances(models: list[Record]) -> Table:
     header = ("recall of", "tokens before", *(m["name"] for m in models))
     rows = [
-        (_KINDS[lines[0]["kind"]], f"{lines[0]['distance']:,}",
+        (_KINDS[lines[0]["kind"]][1], f"{lines[0]['distance']:,}",
          *(f"{line['accuracy']:.1%} ({line['nats']:.2f})" for line in lines))
         for lines in zip(*(m["recall"] for m in models), strict=True)
     ]  # fmt: skip
-    told = (f"{m['greedy']['tokens']:.1f} of {m['greedy']['longest']:.1f} tokens" for m in models)
-    rows.append(("greedy text", "", *told))
-    note = (
-        f"share of answers that are the most probable token, and nats per answer, in up to {settings['context']:,} "
-        "tokens; greedy text: how long a model says what the first one says (which rounding alone may make it leave)"
-    )
-    return Table("Recall from the context", header, tuple(rows), note)
+    note = "share of answers that are the most probable token, and nats per answer"
+    return Table("Recall by distance", header, tuple(rows), note)
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
@@ -169,7 +190,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         }
     remarks = [cache["remark"] for cache in caches if cache["remark"]]
     if memory:
-        columns |= {"batch": "{most}", "longest": "{longest}"}
+        columns = dict(list(columns.items())[:3]) | {"batch": "{most}", "longest": "{longest}"} | columns
         ranks = f" on each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""
         remarks.append(
             f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache (activations are not counted): batch of "
@@ -178,7 +199,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
     first = models[0].get("kv_cache", {}).get("bytes_per_token")
     note = "; ".join(dict.fromkeys(remarks))
-    return table("Memory", columns, (_cached(model, first) for model in models), note, missing="?")
+    return table("Memory", columns, (_cached(model, first) for model in models), note, missing="?", short=5)
 
 
 def _cached(model: Record, first: int | None) -> Record:
@@ -217,7 +238,7 @@ def _decode(models: list[Record]) -> Table:
         f"{first['dtype']}; KV share: of the bytes that one step must read (the rest are weights); of bandwidth: "
         f"the time that reading them takes at the measured {bandwidth / 1e9:.1f} GB/s against the time taken"
     )
-    return table("Decoding", _DECODE, records, note)
+    return table("Decoding", _DECODE, records, note, short=5)
 
 
 def _tasks(models: list[Record]) -> Table:
@@ -242,7 +263,11 @@ def _attention(models: list[Record]) -> Table:
         (lines[0]["module"], *(f"{line[kind]:.4f}" for line in lines for kind in ("own", "accumulated")))
         for lines in zip(*(m["attention_error"] for m in compared), strict=True)
     ]
-    note = "relative error of each attention output; own: all read the baseline's input; accumulated: each its own"
+    note = (
+        "how far each layer's attention output is from the baseline's, as a share of its length (0.1: a tenth; 1: as "
+        "far as no output at all); own: both read what the baseline's layer reads, so it is what merging this layer's "
+        "heads costs; accumulated: each reads what its own model gives it, with the errors of the layers before"
+    )
     return Table("Attention outputs", header, tuple(rows), note)
 
 
@@ -306,15 +331,30 @@ def write_report(results: Record, directory: Path) -> list[str]:
     return made
 
 
+def _samples(models: list[Record]) -> list[Sample]:
+    """What all models write after a prompt, beside each other."""
+    found = []
+    for lines in zip(*(model.get("samples", []) for model in models), strict=True):
+        texts = []
+        for model, line in zip(models, lines, strict=True):
+            text, pairs = line["text"], zip(line["text"], lines[0]["text"], strict=False)
+            end = next((place for place, (own, base) in enumerate(pairs) if own != base), len(text))
+            texts.append(Written(model["name"], text[:end], text[end:]))
+        found.append(Sample(lines[0]["prompt"], texts))
+    return found
+
+
 def _make_report(results: Record, directory: Path) -> list[str]:
     pictures: list[tuple[str, str]] = []
     if not (remark := no_pictures()):
         from gqa.eval import plots
 
         pictures = plots.draw(results, directory)
+    first, *others = results["models"]
     html = page(
-        title=", ".join(model["name"] for model in results["models"]), verdicts=verdicts(results),
-        tables=list(tables(results, every=True)), figures=figures(pictures, directory),
+        title=" against ".join(filter(None, (", ".join(m["name"] for m in others), first["name"]))),
+        verdicts=verdicts(results), tables=list(tables(results, every=True)), figures=figures(pictures, directory),
+        samples=_samples(results["models"]),
         commands=[one_line(results["command"], 4000)],
         foot=" ".join([*filter(None, [remark]), f"{measured_with(results)}."]),
     )  # fmt: skip

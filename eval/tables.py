@@ -4,30 +4,52 @@ from __future__ import annotations
 
 import math
 import string
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gqa.convert.summary import size
 
+WIDTH = 80  # characters of a line in a terminal
+_NAME, _LEAST = 32, 16  # characters of a name in a table that is cut, and the fewest
+
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is left-aligned, the others right."""
+    """Cells as text; the first column is left-aligned, the others right. `short`: how many columns are enough for a
+    glance, from the left.
+    """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    short: int | None = None
+
+    def brief(self) -> Table:
+        """With the columns that are enough."""
+        rows = tuple(row[: self.short] for row in self.rows)
+        return Table(self.title, self.header[: self.short], rows, self.note, self.short)
 
     def text(self) -> str:
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        shown = [
-            "  ".join(cell.rjust(width) if column else cell.ljust(width) for column, (cell, width) in enumerate(cells))
-            for cells in (list(zip(line, widths, strict=True)) for line in lines)
-        ]
-        return "\n".join([self.title, *(line.rstrip() for line in shown), *([self.note] if self.note else [])])
+        """Lines of at most WIDTH characters: columns that do not fit beside each other stand below, the first again;
+        long names lose their middle.
+        """
+        columns = [list(column) for column in zip(self.header, *self.rows, strict=True)]
+        room = WIDTH - sum(2 + max(map(len, column)) for column in columns[1:])
+        names = [_cut(cell, room if room >= _LEAST else _NAME) for cell in columns[0]]
+        first = [name.ljust(max(map(len, names))) for name in names]
+        blocks, block = [], first
+        for column in columns[1:]:
+            cells = [_cut(cell, WIDTH - 2 - len(first[0])) for cell in column]
+            added = [f"  {cell:>{max(map(len, cells))}}" for cell in cells]
+            if len(block[0] + added[0]) > WIDTH:
+                blocks.append(block)
+                block = first
+            block = [line + more for line, more in zip(block, added, strict=True)]
+        lines = [line.rstrip() for one in [*blocks, block] for line in one]
+        return "\n".join([_cut(self.title, WIDTH), *lines, *filter(None, [wrapped(self.note)])])
 
     def markdown(self) -> str:
         def line(cells: Sequence[str]) -> str:
@@ -36,6 +58,18 @@ class Table:
         rule = "|" + "---|" + "---:|" * (len(self.header) - 1)
         parts = [f"## {_escaped(self.title)}", "", line(self.header), rule, *(line(row) for row in self.rows)]
         return "\n".join([*parts, *(["", _escaped(self.note)] if self.note else [])])
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """In lines of a terminal, those after the first indented; what is in per cent stays on one line."""
+    lines = textwrap.wrap(text.replace(" %", "\xa0%"), WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0", " ")
+
+
+def _cut(text: str, length: int) -> str:
+    """Without its middle, where it is longer; more of the end is left, where names of conversions differ."""
+    tail = (length - 2) * 2 // 3
+    return text if len(text) <= length else f"{text[: length - 2 - tail]}..{text[-tail:]}"
 
 
 def _escaped(text: str) -> str:
@@ -78,6 +112,9 @@ def number(value: float) -> str:
     return f"{value:,.{4 - int(math.log10(value))}f}"
 
 
-def table(title: str, columns: dict[str, str], records: Iterable[Any], note: str, missing: str = "") -> Table:
+def table(
+    title: str, columns: dict[str, str], records: Iterable[Any], note: str, missing: str = "", short: int | None = None
+) -> Table:
     """A line for each record, by the format strings of the `columns`."""
-    return Table(title, tuple(columns), tuple(shown(record, columns.values(), missing) for record in records), note)
+    rows = tuple(shown(record, columns.values(), missing) for record in records)
+    return Table(title, tuple(columns), rows, note, short)

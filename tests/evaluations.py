@@ -57,6 +57,11 @@ def done(line: str, *more: object) -> Result:
     return result
 
 
+def told(line: str, *more: object) -> str:
+    """What `gqa-eval LINE` prints, wherever its lines end."""
+    return " ".join(done(line, *more).out.split())
+
+
 def results(line: str, *more: object) -> dict[str, Any]:
     """The one JSON object that --json puts on stdout, which is all that is there."""
     result = run(*words(line), *more, "--json", "-q", program="gqa-eval")

@@ -16,18 +16,22 @@ import pytest
 import torch
 from checkpoints import edit_json, run
 from embedded import SOURCE, copy_source
-from evaluations import done, place, refused, results, words
+from evaluations import done, place, refused, results, told, words
 from hub_server import Machine, hub_server
 
 from gqa.eval import evaluate
+from gqa.eval.cli import main
 
 ROOT = Path(__file__).parents[1]
 LOAD = evaluate.load
 
 
-def test_the_table() -> None:
+def test_the_tables() -> None:
     shown = done("SRC G4 G2 --data TEXT").out
-    quality, memory = (part.splitlines() for part in shown.split("\n\n"))
+    verdicts, quality, memory = (part.splitlines() for part in shown.split("\n\n"))
+    assert [line[:43] for line in verdicts] == [
+        "gqa4: 4 of 8 heads: KV cache 2x smaller, pe", "gqa2: 2 of 8 heads: KV cache 4x smaller, pe"
+    ]  # fmt: skip
     assert quality[0] == f"Quality on {place() / 'text.jsonl'}"
     assert quality[1].split()[:4] == ["model", "KV", "heads", "perplexity"]
     assert [line.split()[0] for line in quality[2:5]] == ["stdlib-mha", "gqa4", "gqa2"]
@@ -37,10 +41,31 @@ def test_the_table() -> None:
         pytest.approx(value / perplexities[0], rel=1e-3) for value in perplexities[1:]
     ]
     assert quality[5].startswith("rolling windows of 512 tokens: ")
-    assert quality[5].endswith(" bytes; in bfloat16")
-    assert [line.split()[4:8] for line in memory[2:]] == [
+    assert " ".join(quality[5:]).endswith(" bytes; in bfloat16")
+    assert [line.split()[3:7] for line in memory[2:]] == [
         ["6.0", "KiB", "1", "3.0"], ["3.0", "KiB", "0.5", "1.5"], ["1.5", "KiB", "0.25", "768.0"]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", ["", "-v"])
+def test_lines_fit_a_terminal(tmp_path: Path, more: str) -> None:
+    """Of 80 columns, though a name is longer than that."""
+    long = shutil.copytree(place() / "gqa2", tmp_path / ("conversion-" * 9))
+    line = f"SRC G2 {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB {more}"
+    shown = done(f"{line} --decode --decode-contexts 8 --decode-batches 1 --decode-steps 2 --decode-repeats 1").out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert ("RMS dp" in shown) == ("own: both read" in " ".join(shown.split())) == bool(more)
+
+
+@pytest.mark.parametrize(("without", "escapes"), [("", True), ("1", False)])
+def test_colour_is_for_terminals_that_want_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], without: str, escapes: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", without)
+    monkeypatch.setattr("click._compat.isatty", lambda stream: True)
+    monkeypatch.setattr(sys, "argv", ["gqa-eval", *words("SRC G2 --memory 1GB")])
+    main()
+    assert ("\x1b[1m" in capfd.readouterr().out) == escapes
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -69,7 +94,7 @@ def test_protocols() -> None:
         assert found["text"]["protocol"] == found["options"]["protocol"] == protocol
         whole = protocol == "rolling"
         assert (found["models"][0]["quality"]["bits_per_byte"] is not None) == whole
-        shown = done(f"SRC --data TEXT --context 64 {options}").out
+        shown = told(f"SRC --data TEXT --context 64 {options} -v")
         assert ("bits/byte" in shown) == whole
         assert f"{protocol} windows of 64 tokens" in shown
 
@@ -102,13 +127,13 @@ def test_memory() -> None:
         (80 * 10**9 - -(-model["weight_bytes"] // 4)) // (512 * 2 * 6 * heads * 32 * 2)
         for model, heads in zip(found["models"], (2, 1), strict=True)
     ]
-    assert "80 GB on each of 4 ranks" in done("SRC G2 --memory 80GB --tensor-parallel 4").out
+    assert "80 GB on each of 4 ranks" in told("SRC G2 --memory 80GB --tensor-parallel 4")
 
 
 def test_ranks_that_suit_no_heads_are_told_and_not_refused() -> None:
     found = results("SRC --memory 80GB --tensor-parallel 16")["models"][0]["kv_cache"]["fits"]
     assert found == {"batch": None, "longest": None, "impossible": found["impossible"]}
-    shown = done("SRC G2 --memory 80GB --tensor-parallel 3").out
+    shown = told("SRC G2 --memory 80GB --tensor-parallel 3")
     assert shown.count("3 ranks are not possible for 8 query heads") == 1
 
 
@@ -142,8 +167,8 @@ def test_encoder_decoder_is_the_class_with_labels(tmp_path: Path) -> None:
     cut = results(line, "--context", longest[1] - 1)
     assert cut["text"]["cut"] == 1
     assert cut["models"][0]["quality"]["bits_per_byte"] is None  # not all bytes were predicted
-    assert "(1 are longer and cut)" in done(line, "--context", longest[1] - 1).out
-    assert "source and target texts" in done(f"T5 {line}", "--kl", "-v").out
+    assert "(1 are longer and cut)" in told(line, "--context", longest[1] - 1)
+    assert "source and target texts" in told(f"T5 {line}", "--kl", "-v")
 
 
 def test_fail_above() -> None:
@@ -175,7 +200,7 @@ def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert stored == pytest.approx(kl, abs=1e-3)
     assert stored != kl
     assert second["models"][1]["against_baseline"]["stored_baseline"]["kl_lost_mean"] < 1e-3
-    assert "the stored baseline's rounding alone is a KL of" in done(line, "--baseline-cache", tmp_path / "cache").out
+    assert "the stored baseline's rounding alone is a KL of" in told(line, "--baseline-cache", tmp_path / "cache")
     del loaded[:]
     results(f"{line} --tokens 100", "--baseline-cache", tmp_path / "cache")
     assert loaded == ["stdlib-mha", "gqa2"]  # it was of another text

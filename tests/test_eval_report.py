@@ -247,6 +247,19 @@ def test_a_table_is_aligned() -> None:
     assert table.text() == "T\na     number\nx          1\nlong      22\nnote"
 
 
+def test_a_wide_table_goes_on_below_and_long_names_lose_their_middle() -> None:
+    names = [f"{'base/' * 20}{kind}" for kind in ("refined", "mean")]
+    table = Table("T", ("model", *(f"number {n}" for n in range(9))), tuple((name, *"123456789") for name in names))
+    lines = table.text().splitlines()
+    assert max(map(len, lines)) <= 80
+    starts = [line[:5] for line in lines]
+    assert starts == ["T", *(["model", "base/", "base/"] * ((len(lines) - 1) // 3))]
+    assert [line.split()[0][-12:] for line in lines[2:4]] == ["base/refined", "se/base/mean"]
+    numbers = [cell for line in lines[2::3] for cell in line.split()[1:]]
+    assert numbers == list("123456789")
+    assert Table("T", table.header, table.rows, "n", short=2).brief().header == ("model", "number 0")
+
+
 def test_names_tell_checkpoints_apart(tmp_path: Path) -> None:
     for parent, source in (("a", SOURCE), ("b", place() / "gqa2")):
         shutil.copytree(source, tmp_path / parent / "m")

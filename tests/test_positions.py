@@ -62,7 +62,7 @@ def test_reports_read_as_far_as_the_model_can(tmp_path: Path, monkeypatch: pytes
     """Where no context is asked for: the embedded model has 512 positions, and text is scored in windows of 128."""
     monkeypatch.setattr(text, "MAX_CONTEXT", 128)
     monkeypatch.setattr(text.choose_context, "__defaults__", (128,))
-    line = "SRC G2 --data TEXT --recall --dtype float32"
+    line = "SRC G2 --data TEXT --recall --precision float32"
     found = results(line)
     assert found["text"]["context"] == found["recall"]["context"] == 128
     base, converted = (model["by_context"] for model in found["models"])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from embedded import SOURCE
-from evaluations import done, refused, results
+from evaluations import done, refused, results, told
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
@@ -120,16 +120,20 @@ def test_recall_needs_no_text(report: dict[str, Any]) -> None:
     assert asked == [(one["kind"], one["distance"]) for one in converted["recall"]]
     assert {kind for kind, _ in asked} == {"samples", "random", "look-up", "passkey"}
     assert 0 <= converted["greedy"]["tokens"] < converted["greedy"]["longest"] <= 64
+    assert [one["prompt"] for one in source["samples"]] == [one["prompt"] for one in converted["samples"]]
+    assert all(
+        mine["text"] != theirs["text"] for mine, theirs in zip(converted["samples"], source["samples"], strict=True)
+    )
     assert source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
 
 
 def test_a_report_asks_unless_told_not_to(tmp_path: Path) -> None:
     text = "SRC --data TEXT --context 128 --tokens 300"
-    told = done(text, "-o", tmp_path / "with").out
-    assert "Recall from the context" in told
-    assert "recall.png" in told
-    told = done(text, "--no-recall", "-o", tmp_path / "without").out + done(text).out
-    assert "Recall" not in told
+    shown = done(text, "-o", tmp_path / "with").out
+    assert "Recall from the context" in shown
+    assert "recall.png" in shown
+    shown = done(text, "--no-recall", "-o", tmp_path / "without").out + done(text).out
+    assert "Recall" not in shown
     assert not (tmp_path / "without" / "recall.png").exists()
 
 
@@ -139,7 +143,7 @@ def test_what_keeps_recall_from_being_measured_keeps_no_report(tmp_path: Path, m
 
     monkeypatch.setattr("gqa.eval.evaluate.sampled_blocks", samples)
     text = "SRC --data TEXT --context 128 --tokens 300"
-    assert "not measured\nit writes nothing" in done(text, "-o", tmp_path / "report").out
+    assert "not measured it writes nothing" in told(text, "-o", tmp_path / "report")
     assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
     assert "it writes nothing" in refused(f"{text} --recall")
 
