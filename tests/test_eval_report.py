@@ -41,7 +41,8 @@ def test_json_has_these_keys() -> None:
     found = results(FULL)
     assert found["schema"] == 1
     assert set(found) == {
-        "schema", "command", "created", "versions", "device", "threads", "ranks", "options", "models", "text", "memory"
+        "schema", "command", "recipe", "created", "versions", "device", "threads", "ranks", "options", "models", "text",
+        "memory",
     }  # fmt: skip
     assert set(found["versions"]) == {
         "python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"
