@@ -52,7 +52,7 @@ WRONG_USAGE = {
     "-g2 m --max-shard-size 5XB": "'5XB' is not a size; give a number with KB, MB, GB",
     **{f"-g2 m --max-shard-size {size}": f"'{size}' is not a size" for size in ("0GB", "-1GB", "1e3", "nan")},
     "-g2 m --max-shard-size ''": "'' is not a size",
-    "-g2 m --method median": "'median' is not one of 'mean', 'first', 'random'",
+    "-g2 m --method median": "'median' is not one of 'auto', 'mean', 'first'",
     "-g2 m --dtype int8": "'int8' is not one of",
     "-g2 m --jobs 0": "0 is not in the range",
     "-g2 m --no-such-option": "No such option",
