@@ -81,6 +81,17 @@ def compare_words(groups: int) -> None:
             print(f"\n--- {name} continues ---\n{continuation(directory)}")
 
 
+def verdict(rows: list[dict[str, Any]], groups: int) -> str:
+    """What untrained conversions lose for how much cache, in a line: the best of them, and the paper's."""
+    untrained = {row["method"]: row for row in rows if row["alpha"] == 0 and not row["error"]}
+    best = min(untrained.values(), key=lambda row: float(row["loss"]))
+    mean = untrained["mean"]["perplexity_ratio"]
+    return (
+        f"{groups} of {round(groups / best['kv_share'])} KV heads, cache {1 / best['kv_share']:.0f}x smaller: "
+        f"{best['method']} x{best['perplexity_ratio']:.2f} the base model's perplexity, mean x{mean:.3g}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", type=int, default=2)
@@ -96,6 +107,7 @@ def main() -> None:
     print(f"\n{short_table(results).text()}")
     compare_words(args.groups)
     print(f"\nThe report: {args.output / 'report.html'} ({time.perf_counter() - start:.0f} s)")
+    print(verdict(results.rows, args.groups))
 
 
 if __name__ == "__main__":

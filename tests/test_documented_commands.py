@@ -1,0 +1,158 @@
+"""Every command that README.md and docs/ show. Its options exist and its values parse; and page by page, in order, what
+needs nothing but a checkpoint and a text is run: on tiny models of the names that stand there, with little text."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from checkpoints import run
+from embedded import SOURCE, UNIFORM_VOCABULARY
+from training import fresh_accelerator, write_corpus
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MODULES = {
+    "gqa-convert": "convert.cli", "gqa-calibrate": "convert.calibrate_cli", "gqa-uptrain": "uptrain.cli",
+    "gqa-eval": "eval.cli", "gqa-ablate": "eval.study.cli",
+}  # fmt: skip
+# Query and KV heads of the stand-ins; what is not here (hub ids, other families) has its options read only.
+MODELS = {
+    "examples/stdlib-mha": (8, 8), "Llama-2-7b-hf": (32, 32), "some-gqa-model": (32, 8),
+    "SmolLM2-135M-Instruct": (9, 3), "MODEL": (8, 8), "SRC": (32, 32),
+}  # fmt: skip
+TEXTS = ("corpus.jsonl", "heldout.jsonl", "wiki.txt", "wikitext2-test.txt")
+# Numbers that take hours become small ones. What is true of the command stays: its options, its order, its names.
+SMALL = [
+    (r"^self(:plain)?(:\w+)?$", r"self\1:2048"),
+    (r"^stdlib:\w+$", "corpus.jsonl"),
+    (r"^random:\d$", "random:1"),
+]
+LIMITS = {
+    "--tokens": "1024", "--calibration-tokens": "1024", "--refine-steps": "2", "--steps": "3", "--max-tokens": "1000",
+    "--eval-tokens": "500", "--heldout-fraction": "0.2", "--context": "128", "--alphas": "0,0.5",
+    "--methods": "mean,refined", "--batch-size": "2",
+}  # fmt: skip
+_TEXT = {"--tokens": "1024", "--context": "64"}
+ADDED = {
+    "gqa-calibrate": _TEXT,
+    "gqa-uptrain": {"--steps": "3", "--context": "64", "--batch-size": "2"},
+    "gqa-ablate": {
+        "--calibration-tokens": "1024", "--calibration-context": "64", "--refine-steps": "2", "--groups": "2",
+        "--methods": "mean,refined", "--train-context": "64", "--batch-size": "2", "--no-decode": "", "--no-recall": "",
+    },
+    "refined": {**_TEXT, "--refine-steps": "2"},
+    "calibrated": _TEXT,
+}  # fmt: skip
+LENGTHS = {"--steps", "--tokens", "--alpha"}  # of a training: one of them
+
+
+def fenced(page: Path) -> Iterator[str]:
+    """The lines of a page's blocks that are commands, without comments, continued lines as one."""
+    for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.M | re.S):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
+def commands(page: Path) -> Iterator[tuple[str, list[str], bool]]:
+    """Program, words, and whether it is started as it stands, not through a launcher of many processes."""
+    for line in fenced(page):
+        words = shlex.split(line, comments=True) if re.match(r"\S*(gqa-\w+|accelerate|torchrun) ", line) else []
+        if not words or "..." in words:  # `...` stands for the words of the line before
+            continue
+        program, rest = words[0].rpartition("/")[2], words[1:]
+        if program in MODULES:
+            yield program, rest, True
+        elif "-m" in rest:
+            module = rest[rest.index("-m") + 1]
+            yield module.replace("gqa.", "gqa-"), rest[rest.index("-m") + 2 :], False
+
+
+SHOWN = [(page, *command) for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(("program", "words"), [(program, words) for _, program, words, _ in SHOWN],
+                         ids=[f"{page.stem}-{number}" for number, (page, *_) in enumerate(SHOWN)])  # fmt: skip
+def test_options_exist(program: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for word in words:
+        if word.endswith(".safetensors"):  # an option that takes a file wants it to be there
+            Path(word).touch()
+    command = import_module(f"gqa.{MODULES[program]}").command
+    command.make_context(program, list(words))
+
+
+def test_an_option_that_does_not_exist_is_seen() -> None:
+    import click
+
+    command = import_module("gqa.convert.cli").command
+    with pytest.raises(click.UsageError):
+        command.make_context("gqa-convert", ["MODEL", "--groups", "8", "--gruops", "8"])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models and texts by the names that the pages use."""
+    import transformers
+
+    world = tmp_path_factory.mktemp("models")
+    for name, (heads, kv_heads) in MODELS.items():
+        config = transformers.LlamaConfig(
+            vocab_size=UNIFORM_VOCABULARY, hidden_size=8 * heads, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8, max_position_embeddings=128,
+            bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).save_pretrained(world / name)
+        for file in SOURCE.glob("*token*"):
+            shutil.copyfile(file, world / name / file.name)
+    write_corpus(world / "corpus.jsonl")
+    write_corpus(world / "heldout.jsonl", 3)
+    for name in TEXTS[2:]:
+        shutil.copyfile(ROOT / "README.md", world / name)
+    for source, groups in (("SRC", 8), ("SRC", 1), ("MODEL", 8), ("MODEL", 2)):
+        suffix = f"gqa{groups}" if groups > 1 else "mqa"
+        done = run(world / source, "--groups", groups, "--method", "mean", "-o", world / f"{source}-{suffix}")
+        assert done.code == 0, done
+    return world
+
+
+def made_small(program: str, words: list[str]) -> list[str]:
+    """The same command on little text."""
+    found: list[str] = []
+    for word in words:
+        for pattern, short in SMALL:
+            word = re.sub(pattern, short, word)
+        found.append(LIMITS.get(found[-1] if found else "", word))
+    study_of_old = program == "gqa-ablate" and "--data" not in words
+    told = {"--maps", "--dry-run"} & {*words} or study_of_old
+    for name, extras in ADDED.items():
+        if not told and name in (program, *(words if program == "gqa-convert" else ())):
+            left = LENGTHS if program == "gqa-uptrain" and LENGTHS & {*words} else set()
+            found += [one for key, value in extras.items() if key not in {*words, *left} for one in (key, value) if one]
+    return found
+
+
+def runnable(words: list[str], here: Path) -> bool:
+    """Whether what it reads is here: hub ids, other families' models and tasks of lm_eval are not."""
+    names = [word for word in words if re.fullmatch(r"(\./|[\w-]+/)[\w.-]+", word)]
+    return "--tasks" not in words and all((here / name).exists() for name in names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_a_page_run_in_order(
+    page: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(models, here)
+    monkeypatch.chdir(here)
+    for program, words, whole in commands(page):
+        small = made_small(program, words)
+        if not whole or not runnable(small, here):
+            continue
+        with fresh_accelerator():
+            done = run(*small, program=program)
+        assert done.code == 0, (program, words, done.err)
