@@ -160,8 +160,8 @@ def _say(text: str, options: dict[str, Any]) -> None:
 
 
 def _announce(plan: Plan, options: dict[str, Any]) -> None:
-    """What is known before anything is done: warnings first, and which method was taken for which reason."""
-    for warning in plan.warnings:
+    """What is known before anything is done: which method was taken for which reason, and above all what it lacks."""
+    for warning in plan.warnings if plan.choice or options["dry_run"] else ():
         _warn(warning)
     if is_given("method") and plan.method not in METHODS:
         _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
@@ -183,7 +183,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
         _say(text, options)
     if result:
-        for warning in result.warnings[len(plan.warnings) :]:
+        for warning in result.warnings[len(plan.warnings) if plan.choice else 0 :]:
             _warn(warning)
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)

@@ -155,7 +155,10 @@ def test_many_at_a_time(server: Server, tmp_path: Path) -> None:
     ]
     codes = []
     for turn in range(8):
-        group = [server.start("--groups", 1 + n % 2, "-q", "--overwrite", "-o", out, model) for n in range(4)]
+        group = [
+            server.start("--groups", 1 + n % 2, "--method", "mean", "-q", "--overwrite", "-o", out, model)
+            for n in range(4)
+        ]
         for running in group:
             codes.append(running.wait())
             assert codes[-1] in (0, 2), running.said()

@@ -132,7 +132,9 @@ def test_tasks_are_the_harness_own_numbers() -> None:
     accuracy = found["models"][0]["tasks"]["local_choice"]["metrics"]
     assert f"{accuracy['acc,none']:.4g} ± {accuracy['acc_stderr,none']:.2g}" in result.err
     assert "lm_eval" in found["versions"]
-    assert result.err.startswith("Memory\n")  # neither its log nor its progress where nobody looks
+    assert result.err.startswith(
+        "4 of 8 heads: KV cache 2x smaller\n\nMemory\n"
+    )  # neither its log nor its progress where nobody looks
 
 
 def test_shots_and_limit(own_tasks_only: None) -> None:
