@@ -348,7 +348,9 @@ def test_command(source: Path, tmp_path: Path) -> None:
     plan, record = json.loads(dry.stdout), json.loads(done.stdout)
     assert (plan["dry_run"], record["dry_run"], record["warnings"]) == (True, False, [])
     assert record["heads"] == {"query": QUERY, "kv_before": KV, "kv_after": 1}
-    assert {key: record[key] for key in plan if key != "dry_run"} == {k: v for k, v in plan.items() if k != "dry_run"}
+    assert record["estimates"].keys() == plan["estimates"].keys()  # how fast this device is just now
+    same = plan.keys() - {"dry_run", "estimates"}
+    assert {key: record[key] for key in same} == {key: plan[key] for key in same}
     assert {t["name"] for t in record["changed_tensors"]} == kv_names()
     assert record["parameters"]["saved"] == 2 * LAYERS * (KV - 1) * DIM * HIDDEN
     for side, directory in (("source", source), ("output", out)):
