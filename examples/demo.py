@@ -29,6 +29,7 @@ from gqa.eval.study.ablation import open_study, run_study
 from gqa.eval.study.directory import forget
 from gqa.eval.study.report import open_results, short_table, write_study_report
 from gqa.eval.study.study import Grid, StudyOptions
+from gqa.eval.study.tradeoff import Bounds
 from gqa.uptrain.options import TrainOptions
 
 SOURCE = Path(__file__).parent / "stdlib-mha"
@@ -103,7 +104,7 @@ def main() -> None:
     forget(args.output)
     run(study_options(args.output), Grid(dict.fromkeys(METHODS, 1), (args.groups,), (0.0, 0.01)))
     results = open_results(args.output)
-    write_study_report(results)
+    write_study_report(results, Bounds())
     print(f"\n{short_table(results).text()}")
     compare_words(args.groups)
     print(f"\nThe report: {args.output / 'report.html'} ({time.perf_counter() - start:.0f} s)")
