@@ -93,7 +93,7 @@ def test_what_is_written(name: str, converted: dict[str, Path]) -> None:
 
     written = (converted[name] / file_of(name)).read_text()
     first, _, rest = written.partition("\n")
-    assert first == f"# Written by gqa-convert {version('gqa-convert')}. It needs nothing but torch and transformers."
+    assert first == f"# Written by gqa-convert {version('gqa')}. It needs nothing but torch and transformers."
     assert rest == text_of(name)
     config = json.loads((converted[name] / "config.json").read_text())
     assert config["model_type"] == f"gqa_{name}"
