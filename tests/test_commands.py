@@ -18,10 +18,12 @@ from training import tiny_checkpoint
 
 from gqa.checkpoint import console
 from gqa.checkpoint.console import Option
+from gqa.checkpoint.options import OptionsOf
 from gqa.cli import COMMANDS
 from gqa.cli import command as gqa_command
 from gqa.convert import calibrate_cli
 from gqa.convert import cli as convert_cli
+from gqa.uptrain.options import TrainOptions
 
 ROOMS = {
     "gqa-convert": "convert.cli",
@@ -100,6 +102,18 @@ def test_every_alias_is_tested() -> None:
     for program in ROOMS:
         for found in options_of(program).values():
             assert {*found.aliases, *found.secondary_aliases} <= told
+
+
+def test_fields_are_options_under_other_names_too() -> None:
+    """Some of a dataclass, in a command that has other things of these names."""
+    training = OptionsOf(TrainOptions, ("repeats", "block_size", "train"), block_size="--train-context")
+    command = click.Command("study", params=[])
+    for option in training.decorators():
+        option(command)
+    params = command.make_context("study", ["--block-size=64", "--no-repeats", "--train=kv"]).params
+    assert params == {"train_context": 64, "repeats": False, "train": "kv"}
+    read = training.read(params, model="m", output=Path("o"), train="all")
+    assert read == TrainOptions("m", Path("o"), block_size=64, repeats=False, train="all")
 
 
 @pytest.mark.parametrize("program", ROOMS)

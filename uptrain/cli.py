@@ -20,7 +20,7 @@ from gqa.checkpoint.console import (
     version_option,
     with_options,
 )
-from gqa.uptrain.options import TrainOptions, click_options
+from gqa.uptrain.options import TRAINING
 
 _EPILOG = """\b
 Examples:
@@ -41,10 +41,10 @@ _HOW = [
 
 @click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
-@with_options(click_options(), _HOW)
+@with_options(TRAINING.decorators(), _HOW)
 @version_option
 def command(
-    dry_run: bool, push_to_hub: str | None, public: bool, as_json: bool, quiet: bool, verbose: bool, **options: Any
+    model: str, dry_run: bool, push_to_hub: str | None, public: bool, as_json: bool, quiet: bool, **options: Any
 ) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
@@ -64,8 +64,7 @@ def command(
 
     transformers.utils.logging.set_verbosity_error()
     check_pushing(push_to_hub, public, dry_run or not ranks().is_main_process)
-    options["output"] = options["output"] or default_output(options["model"])
-    setup = prepare(TrainOptions(**options))
+    setup = prepare(TRAINING.read(options, model=model, output=options["output"] or default_output(model)))
     main = setup.accelerator.is_main_process
 
     def say(text: str) -> None:
