@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,6 @@ from gqa.checkpoint.write import (
     write_tensor,
     write_text,
 )
-from gqa.convert.heads.config import format_config
 from gqa.convert.heads.modules import Change
 from gqa.convert.plan import OutputTensor, Plan, Shard
 from gqa.convert.verify import all_finite, in_threads, verify
@@ -169,4 +169,4 @@ def _write_side_files(plan: Plan, work: Path) -> None:
     for name, text in plan.checkpoint.added.items():
         write_text(work / name, text)
     write_index(work, {shard.file: shard.tensors for shard in plan.shards})
-    write_text(work / "config.json", format_config(plan.new_config))
+    write_text(work / "config.json", json.dumps(plan.new_config, indent=2, ensure_ascii=False) + "\n")

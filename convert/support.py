@@ -55,7 +55,7 @@ def _notes(family: Family) -> Iterator[str]:
         yield family.note
     reasons: dict[str, list[str]] = {}
     for name, found in family.symmetries.items():
-        if why := found if isinstance(found, str) else found.why:
+        if why := found if isinstance(found, str) else found.unless and found.unless[0]:
             reasons.setdefault(why, []).append(name)
     for why, names in reasons.items():
         yield f"not aligned: {', '.join(names)} ({why})"

@@ -230,7 +230,7 @@ def test_exception_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     model, out = llama(tmp_path / "m"), tmp_path / "out"
     convert_checkpoint(model, 1, out, method="mean")
     before = snapshot(tmp_path)
-    for module, name in ((rewrite, "format_config"), (rewrite, "verify"), (writer, "fsync_directory")):
+    for module, name in ((rewrite, "write_index"), (rewrite, "verify"), (writer, "fsync_directory")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda *words, **options: 1 / 0)
             with pytest.raises(ZeroDivisionError):

@@ -29,8 +29,8 @@ FAMILIES = (
         "wk and wv",
         {
             "new_llama": Symmetry(
-                query=Rule("wq", Separate("query")),
-                output=Rule("wo", Separate("output", axis=1)),
+                query="wq",
+                output="wo",
                 norms=("attention_norm",),
             )
         },

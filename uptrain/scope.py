@@ -13,7 +13,7 @@ from gqa.checkpoint.errors import RefusedError, listing
 from gqa.checkpoint.names import parameter_names
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config
-from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.modules import attention_modules, rule_of
 from gqa.uptrain.lora import add_adapters
 from gqa.uptrain.options import Scope
 
@@ -28,7 +28,7 @@ def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tupl
     config = read_config(checkpoint.config, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     inside = {f"{module.path}.{tail}" for module in modules for tail in module.tensors}
-    projections = {f"{m.path}.{tail}" for m in modules for tail in m.tensors if m.rule_of(tail, config)}
+    projections = {f"{m.path}.{tail}" for m in modules for tail in m.tensors if rule_of(tail, config)}
     own, trainable = parameter_names(model), {name for name, _ in model.named_parameters()}
     if lost := [name for name in projections if name not in own]:
         raise RefusedError(

@@ -103,7 +103,7 @@ class Pair:
         """A layer whose attention is at the end of the module's stored path."""
         attention, output = whole.get_submodule(module.path.split(f".{module.layer}.", 1)[1]), None
         if self.symmetry:
-            stored = f"{module.path}.{self.symmetry.output.tensor}.weight"
+            stored = f"{module.path}.{self.symmetry.output}.weight"
             output = own.model.get_submodule(own.names[stored].rpartition(".")[0])
         return Layer(whole, module, attention, output)
 

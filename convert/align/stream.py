@@ -18,7 +18,6 @@ from transformers.activations import ACT2FN
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.blocks import find_embeddings, find_mlp
-from gqa.convert.heads.layout import Conv1D
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Symmetry
 
@@ -130,7 +129,7 @@ class Stream:
 
         def read(spec: TensorSpec) -> Tensor:
             matrix = self._checkpoint.read(spec).to(self._device).float()
-            return matrix.mT if isinstance(self._symmetry.output.layout, Conv1D) else matrix
+            return matrix.mT if self._symmetry.transposed else matrix
 
         gain = gain.float().to(self._device)
         up, down = read(found.up) * gain, read(found.down)

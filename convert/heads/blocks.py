@@ -64,10 +64,9 @@ def find_mlp(
     act = next((act for act in acts if act in ACT2FN), None)
     if names is None or act is None or len(norms) > 1 or any(len(spec.shape) != 2 for spec in matrices.values()):
         return None
-    gate, up, down = (matrices[name] if name else None for name in names)
-    assert up is not None
-    assert down is not None
-    return MlpTensors(gate, up, down, act, others[norms[0]] if norms else None)
+    gate, up, down = names
+    norm = others[norms[0]] if norms else None
+    return MlpTensors(matrices[gate] if gate else None, matrices[up], matrices[down], act, norm)
 
 
 def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[TensorSpec]:

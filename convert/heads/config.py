@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from gqa.checkpoint.custom_code import config_class
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
@@ -32,8 +31,7 @@ _NUMBERS = (
 _COUNTS = re.compile(r"num_\w*(layers|heads)|n_layers?|n_heads?")
 
 
-@dataclass(frozen=True)
-class ConfigEdit:
+class ConfigEdit(NamedTuple):
     """One changed key, dotted from the top of config.json."""
 
     key: str
@@ -74,23 +72,12 @@ class ModelConfig:
         stated = self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
         return next((h for h in counts if h.kv == stated), counts[0])
 
-    def cast(self, dtype: str) -> dict[str, Any]:
-        """`raw` with every stated storage dtype replaced."""
-        raw = copy.deepcopy(self.raw)
-        for part in _parts(raw):
-            for key in ("torch_dtype", "dtype"):
-                if isinstance(part.get(key), str):
-                    part[key] = dtype
-        return raw
-
 
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
     """Find the family and the owner of the head counts. Raises RefusedError with the reason."""
-    top = read_top(raw, name)
-    top_type: str = raw["model_type"]
-    path = NESTED.get(top_type, ())
-    text: Any = top
-    model_type: Any = top_type
+    text: Any = read_top(raw, name)
+    model_type: Any = raw["model_type"]
+    path = NESTED.get(model_type, ())
     for step in path:
         text = getattr(text, step, None)
         model_type = getattr(text, "model_type", None)
@@ -111,7 +98,9 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
 
 
 def read_top(raw: dict[str, Any], name: str) -> Any:
-    """transformers' config object of the whole model, which is not quantised. Raises RefusedError."""
+    """transformers' config object of the whole model, which is not quantised; no code of the checkpoint is ever
+    imported. Raises RefusedError.
+    """
     for part in _parts(raw):
         if found := [key for key in _QUANTISED if part.get(key)]:
             method = part[found[0]].get("quant_method", "unknown") if isinstance(part[found[0]], dict) else "unknown"
@@ -119,20 +108,27 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
                 f"{name} is quantised ({found[0]}: {method}): packed numbers cannot be averaged; "
                 "convert the original and quantise the result, or dequantise first"
             )
-    if not isinstance(raw.get("model_type"), str):
-        raise CorruptError(f"{name}: config.json has no model_type; --families lists what is supported")
-    _check_sizes(raw, name)
-    return _effective(raw["model_type"], raw, name)
-
-
-def _check_sizes(raw: dict[str, Any], name: str) -> None:
-    """Refuse numbers of layers and heads that would take endless time and memory just to list."""
-    for part in _parts(raw):
-        for key, value in part.items():
+        for key, value in part.items():  # more would take endless time and memory just to list
             if isinstance(value, int) and value > MAX_COUNT and _COUNTS.fullmatch(key):
                 raise CorruptError(
                     f"{name}: config.json says {key}: {value}, at most {MAX_COUNT} are allowed; correct it"
                 )
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise CorruptError(f"{name}: config.json has no model_type; --families lists what is supported")
+    refuse_model_type(model_type, None, name)
+    if config_class(model_type) is None:
+        remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
+        raise RefusedError(
+            f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
+            "--families lists what is supported"
+        )
+    try:
+        return transformers_config(raw)
+    except Exception as error:  # whatever a config class raises on nonsense is the config's fault
+        raise CorruptError(
+            f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
+        ) from None
 
 
 def _check_heads(config: ModelConfig, name: str) -> None:
@@ -175,39 +171,29 @@ def refuse_model_type(model_type: str, text: Any, name: str) -> None:
 def valid_groups(config: ModelConfig) -> list[int]:
     """Every G that the family can represent: divisors of Hk, and multiples of Hk that divide H."""
     main = config.main
-    layers = {config.heads(layer) for layer in range(config.layers)}
-    return [
-        groups
-        for groups in range(1, main.query + 1)
-        if groups == main.kv
-        or (
-            (main.kv % groups == 0 or groups % main.kv == 0)
-            and all(_scaled(h, groups, main.kv) is not None for h in layers)
-            and _new_counts(config, {}, groups) is not None
-        )
-    ]
+    layers = {main, *(config.heads(layer) for layer in range(config.layers))}
+
+    def fits(heads: LayerHeads, groups: int) -> bool:
+        kv, rest = divmod(heads.kv * groups, main.kv)
+        return bool(kv and not rest and heads.query % kv == 0 and (heads.kv % kv == 0 or kv % heads.kv == 0))
+
+    possible = (groups for groups in range(1, main.query + 1) if all(fits(heads, groups) for heads in layers))
+    return [groups for groups in possible if groups == main.kv or _new_counts(config, {}, groups) is not None]
 
 
 def target_heads(config: ModelConfig, layer: int, groups: int) -> LayerHeads:
     """Heads of a layer after the conversion: the ratio between layer types is kept."""
     heads = config.heads(layer)
-    kv = _scaled(heads, groups, config.main.kv)
-    if kv is None:
-        raise RefusedError(f"{groups} groups leave layer {layer} with {heads.kv} KV heads no whole number of heads")
-    return replace(heads, kv=kv)
-
-
-def _scaled(heads: LayerHeads, groups: int, main_kv: int) -> int | None:
-    kv, rest = divmod(heads.kv * groups, main_kv)
-    fits = kv and not rest and heads.query % kv == 0 and (heads.kv % kv == 0 or kv % heads.kv == 0)
-    return kv if fits else None
+    return replace(heads, kv=heads.kv * groups // config.main.kv)
 
 
 def edit_config(
     config: ModelConfig, groups: int, name: str, dtype: str | None = None
 ) -> tuple[dict[str, Any], list[ConfigEdit]]:
     """The new config.json and the keys that changed. What it means is read back through transformers and checked."""
-    raw = config.cast(dtype) if dtype else copy.deepcopy(config.raw)
+    raw = copy.deepcopy(config.raw)
+    for part in _parts(raw) if dtype else ():
+        part |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)}
     owner: dict[str, Any] = _descend(raw, config.owner)
     for dotted, value in (_new_counts(config, owner, groups) or {}).items():
         *steps, key = dotted.split(".")
@@ -223,15 +209,16 @@ def edit_config(
     try:
         again = read_config(raw, name)
     except CorruptError as error:  # which advises to correct the file, and that was read
-        found = str(error).removeprefix(f"{name}: ").rpartition("; ")[0]
+        why = str(error).removeprefix(f"{name}: ").rpartition("; ")[0]
         raise RefusedError(
-            f"{name}: its config with {groups} key/value heads is no good: {found}; please report this config"
+            f"{name}: its config with {groups} key/value heads is no good: {why}; please report this config"
         ) from None
     for layer in range(config.layers):
-        if again.heads(layer) != target_heads(config, layer, groups):
+        found, meant = again.heads(layer), target_heads(config, layer, groups)
+        if found != meant:
             raise RefusedError(
-                f"{name}: transformers reads {again.heads(layer).kv} KV heads in layer {layer} from the edited config, "
-                f"{target_heads(config, layer, groups).kv} were meant; please report this config"
+                f"{name}: transformers reads {found.kv} KV heads in layer {layer} from the edited config, "
+                f"{meant.kv} were meant; please report this config"
             )
     return raw, list(_difference("", config.raw, raw))
 
@@ -253,11 +240,6 @@ def _difference(prefix: str, before: Any, after: Any) -> Iterator[ConfigEdit]:
                 yield from _difference(f"{prefix}.{key}" if prefix else key, before.get(key), after[key])
     else:
         yield ConfigEdit(prefix, before, after)
-
-
-def format_config(raw: dict[str, Any]) -> str:
-    """As transformers lays config.json out, keys in the order they had."""
-    return json.dumps(raw, indent=2, ensure_ascii=False) + "\n"
 
 
 def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -285,23 +267,6 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
-
-
-def _effective(model_type: str, raw: dict[str, Any], name: str) -> Any:
-    """transformers' config object; no code of the checkpoint is ever imported."""
-    refuse_model_type(model_type, None, name)
-    if config_class(model_type) is None:
-        remote = " (its classes come with the checkpoint: auto_map)" if "auto_map" in raw else ""
-        raise RefusedError(
-            f"{name} is of model type {model_type!r}, which transformers does not have{remote}; "
-            "--families lists what is supported"
-        )
-    try:
-        return transformers_config(raw)
-    except Exception as error:  # whatever a config class raises on nonsense is the config's fault
-        raise CorruptError(
-            f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
-        ) from None
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:

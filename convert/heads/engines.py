@@ -42,62 +42,32 @@ class Limit:
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit(
-        "llama.cpp",
-        ("phi",),
-        lambda config: config.main.kv < config.main.query,
-        "its converter gives {model_type} as many KV heads as query heads, so it cannot load the result",
-    ),
-    Limit(
-        "llama.cpp",
-        ("gpt_bigcode",),
-        lambda config: config.main.kv > 1,
-        "its converter gives {model_type} one KV head, so it cannot load the result",
-    ),
-    Limit(
-        "llama.cpp",
-        ("falcon", "gemma", "gemma2", "stablelm"),
-        _other_theta,
-        "its converter does not write the rope_theta of {model_type}: it computes with 10000, not {theta}",
-    ),
-    Limit(
-        "llama.cpp",
-        ("nemotron",),
-        lambda config: bool(config.text.hidden_act != "relu2"),
-        "it has squared ReLU built in for {model_type}: it computes with that, not {activation}",
-    ),
-    Limit(
-        "CTranslate2",
-        ("falcon", "gemma", "gemma2"),
-        _other_theta,
-        "its loader does not read the rope_theta of {model_type}: it computes with 10000, not {theta}",
-    ),
-    Limit(
-        "llama.cpp",
-        ("qwen2",),
-        _other_head_dim,
-        "it knows no head_dim of {model_type} but hidden_size / heads, so it cannot load {head_dim}",
-    ),
-    Limit(
-        "CTranslate2",
-        ("llama", "qwen2"),
-        _other_head_dim,
-        "its loader knows no head_dim of {model_type} but hidden_size / heads: it refuses or misreads {head_dim}",
-    ),
-)
+    Limit("llama.cpp", ("phi",), lambda config: config.main.kv < config.main.query,
+          "its converter gives {model_type} as many KV heads as query heads, so it cannot load the result"),
+    Limit("llama.cpp", ("gpt_bigcode",), lambda config: config.main.kv > 1,
+          "its converter gives {model_type} one KV head, so it cannot load the result"),
+    Limit("llama.cpp", ("falcon", "gemma", "gemma2", "stablelm"), _other_theta,
+          "its converter does not write the rope_theta of {model_type}: it computes with 10000, not {theta}"),
+    Limit("llama.cpp", ("nemotron",), lambda config: bool(config.text.hidden_act != "relu2"),
+          "it has squared ReLU built in for {model_type}: it computes with that, not {activation}"),
+    Limit("CTranslate2", ("falcon", "gemma", "gemma2"), _other_theta,
+          "its loader does not read the rope_theta of {model_type}: it computes with 10000, not {theta}"),
+    Limit("llama.cpp", ("qwen2",), _other_head_dim,
+          "it knows no head_dim of {model_type} but hidden_size / heads, so it cannot load {head_dim}"),
+    Limit("CTranslate2", ("llama", "qwen2"), _other_head_dim,
+          "its loader knows no head_dim of {model_type} but hidden_size / heads: it refuses or misreads {head_dim}"),
+)  # fmt: skip
 
 
 def engine_notes(config: ModelConfig, cache: KVCache) -> tuple[str, ...]:
     """One line per limit that a checkpoint with this config meets."""
+    model_type, theta = config.raw.get("model_type"), _theta(config)
     facts = {
-        "model_type": config.raw.get("model_type"),
-        "theta": f"{theta:.12g}" if isinstance(theta := _theta(config), float) else theta,
+        "model_type": model_type,
+        "theta": f"{theta:.12g}" if isinstance(theta, float) else theta,
         "head_dim": config.main.key_dim,
         "activation": getattr(config.text, "hidden_act", None),
     }
-    notes = tuple(
-        f"{limit.engine}: {limit.text.format(**facts)}"
-        for limit in LIMITS
-        if config.raw.get("model_type") in limit.model_types and limit.when(config)
-    )
-    return (*notes, cache.remark) if cache.remark else notes
+    met = [limit for limit in LIMITS if model_type in limit.model_types and limit.when(config)]
+    notes = [f"{limit.engine}: {limit.text.format(**facts)}" for limit in met]
+    return (*notes, cache.remark) if cache.remark else tuple(notes)

@@ -98,7 +98,8 @@ class Family:
     def symmetry(self, config: Any) -> Symmetry | str:
         """How the heads of a model with this config can be changed, or why they cannot."""
         found = self.symmetries[config.model_type]
-        return found.why if isinstance(found, Symmetry) and found.unless(config) else found
+        exception = found.unless if isinstance(found, Symmetry) else None
+        return exception[0] if exception and exception[1](config) else found
 
     def beside(self, config: Any) -> tuple[Rule, ...]:
         """Rules of the tensors of query heads, where it is known which they are."""

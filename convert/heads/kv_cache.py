@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gqa.checkpoint.headers import BITS
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import AttentionModule
-
-if TYPE_CHECKING:
-    from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,21 +49,18 @@ def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> se
 
 def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
     """The cache of a model whose layers `found` have keys and values of their own, kept in `dtype`."""
-    text, family = config.text, config.family
-    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    text, main, every = config.text, config.main, config.family.caches_all_heads
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         found = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
-    layers: list[CachedLayer] = []
-    remark = None
-    for layer in sorted(layer for layer in found if layer < config.layers - shared):
+    layers = []
+    for layer in sorted(layer for layer in found if not config.shares_kv(layer)):
         heads = config.heads(layer)
-        numbers = heads.key_dim + heads.value_dim
-        cached = heads.query if family.caches_all_heads else heads.kv
-        if cached != heads.kv:
-            remark = f"transformers caches {cached} heads a layer, other engines only the {heads.kv} key/value heads"
-        layers.append(CachedLayer(cached, numbers, _window(text, layer)))
-    return KVCache(tuple(layers), BITS[dtype] // 8, getattr(text, "max_position_embeddings", None), remark)
+        cached = heads.query if every else heads.kv
+        layers.append(CachedLayer(cached, heads.key_dim + heads.value_dim, _window(text, layer)))
+    remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
+    context = getattr(text, "max_position_embeddings", None)
+    return KVCache(tuple(layers), BITS[dtype] // 8, context, remark if every and main.kv < main.query else None)
 
 
 def _window(text: Any, layer: int) -> int | None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
@@ -79,11 +79,7 @@ class AttentionModule:
 
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""
-        return next(spec.dtype for tail, spec in self.tensors.items() if self.rule_of(tail, config))
-
-    def rule_of(self, tail: str, config: ModelConfig) -> Rule | None:
-        """The rule of one tensor by its name below the module; None where it does not depend on KV heads."""
-        return _rule_for(tail, config.family.rules, config.text)
+        return next(spec.dtype for tail, spec in self.tensors.items() if rule_of(tail, config))
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
@@ -104,7 +100,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
             layer = config.layers if predicts else int(match["layer"])
             stack = "" if predicts else match["stack"]
             found[match[1], stack, layer][match["tail"]] = spec
-        elif (match := elsewhere.fullmatch(name)) and _rule_for(match["tail"], family.rules, config.text):
+        elif (match := elsewhere.fullmatch(name)) and rule_of(match["tail"], config):
             raise RefusedError(
                 f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} but is not in one of "
                 "its layers; nothing was written"
@@ -112,7 +108,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     modules = []
     stacks = set()
     for (path, stack, layer), tensors in found.items():
-        if any(_rule_for(tail, family.rules, config.text) for tail in tensors):
+        if any(rule_of(tail, config) for tail in tensors):
             encoder = _ENCODER.search(path)
             kind: Kind = "encoder" if encoder else "cross" if path.endswith(cross) else "decoder-self"
             modules.append(AttentionModule(path, layer, tensors, kind))
@@ -132,8 +128,9 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     return modules
 
 
-def _rule_for(tail: str, rules: Sequence[Rule], text: Any) -> Rule | None:
-    return next((rule for rule in rules if rule.matches(tail, text)), None)
+def rule_of(tail: str, config: ModelConfig, beside: Sequence[Rule] = ()) -> Rule | None:
+    """The rule of a tensor by its name below its module, of the family's and those `beside`; None where it has none."""
+    return next((rule for rule in (*config.family.rules, *beside) if rule.matches(tail, config.text)), None)
 
 
 def module_changes(
@@ -146,13 +143,12 @@ def module_changes(
 
     heads = config.heads(module.layer)
     target = target_heads(config, module.layer, groups).kv
-    rules = (*config.family.rules, *beside)
     stored: dict[tuple[str, Rule], list[TensorSpec]] = defaultdict(list)
     for tail, spec in module.tensors.items():
-        if rule := _rule_for(tail, rules, config.text):
+        if rule := rule_of(tail, config, beside):
             stored[re.sub(r"\d+", "{head}", tail) if rule.numbered else tail, rule].append(spec)
         else:
-            _check_unchanged(module, tail, spec, heads, config)
+            _check_unchanged(tail, spec, heads, config)
     changes = []
     for (name, rule), specs in stored.items():
         names: Sequence[str] = [name]
@@ -163,24 +159,23 @@ def module_changes(
             names = [name.replace("{head}", str(head)) for head in range(count)]
         outputs = tuple(f"{module.path}.{name}" for name in names)
         changes.append(Change(rule, tuple(specs), outputs, heads, target, module.path))
-    _check_projections(module, rules, changes, config)
+    _check_projections(module, (*config.family.rules, *beside), changes, heads)
     for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
     return [change for change in changes if target != heads.kv]
 
 
-def _check_unchanged(
-    module: AttentionModule, tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig
-) -> None:
-    name = re.sub(r"\.(weight|bias)$", "", tail)
-    if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, p) for p in config.family.unchanged):
+def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig) -> None:
+    """Raises RefusedError for a tensor that no rule names and that is not known to stay as it is."""
+    name, family = re.sub(r"\.(weight|bias)$", "", tail), config.family
+    if tail in BUFFERS or name in QUERY_SIDE or any(fnmatchcase(name, pattern) for pattern in family.unchanged):
         return
-    if _rule_for(tail, beside := config.family.beside(config.text), config.text):
+    if rule_of(tail, config, beside := family.beside(config.text)):
         return
     if name in SHARED_KEY_SIDE and spec.shape in ((heads.key_dim,), (heads.value_dim,)):
         return
-    rules = (*config.family.rules, *beside)
-    known = [*QUERY_SIDE, *config.family.unchanged, *SHARED_KEY_SIDE, *(rule.tensor for rule in rules)]
+    named = (rule.tensor for rule in (*family.rules, *beside))
+    known = [*QUERY_SIDE, *family.unchanged, *SHARED_KEY_SIDE, *named]
     near = difflib.get_close_matches(name, known, 1) or known[:1]
     raise RefusedError(
         f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module of "
@@ -189,12 +184,12 @@ def _check_unchanged(
 
 
 def _check_projections(
-    module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], config: ModelConfig
+    module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], heads: LayerHeads
 ) -> None:
     """Raises where one that a rule names is missing, packed, or of another dtype than the others."""
     parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
     wanted = {rule.tensor for rule in rules if rule.projection and not isinstance(rule.layout, Untouched)}
-    if config.heads(module.layer).keys_only:
+    if heads.keys_only:
         wanted = {name for name in wanted if not name.startswith("v_")}
     if missing := wanted - set(parts):
         have = ", ".join(sorted(parts)) or "nothing"

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from gqa.convert.heads.layout import Rule, Separate
+from gqa.convert.heads.layout import Conv1D, Layout, Rule, Separate
 
 Pairing = Literal["half", "interleaved"]
-_QUERY = Rule("q_proj", Separate("query"))
-_OUTPUT = Rule("o_proj", Separate("output", axis=1))
 
 
 @dataclass(frozen=True)
@@ -98,33 +96,35 @@ class Symmetry:
     """One way in which heads can be changed, and the tensors that a change of them touches.
 
     rotated: Of (config of the text part, layer, d), how many dimensions of a head are rotated.
-    query, output: Rules of W_Q and W_O, which absorb what is done to keys and values; None where they are fused.
+    query, output: Names of W_Q (None where it is fused with keys and values) and W_O, which absorb what is done to
+        those. `transposed` where they are stored (in, out).
     norms: Names below the layer, one of which is the norm whose output attention reads; none where it reads the
         residual stream as it is. `one_plus` where the norm's gain is 1 + the weight.
     keys: Whether keys can be aligned, or the config field which, where it is set, forbids it: a norm between the
         projections and the scores.
     places: Whether heads can change places, or the field which forbids it: ALiBi and relative positions go by number.
     per_query: Further tensors that belong to query heads, and so move with them when heads are regrouped.
-    unless: Of a config, whether none of this is true of it, and `why` not: what clips values or gates each of their
-        dimensions.
+    unless: Why none of this is true (what clips values or gates each of their dimensions), and of which configs.
     """
 
     rotated: Callable[[Any, int, int], int] = all_layers
     pairing: Pairing = "half"
-    query: Rule | None = _QUERY
-    output: Rule = _OUTPUT
+    query: str | None = "q_proj"
+    output: str = "o_proj"
+    transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
     keys: bool | str = True
     places: bool | str = True
     per_query: tuple[Rule, ...] = ()
-    unless: Callable[[Any], bool] = lambda config: False
-    why: str = ""
+    unless: tuple[str, Callable[[Any], bool]] | None = None
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """Of the tensors beside keys and values that a change of heads touches."""
-        return (*((self.query,) if self.query else ()), self.output, *self.per_query)
+        columns: Layout = Separate("output", axis=1)
+        output = Rule(self.output, Conv1D(columns) if self.transposed else columns)
+        return (*([Rule(self.query, Separate("query"))] if self.query else []), output, *self.per_query)
 
     def free_keys(self, config: Any) -> bool:
         return self.keys if isinstance(self.keys, bool) else not getattr(config, self.keys, None)
@@ -136,9 +136,8 @@ class Symmetry:
         """Of heads (dim) on a text of `length` tokens, by which some embeddings choose their speeds."""
         dims = self.rotated(config, layer, dim)
         longest = getattr(config, "max_position_embeddings", None)
-        slow: list[float] = []
-        if longest and self.free_keys(config):
-            slow.extend(
-                takewhile(lambda speed: speed * longest < math.pi, reversed(_speeds(config, layer, dims, length)))
-            )
+        if not longest or not self.free_keys(config):
+            return Rotary(dims, self.pairing)
+        speeds = _speeds(config, layer, dims, length)
+        slow = [*takewhile(lambda speed: speed * longest < math.pi, reversed(speeds))]
         return Rotary(dims, self.pairing, tuple(reversed(slow)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.checkpoint.errors import RefusedError
@@ -21,13 +22,9 @@ _Role = Literal["query", "key", "value"]
 _ROLES: tuple[_Role, ...] = ("query", "key", "value")
 
 
-def _per_head(role: _Role) -> Rows:
+def _per_head(role: _Role, tensor: Tensor, place: Place) -> Tensor:
     """One of the three of GPT-NeoX's per-head [q, k, v] (H, 3, d, *rest) -> (H * d, *rest)."""
-
-    def rows(tensor: Tensor, place: Place) -> Tensor:
-        return Fused("grouped").split(tensor, place.heads)[role].flatten(0, 1)
-
-    return rows
+    return Fused("grouped").split(tensor, place.heads)[role].flatten(0, 1)
 
 
 def _rotary(tensor: Tensor, place: Place) -> Tensor:
@@ -41,15 +38,11 @@ def _rotary(tensor: Tensor, place: Place) -> Tensor:
 _CODEGEN_BLOCKS = 4  # of the TPU cores that trained it; transformers has this number built in
 
 
-def _codegen(role: str) -> Rows:
+def _codegen(role: _Role, tensor: Tensor, place: Place) -> Tensor:
     """One of the three of CodeGen's 4 blocks, each [q, v, k] of H / 4 heads -> (H * d, *rest)."""
-
-    def rows(tensor: Tensor, place: Place) -> Tensor:
-        blocks = tensor.reshape(_CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:])
-        found = blocks[:, ("query", "value", "key").index(role)].flatten(0, 1)
-        return found if role == "value" else _rotary(found, place)
-
-    return rows
+    blocks = tensor.reshape(_CODEGEN_BLOCKS, 3, -1, *tensor.shape[1:])
+    found = blocks[:, ("query", "value", "key").index(role)].flatten(0, 1)
+    return found if role == "value" else _rotary(found, place)
 
 
 def _bigcode(tensor: Tensor, place: Place) -> Tensor:
@@ -140,14 +133,6 @@ def _bigcode_of_gpt2(config: Any) -> dict[str, Any]:
     ) | {"multi_query": False}  # fmt: skip
 
 
-def _sequential(config: Any) -> bool:
-    return not config.use_parallel_residual
-
-
-def _fully_rotary(config: Any) -> bool:
-    return _sequential(config) and config.rope_parameters["partial_rotary_factor"] == 1.0
-
-
 _LAYER = "model.layers.{}"
 _ATTENTION = f"{_LAYER}.self_attn"
 _NEOX = "layers.{}"
@@ -173,7 +158,7 @@ def _of_neox(
     """
     output, up, down = names
     attention, mlp = f"{_NEOX}.input_layernorm", f"{_NEOX}.post_attention_layernorm"
-    rows: dict[_Role, Rows | None] = {role: _per_head(role) for role in _ROLES}
+    rows: dict[_Role, Rows | None] = {role: partial(_per_head, role) for role in _ROLES}
     qkv = _linear(rows, f"{_NEOX}.attention.query_key_value", norm=attention if folded else None, always_bias=biases)
     parts = [
         Module("model.embed_tokens", "embed_in"),
@@ -227,7 +212,7 @@ NATIVE: tuple[Recasting, ...] = (
         ("o_proj", "c_fc", "c_proj"),
         _starcoder2_of_neox,
         which="sequential, fully rotary (RedPajama-INCITE)",
-        when=_fully_rotary,
+        when=lambda config: not config.use_parallel_residual and config.rope_parameters["partial_rotary_factor"] == 1,
     ),
     _of_neox(
         "nemotron",
@@ -237,7 +222,7 @@ NATIVE: tuple[Recasting, ...] = (
         biases=False,
         shift=-1.0,
         which="sequential, partly rotary",
-        when=_sequential,
+        when=lambda config: not config.use_parallel_residual,
         note="its LayerNorms store w - 1",
     ),
     _phi_of(
@@ -249,7 +234,7 @@ NATIVE: tuple[Recasting, ...] = (
     _phi_of(
         "codegen",
         _phi_of_codegen,
-        _linear({role: _codegen(role) for role in _ROLES}, "h.{}.attn.qkv_proj", always_bias=True),
+        _linear({role: partial(_codegen, role) for role in _ROLES}, "h.{}.attn.qkv_proj", always_bias=True),
         "its 4 blocks are undone, rotary rows reordered from pairs to halves",
     ),
     Recasting(
@@ -262,7 +247,7 @@ NATIVE: tuple[Recasting, ...] = (
         groups="1 or H",
         dropped=_GPT2_BUFFERS,
         parts=(
-            Module("transformer.h.{}.attn.c_attn", "h.{}.attn.c_attn", rows=_bigcode, transposed=True, moves=False),
+            Module("transformer.h.{}.attn.c_attn", "h.{}.attn.c_attn", rows=_bigcode, transposed=True),
             *(
                 Module(f"transformer.h.{{}}.{name}", f"h.{{}}.{name}", transposed=True)
                 for name in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")

@@ -69,7 +69,6 @@ class Module:
     norm: A LayerNorm n * w + c before it, folded into it: W diag(w) n + (b + W c).
     always_bias: Whether the target has a bias where the source has none: zeros.
     transposed: Whether the source stores W as (in, out).
-    moves: Whether `rows` only moves numbers.
     tied: An embedding that is the weight where there is none of its own and the config says so.
     shift: What is added to the weight; a LayerNorm's class may add the opposite to what it stores.
     neutral: Whether it is a LayerNorm that was folded: its weight is 1 and its bias 0.
@@ -81,7 +80,6 @@ class Module:
     norm: str | None = None
     always_bias: bool = False
     transposed: bool = False
-    moves: bool = True
     tied: str | None = None
     shift: float = 0.0
     neutral: bool = False
@@ -100,22 +98,20 @@ class Module:
             weight = place.need(self.source, "weight")
             yield "weight", self._weight(weight, place)
         shift = place.find(self.norm, "bias") if self.norm else None
-        if bias and not shift:
-            yield "bias", Recipe((bias,), (lambda t: self._laid_out(t[0], place)) if self.rows else None, self.moves)
-        elif shift:
+        if shift:
             added = (bias,) if bias else ()
-            yield "bias", Recipe((weight, shift, *added), lambda t: self._shifted(t, place), moves=False)
+            yield "bias", Recipe((weight, shift, *added), lambda t: self._shifted(t, place))
+        elif bias:
+            yield "bias", Recipe((bias,), (lambda t: self._laid_out(t[0], place)) if self.rows else None)
         elif self.always_bias:
             yield "bias", Recipe((weight,), lambda t: self._laid_out(t[0], place)[:, 0], fill=0.0)
 
     def _weight(self, weight: TensorSpec, place: Place) -> Recipe:
         if self.norm:
-            gain = place.need(self.norm, "weight")
-            return Recipe((weight, gain), lambda t: self._laid_out(t[0], place) * t[1], moves=False)
+            return Recipe((weight, place.need(self.norm, "weight")), lambda t: self._laid_out(t[0], place) * t[1])
         if self.shift:
-            return Recipe((weight,), lambda t: t[0] + self.shift, moves=False)
-        changed = self.rows is not None or self.transposed
-        return Recipe((weight,), (lambda t: self._laid_out(t[0], place)) if changed else None, self.moves)
+            return Recipe((weight,), lambda t: t[0] + self.shift)
+        return Recipe((weight,), (lambda t: self._laid_out(t[0], place)) if self.rows or self.transposed else None)
 
     def _laid_out(self, tensor: Tensor, place: Place) -> Tensor:
         tensor = tensor.T if self.transposed and tensor.ndim == 2 else tensor

@@ -141,15 +141,15 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, ta
 
     Raises RefusedError, which says why, where the target cannot compute what the source does.
     """
+    from transformers.activations import ACT2FN
+
     try:
         if not recasting.when(config):
             return None
-        _check_activation(config)
-        made = (
-            _other_config(checkpoint, recasting, config)
-            if recasting.architecture
-            else _same_config(checkpoint, recasting, config, target)
-        )
+        activation = getattr(config, "activation_function", None) or getattr(config, "hidden_act", None)
+        if activation is not None and activation not in ACT2FN:
+            raise RefusedError(f"transformers has no activation {activation!r}; it has {listing(ACT2FN, 40)}")
+        made = _made_config(checkpoint.config, recasting, config, target)
         json.dumps(made)
         read = transformers_config(made)
     except RefusedError:
@@ -165,27 +165,16 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, ta
     return made
 
 
-def _check_activation(config: Any) -> None:
-    from transformers.activations import ACT2FN
-
-    activation = getattr(config, "activation_function", None) or getattr(config, "hidden_act", None)
-    if activation is not None and activation not in ACT2FN:
-        raise RefusedError(f"transformers has no activation {activation!r}; it has {listing(ACT2FN, 40)}")
-
-
-def _other_config(checkpoint: Checkpoint, recasting: Recasting, config: Any) -> dict[str, Any]:
-    """Of another class of transformers: what every class has comes from the source's."""
-    raw = checkpoint.config
-    made = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        made[key] = getattr(config, key, None)
-    made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
-    return made | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
-
-
-def _same_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, target: Target) -> dict[str, Any]:
-    """Of a class that extends the source's: its config.json with what is new."""
-    made = {**checkpoint.config, "model_type": recasting.target}
+def _made_config(raw: dict[str, Any], recasting: Recasting, config: Any, target: Target) -> dict[str, Any]:
+    """Of another class of transformers, where what every class has comes from the source's config; of one that extends
+    the source's, the source's config.json with what is new.
+    """
+    if recasting.architecture:
+        made = {"architectures": [recasting.architecture], "model_type": recasting.target} | recasting.config(config)
+        made |= {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
+        return made | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
+    made = {**raw, "model_type": recasting.target}
     made |= {"num_key_value_heads": query_heads(config), "auto_map": auto_map(recasting.target)}
     made["architectures"] = [stand_in(config.architectures, recasting.target)]
     if recasting.source in ENCODER_DECODERS:

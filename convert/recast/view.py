@@ -28,15 +28,13 @@ class Recipe:
     """How one tensor of a view is made of stored ones.
 
     sources: What is read, possibly from several files; the first says the dtype and where the tensor stands.
-    compute: From them to the tensor; None for the first as it is.
-    moves: Whether numbers are only moved. Else they are computed in float32 (float64 for F64) and stay so until they
-        are written, so that merging afterwards rounds them no second time.
+    compute: From them, in float32 (float64 for F64), to the tensor, which stays so until it is written, so that merging
+        afterwards rounds it no second time; None for the first as it is.
     fill: The value of a tensor that is constant; `compute` then only says its shape.
     """
 
     sources: tuple[TensorSpec, ...]
     compute: Callable[[Sequence[Tensor]], Tensor] | None = None
-    moves: bool = True
     fill: float | None = None
 
     def spec(self, name: str) -> TensorSpec:
@@ -76,8 +74,6 @@ class View(Checkpoint):
             return self.source.read(replace(spec, name=recipe.sources[0].name), buffer)
         if recipe.fill is not None:
             return torch.full(spec.shape, recipe.fill, dtype=getattr(torch, TORCH_DTYPES[spec.dtype]))
-        if recipe.moves:
-            return recipe.compute([self.source.read(part) for part in recipe.sources])
         precise = torch.float64 if spec.dtype == "F64" else torch.float32
         return recipe.compute([self.source.read(part).to(precise) for part in recipe.sources])
 

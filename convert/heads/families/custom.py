@@ -11,16 +11,27 @@ from gqa.convert.heads.family import KINDS, Family
 from gqa.convert.heads.layout import Conv1D, Fused, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer
 
-_OUT_PROJ = Rule("out_proj", Separate("output", axis=1))
-_BART = Symmetry(no_layer, output=_OUT_PROJ, norms=())
-
-
-def _clipped(config: Any) -> bool:
-    return bool(config.attn_config.clip_qkv)
-
-
-def _norm_after(config: Any) -> bool:
-    return not config.do_layer_norm_before
+_BART = Symmetry(no_layer, output="out_proj", norms=())
+_OPT = Symmetry(
+    no_layer,
+    output="out_proj",
+    norms=("self_attn_layer_norm",),
+    unless=(
+        "where do_layer_norm_before is false, attention is not known to read what a norm gives",
+        lambda config: not config.do_layer_norm_before,
+    ),
+)
+_MPT = Symmetry(
+    no_layer,
+    query=None,
+    output="out_proj",
+    norms=("norm_1",),
+    places=False,
+    unless=(
+        "where clip_qkv is set, values are clipped one dimension at a time",
+        lambda config: bool(config.attn_config.clip_qkv),
+    ),
+)
 
 
 def _odd_kinds(config: Any) -> str | None:
@@ -36,48 +47,25 @@ def _odd_kinds(config: Any) -> str | None:
 FAMILIES: tuple[Family, ...] = (
     Family(
         "Conv1D [Q | K | V], custom modelling code",
-        {
-            "gqa_gpt2": Symmetry(
-                no_layer, query=None, output=Rule("c_proj", Conv1D(Separate("output", axis=1))), norms=("ln_1",)
-            )
-        },
+        {"gqa_gpt2": Symmetry(no_layer, query=None, output="c_proj", transposed=True, norms=("ln_1",))},
         attention=("attn",),
         rules=(Rule("c_attn", Conv1D(Fused("stacked"))),),
     ),
     Family(
         "separate k_proj and v_proj, custom modelling code",
-        {
-            "gqa_opt": Symmetry(
-                no_layer,
-                output=_OUT_PROJ,
-                norms=("self_attn_layer_norm",),
-                unless=_norm_after,
-                why="where do_layer_norm_before is false, attention is not known to read what a norm gives",
-            ),
-            "gqa_gpt_neo": Symmetry(no_layer, output=_OUT_PROJ, norms=("ln_1",)),
-        },
+        {"gqa_opt": _OPT, "gqa_gpt_neo": Symmetry(no_layer, output="out_proj", norms=("ln_1",))},
         attention=("self_attn", "attn.attention"),
     ),
     Family(
         "queries, key and value per KV head, custom modelling code",
-        {"gqa_bloom": Symmetry(no_layer, query=None, output=Rule("dense", Separate("output", axis=1)), places=False)},
+        {"gqa_bloom": Symmetry(no_layer, query=None, output="dense", places=False)},
         note="ALiBi's slopes stay with the query heads",
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
     ),
     Family(
         "fused [Q | K | V], custom modelling code",
-        {
-            "gqa_mpt": Symmetry(
-                no_layer,
-                query=None,
-                output=_OUT_PROJ,
-                norms=("norm_1",),
-                places=False,
-                unless=_clipped,
-                why="where clip_qkv is set, values are clipped one dimension at a time",
-            )
-        },
+        {"gqa_mpt": _MPT},
         note="ALiBi's slopes stay with the query heads",
         attention=("attn",),
         rules=(Rule("Wqkv", Fused("stacked")),),
@@ -100,13 +88,7 @@ FAMILIES: tuple[Family, ...] = (
         "encoder-decoder with relative positions, custom modelling code",
         dict.fromkeys(
             ("gqa_mt5", "gqa_t5", "gqa_umt5"),
-            Symmetry(
-                no_layer,
-                query=Rule("q", Separate("query")),
-                output=Rule("o", Separate("output", axis=1)),
-                norms=("layer.0.layer_norm",),
-                places=False,
-            ),
+            Symmetry(no_layer, query="q", output="o", norms=("layer.0.layer_norm",), places=False),
         ),
         note="self- and cross-attention of the decoder, or as --attention says; positions stay with the query heads",
         attention=("layer.0.SelfAttention",),

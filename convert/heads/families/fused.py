@@ -8,13 +8,7 @@ from gqa.convert.heads.family import Edits, Family, uniform_heads
 from gqa.convert.heads.layout import Fused, LayerHeads, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer, unless_alibi
 
-FALCON = Symmetry(
-    unless_alibi,
-    query=None,
-    output=Rule("dense", Separate("output", axis=1)),
-    norms=("ln_attn", "input_layernorm"),
-    places="alibi",
-)
+FALCON = Symmetry(unless_alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"), places="alibi")
 
 
 def _multi_query_heads(config: Any, layer: int) -> LayerHeads:
@@ -44,7 +38,7 @@ FAMILIES: tuple[Family, ...] = (
         {
             "molmo2_text": Symmetry(
                 query=None,
-                output=Rule("attn_out", Separate("output", axis=1)),
+                output="attn_out",
                 norms=("attn_norm",),
                 keys=False,
                 per_query=(Rule("q_norm", Separate("query"), projection=False, when=("qk_norm_type", "olmo")),),
@@ -87,11 +81,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "GPTBigCode",
-        {
-            "gpt_bigcode": Symmetry(
-                no_layer, query=None, output=Rule("c_proj", Separate("output", axis=1)), norms=("ln_1",)
-            )
-        },
+        {"gpt_bigcode": Symmetry(no_layer, query=None, output="c_proj", norms=("ln_1",))},
         note="G = 1 or H",
         attention=("attn",),
         rules=(Rule("c_attn", Fused("grouped")),),

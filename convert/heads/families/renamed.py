@@ -41,23 +41,13 @@ FAMILIES: tuple[Family, ...] = (
         "k_proj.linear and v_proj.linear",
         dict.fromkeys(
             ("moshi", "kyutai_speech_to_text"),
-            Symmetry(
-                query=Rule("q_proj.linear", Separate("query")),
-                output=Rule("o_proj.linear", Separate("output", axis=1)),
-            ),
+            Symmetry(query="q_proj.linear", output="o_proj.linear"),
         ),
         rules=(Rule("k_proj.linear", Separate("key")), Rule("v_proj.linear", Separate("value"))),
     ),
     Family(
         "key_net and value_net",
-        {
-            "cohere_asr": Symmetry(
-                no_layer,
-                query=Rule("query_net", Separate("query")),
-                output=Rule("out_projection", Separate("output", axis=1)),
-                norms=("layer_norm_1",),
-            )
-        },
+        {"cohere_asr": Symmetry(no_layer, query="query_net", output="out_projection", norms=("layer_norm_1",))},
         note="self- and cross-attention of the decoder",
         attention=("first_sub_layer",),
         cross_attention=("second_sub_layer",),

@@ -14,10 +14,10 @@ QWEN3 = Symmetry(keys=False)  # norms of queries and keys leave the values
 GEMMA = Symmetry(one_plus=True)
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),))
-LFM2 = Symmetry(norms=("operator_norm",), keys=False, output=Rule("out_proj", Separate("output", axis=1)))
-CLIPPED = "where clip_qkv is set, values are clipped one dimension at a time"
+LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
+CLIPPED = "where clip_qkv is set, values are clipped one dimension at a time", lambda config: bool(config.clip_qkv)
 GATED = "a gate scales every dimension of what its heads compute"
-GATED_IF = f"where gating is not per head, {GATED}"
+GATED_IF = f"where gating is not per head, {GATED}", lambda config: config.gating not in (True, "per-head")
 CONVOLVED = "convolutions take every dimension of its keys and values apart"
 VALUE_NORM = "a norm of its values leaves their dimensions no more than rotations"
 
@@ -25,14 +25,6 @@ VALUE_NORM = "a norm of its values leaves their dimensions no more than rotation
 def per_head(tensor: str) -> tuple[Rule, ...]:
     """One row for each query head."""
     return (Rule(tensor, Separate("query", width="one"), projection=False),)
-
-
-def _clipped(config: Any) -> bool:
-    return bool(config.clip_qkv)
-
-
-def _gated(config: Any) -> bool:
-    return config.gating not in (True, "per-head")
 
 
 def _mimo_heads(config: Any, layer: int) -> LayerHeads:
@@ -112,11 +104,11 @@ FAMILIES: tuple[Family, ...] = (
             "jamba": Symmetry(no_layer),
             "lfm3": Symmetry(norms=("operator_norm",), keys=False, per_query=per_head("gate_proj")),
             "llama4_text": replace(GLM, rotated=listed_layers, keys="use_qk_norm"),
-            "olmo": Symmetry(unless=_clipped, why=CLIPPED),
+            "olmo": Symmetry(unless=CLIPPED),
             "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
-            "phi": Symmetry(output=Rule("dense", Separate("output", axis=1)), keys="qk_layernorm"),
+            "phi": Symmetry(output="dense", keys="qk_layernorm"),
             "smollm3": Symmetry(listed_layers),
-            "step3p5": replace(GEMMA, keys=False, per_query=per_head("g_proj"), unless=_gated, why=GATED_IF),
+            "step3p5": replace(GEMMA, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
         },
         kv_fields=("num_key_value_heads", "num_attention_groups"),
     ),
@@ -145,7 +137,7 @@ FAMILIES: tuple[Family, ...] = (
         "k norm over all heads",
         {
             **dict.fromkeys(("flex_olmo", "olmo2", "olmo3", "olmo_hybrid"), OLMO2),
-            "olmoe": replace(OLMO2, norms=LLAMA.norms, unless=_clipped, why=CLIPPED),
+            "olmoe": replace(OLMO2, norms=LLAMA.norms, unless=CLIPPED),
             "minimax_m2": replace(OLMO2, norms=LLAMA.norms),
         },
         note="k_norm (H * d) is merged with the heads; its RMS is taken over all of them",
@@ -214,7 +206,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "query heads per layer",
-        {"laguna": replace(QWEN3, per_query=per_head("g_proj"), unless=_gated, why=GATED_IF)},
+        {"laguna": replace(QWEN3, per_query=per_head("g_proj"), unless=GATED_IF)},
         heads=_laguna_heads,
     ),
     Family(
