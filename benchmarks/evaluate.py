@@ -30,7 +30,7 @@ def make_pieces(options: dict[str, Any]) -> list[tuple[str, Any]]:
     from transformers import AutoTokenizer
 
     from gqa.corpus.stdlib import stdlib_documents
-    from gqa.eval.perplexity import make_text
+    from gqa.eval.text import make_text
 
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
     joined = "\n\n".join(document.text for document in stdlib_documents("heldout"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.console import progress_bar, say_device
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.provenance import asked
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.convert.align.self_samples import sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
@@ -28,35 +31,95 @@ from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.memory import what_fits
+from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import nearest
-from gqa.eval.perplexity import Text, perplexity
-from gqa.eval.positions import by_context, long_windows, positions_of
+from gqa.eval.positions import by_context, long_windows, runs
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import kl_statistics, paired_ratio
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
-from gqa.eval.subjects import Subject
+from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tasks import Harness
+from gqa.eval.text import Text, choose_context, perplexity, read_text
 
 SCHEMA = 1
 MAX_DECODE = 4096
 LAYER_WINDOWS = 8
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
 SHOWN = 4  # greedy texts of each model in a report
-Bars = Callable[[str], Progress]  # by a model's name: what is called with numbers of tokens while it is scored
+Bars = Callable[[int, str, str], Progress]  # of how many, of what unit, and what for: what is called as they are done
 
 
-@dataclass(frozen=True)
-class Options:
-    """How models are run. See `gqa-eval --help`."""
+def unseen(total: int, unit: str, name: str) -> Progress:
+    """Bars that nobody looks at."""
+    return unwatched
 
-    batch_size: int = 8
-    dtype: str = "auto"
-    device: str = "cpu"
-    attention: str | None = None  # transformers' choice: sdpa where the model's class has it
-    compile: bool = False
-    compare: bool = False  # distributions and attention outputs against the baseline
-    baseline_cache: Path | None = None
+
+def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[str, Any]:
+    """Everything that was asked for in `words`, as one JSON-ready object; empty on all ranks but the first.
+
+    What can be refused without running a model is refused first.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    main = ranks().is_main_process
+    quiet = options.quiet or not main
+    device = usable_device(options.device)
+    say_device(device, quiet)
+    subjects = open_subjects(names, options.trust_remote_code, options.revision)
+    harness = Harness(subjects, options, quiet) if options.tasks else None
+    results: dict[str, Any] = {
+        "command": words,
+        "recipe": asked(),
+        **environment(device, ["lm_eval"] if options.tasks else []),
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "models": [subject.record for subject in subjects],
+    }
+    recall_context = _recall_context(subjects, options)
+    contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
+    if options.memory:
+        context = choose_context(subjects, options.context, options.beyond_positions)
+        results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context)
+    with ExitStack() as stack:
+
+        def bars(total: int, unit: str, name: str) -> Progress:
+            shown = progress_bar(total, unit, name, quiet)
+            return stack.enter_context(shown).update  # type: ignore[no-any-return]
+
+        text = None
+        if options.data:
+            text = read_text(subjects, options)
+            results["text"] = {"data": options.data, **text.record()}
+            measure_quality(subjects, text, options, bars)
+        if recall_context:
+            results["recall"] = {"context": recall_context}
+            try:
+                measure_recall(subjects, text, recall_context, options, bars)
+            except RefusedError as error:  # what a report has by itself does not cost what was asked for
+                if options.recall:
+                    raise
+                results["recall"]["refused"] = str(error)
+        if not main:  # the rest is not split
+            return {}
+        if options.decode:
+            time_decoding(subjects, options, contexts, bars)
+    if harness:
+        for subject in subjects:
+            subject.record["tasks"] = harness.run(load(subject, options), subject.tokenizer)
+    return results
+
+
+def _recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -> int | None:
+    """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
+    if not (options.output if options.recall is None else options.recall):
+        return None
+    context = choose_context(subjects, options.context, options.beyond_positions)
+    try:
+        check_recall(subjects[0], context)
+    except RefusedError:
+        if options.recall:
+            raise
+        return None
+    return context
 
 
 def usable_device(asked: str | None) -> str:
@@ -65,17 +128,17 @@ def usable_device(asked: str | None) -> str:
     return str(own) if asked is None or asked == own.type else find_device(asked)
 
 
-def load(subject: Subject, options: Options) -> PreTrainedModel:
+def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
     advice = "choose another --precision or give fewer checkpoints to --decode"
     with _explained(subject.name, options, "its weights", advice):
         return load_model(
-            subject.path, dtype=options.dtype, device=options.device, attention=options.attention,
-            trust_remote_code=subject.trust_remote_code,
+            subject.path, dtype=options.precision, device=usable_device(options.device),
+            attention=options.attn_implementation, trust_remote_code=subject.trust_remote_code,
         )  # fmt: skip
 
 
 @contextmanager
-def _explained(name: str, options: Options, tried: str, advice: str) -> Iterator[None]:
+def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> Iterator[None]:
     """What options cause while a model is loaded or runs is told as such: `tried` is what may not fit into memory."""
     try:
         yield
@@ -86,7 +149,7 @@ def _explained(name: str, options: Options, tried: str, advice: str) -> Iterator
         ) from None
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
-            told = f"{name}: the memory of {options.device} is too small for {tried}; {advice}"
+            told = f"{name}: the memory of {usable_device(options.device)} is too small for {tried}; {advice}"
             raise RefusedError(told) from None
         if not options.compile:
             raise
@@ -97,10 +160,8 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in map(str.strip, str(error).splitlines()) if line), explain(error))
 
 
-def measure_quality(
-    subjects: Sequence[Subject], text: Text, options: Options, bars: Bars = lambda name: unwatched
-) -> Scores:
-    """Add to each record the perplexity on the same windows and, with `options.compare`, how it differs from the
+def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOptions, bars: Bars = unseen) -> Scores:
+    """Add to each record the perplexity on the same windows and, with `options.kl`, how it differs from the
     first's, whose scores are returned.
 
     One model is in memory at a time; two while they are compared in lockstep, which `options.baseline_cache` avoids:
@@ -108,10 +169,10 @@ def measure_quality(
     """
     first, *others = subjects
     stored = live = own = None
-    if options.compare and options.baseline_cache:
+    if options.kl and options.baseline_cache:
         stored = _stored_baseline(first, text, options, bars)
         own = Scores(stored.nats)
-    elif options.compare and others:
+    elif options.kl and others:
         live = _head(first, options)
     else:
         own = _score(first, _head(first, options), text, options, bars)
@@ -134,7 +195,7 @@ def measure_quality(
     return own
 
 
-def _head(subject: Subject, options: Options) -> ChunkedHead:
+def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:
     model = load(subject, options)
     subject.record.update(
         {"dtype": str(model.dtype).removeprefix("torch."), "attention": model.config._attn_implementation}
@@ -142,18 +203,21 @@ def _head(subject: Subject, options: Options) -> ChunkedHead:
     return ChunkedHead(model, options.compile)
 
 
-def _score(subject: Subject, head: ChunkedHead, text: Text, options: Options, bars: Bars, **more: Any) -> Scores:
+def _score(
+    subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOptions, bars: Bars, **more: Any
+) -> Scores:
     tried = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
+    progress = bars(text.tokens // ranks().num_processes, "tok", subject.name)
     with _explained(subject.name, options, tried, "give a smaller --batch-size or --context"):
-        return score(head, text.windows, batch_size=options.batch_size, progress=bars(subject.name), **more)
+        return score(head, text.windows, batch_size=options.batch_size, progress=progress, **more)
 
 
-def _stored_baseline(subject: Subject, text: Text, options: Options, bars: Bars) -> StoredBaseline:
+def _stored_baseline(subject: Subject, text: Text, options: EvaluateOptions, bars: Bars) -> StoredBaseline:
     """The recording in the cache; where there is none of this model and text, the baseline is run once to make it."""
     directory = options.baseline_cache
     assert directory is not None
     dtype, key = baseline_key(subject, text, options)
-    subject.record.update({"dtype": dtype, "attention": options.attention})
+    subject.record.update({"dtype": dtype, "attention": options.attn_implementation})
     if found := StoredBaseline.open(directory, key):
         return found
     if ranks().num_processes > 1:
@@ -169,10 +233,10 @@ def _stored_baseline(subject: Subject, text: Text, options: Options, bars: Bars)
     return recorder.finish(_score(subject, head, text, options, bars, record=recorder).nats)
 
 
-def baseline_key(subject: Subject, text: Text, options: Options) -> tuple[str, str]:
+def baseline_key(subject: Subject, text: Text, options: EvaluateOptions) -> tuple[str, str]:
     """The dtype that the baseline is run in, and what `StoredBaseline.open` knows its recording by."""
-    dtype = (str(subject.config.dtype) if options.dtype == "auto" else options.dtype).removeprefix("torch.")
-    return dtype, fingerprint(subject.path, text.windows, f"{dtype} {options.attention}")
+    dtype = (str(subject.config.dtype) if options.precision == "auto" else options.precision).removeprefix("torch.")
+    return dtype, fingerprint(subject.path, text.windows, f"{dtype} {options.attn_implementation}")
 
 
 def some_windows(text: Text) -> list[Any]:
@@ -185,8 +249,8 @@ def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[
     """What scores say, alone and against a baseline's, JSON-ready."""
     found: dict[str, Any] = {"quality": perplexity(scores, text)}
     if baseline is None:
-        return found | {"by_context": by_context(scores.nats, text.contexts)}
-    found["by_context"] = by_context(scores.nats, text.contexts, baseline.nats, text.clusters)
+        return found | {"by_context": by_context(scores.nats, text.windows)}
+    found["by_context"] = by_context(scores.nats, text.windows, baseline.nats, text.clusters)
     compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, text.clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
         compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, scores.nats, baseline.nats)
@@ -226,14 +290,15 @@ def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, st
 
 
 def time_decoding(
-    subjects: Sequence[Subject], options: Options, batches: Sequence[int], contexts: Sequence[int], steps: int,
-    repeats: int, progress: Progress = unwatched,
-) -> None:  # fmt: skip
-    """Add to each record how fast its model decodes, and its cache as it is measured; all models are in memory at once,
-    since they take turns. Arguments as of `measure_decode`.
+    subjects: Sequence[Subject], options: EvaluateOptions, contexts: Sequence[int], bars: Bars = unseen
+) -> None:
+    """Add to each record how fast its model decodes after prompts of `contexts`, and its cache as it is measured; all
+    models are in memory at once, since they take turns.
     """
     models = {subject.name: load(subject, options) for subject in subjects}
     caches = {subject.name: subject.cache for subject in subjects if subject.cache}
+    batches, steps, repeats = options.decode_batches, options.decode_steps, options.decode_repeats
+    progress = bars(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding")
     tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
     with _explained(
         ", ".join(models), options, tried, "give smaller --decode-batches or --decode-contexts, or fewer checkpoints"
@@ -278,7 +343,7 @@ def check_recall(first: Subject, context: int) -> None:
         raise RefusedError(f"--recall needs a context of at least {least} tokens, and --context is {context}")
 
 
-def make_probe(first: Subject, text: Text | None, context: int, options: Options) -> Probe:
+def make_probe(first: Subject, text: Text | None, context: int, options: EvaluateOptions) -> Probe:
     """Questions about up to `context` tokens of `text`, where there is one, and of what the first model writes itself.
 
     Raises RefusedError.
@@ -300,52 +365,45 @@ def make_probe(first: Subject, text: Text | None, context: int, options: Options
 
 
 def measure_recall(
-    subjects: Sequence[Subject], text: Text | None, context: int, options: Options,
-    bars: Callable[[str, int], Progress], longer: bool = False,
-) -> None:  # fmt: skip
-    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says. With
-    `longer` the loss by position becomes that of windows as long as the models' positions, where the text is enough.
-    Raises RefusedError.
+    subjects: Sequence[Subject], text: Text | None, context: int, options: EvaluateOptions, bars: Bars = unseen
+) -> None:
+    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says.
+
+    Where no context is asked for the loss by position becomes that of windows as long as the models' positions, where
+    the text is enough. Raises RefusedError.
     """
     probe = make_probe(subjects[0], text, context, options)
     windows, found = probe.windows, list[dict[str, Any]]()
     limit = min((subject.positions for subject in subjects if subject.positions), default=None)
-    far = long_windows(probe.stream, limit, context, probe.prefix) if longer else []
+    far = [] if options.context else long_windows(probe.stream, limit, context, probe.prefix)
     nats: list[NDArray[np.float32]] = []
     tried = f"a batch of {options.batch_size} sequences of {context:,} tokens"
+    share = sum(window.scored for window in [*windows, *far]) // ranks().num_processes
     for subject in subjects:
-        head, progress = _head(subject, options), bars(subject.name, sum(w.scored for w in [*windows, *far]))
+        head, progress = _head(subject, options), bars(share, "tok", f"{subject.name}, recall")
         with _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"):
             found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=progress)))
             shown = probe.texts[:SHOWN]
             if subject is not subjects[0]:
                 shown = continued(head.model, [window.ids[: -window.scored] for window in shown])
             found[-1]["samples"] = as_text(subject.tokenizer, shown)
-            nats += [score(head, far, batch_size=1, progress=progress).nats] if far else []
+            if far:
+                nats.append(score(head, far, batch_size=1, progress=progress).nats)
+                base = nats[0] if nats[1:] else None
+                found[-1]["by_context"] = by_context(nats[-1], far, base, runs(far))
         del head  # before the next one is loaded
     for subject, record in zip(subjects, found, strict=True):  # of all or of none
         subject.record.update(record)
-    if far:
-        read, runs = positions_of(far)
-        for subject, own in zip(subjects, nats, strict=True):
-            subject.record["by_context"] = by_context(own, read, None if own is nats[0] else nats[0], runs)
 
 
-def _samples(subject: Subject, length: int, options: Options) -> list[Any]:
+def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:
     """Blocks that the model writes; those that it is calibrated on by default, where they are there."""
 
     def write(dtype: str) -> PreTrainedModel:
-        return load(subject, replace(options, dtype=dtype))
+        return load(subject, replace(options, precision=dtype))
 
-    found = sampled_blocks(write, options.device, subject.checkpoint, length, SAMPLES, 0, plain=True)
+    found = sampled_blocks(write, usable_device(options.device), subject.checkpoint, length, SAMPLES, 0, plain=True)
     return [found[index]["input_ids"] for index in range(len(found))]
-
-
-def run_tasks(subjects: Sequence[Subject], options: Options, harness: Harness) -> None:
-    """Add to each record what the harness finds."""
-    for subject in subjects:
-        model = load(subject, options)
-        subject.record["tasks"] = harness.run(model, subject.tokenizer, options.batch_size)
 
 
 def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:

@@ -36,22 +36,27 @@ def long_windows(stream: Ints, positions: int | None, context: int, prefix: int)
     return [Window((prefix, *stream[start : start + length].tolist()), length, n) for n, start in enumerate(starts)]
 
 
-def positions_of(windows: Sequence[Window]) -> tuple[Ints, Ints]:
-    """Of each scored prediction: how many tokens are read before it, and which run of tokens it is resampled with."""
-    places = [np.arange(len(window.ids) - window.scored, len(window.ids)) for window in windows]
-    runs = [place // RUN + (LONGEST // RUN + 1) * number for number, place in enumerate(places)]
-    return np.concatenate(places), np.concatenate(runs)
+def read_before(windows: Sequence[Window]) -> Ints:
+    """Of each scored prediction how many tokens are read before it."""
+    places: list[Ints] = [np.arange(len(window.ids) - window.scored, len(window.ids)) for window in windows]
+    return np.concatenate(places)
 
 
-def by_context(nats: Floats, context: Ints, baseline: Floats | None = None, cluster: Ints | None = None) -> list[Any]:
+def runs(windows: Sequence[Window]) -> Ints:
+    """Of each scored prediction which run of tokens it is resampled with."""
+    number: Ints = np.repeat(range(len(windows)), [window.scored for window in windows])
+    return np.asarray(read_before(windows) // RUN + (LONGEST // RUN + 1) * number)
+
+
+def by_context(
+    nats: Floats, windows: Sequence[Window], baseline: Floats | None = None, cluster: Ints | None = None
+) -> list[dict[str, Any]]:
     """Mean nats by the number of tokens read before: bins that double in width, as attention's reach is judged.
 
     With the `baseline`'s nats each bin has the ratio of perplexities too, and its interval (`paired_ratio`).
     """
-    longest = int(context.max())
-    edges = [0, *sorted({math.ceil(longest / 2**i) for i in range(BINS)})]
-    result = []
-    for low, high in pairwise(edges):
+    context, result = read_before(windows), []
+    for low, high in pairwise([0, *sorted({math.ceil(int(context.max()) / 2**i) for i in range(BINS)})]):
         inside = (context > low) & (context <= high)
         if inside.any():
             found = {"from": low + 1, "to": high, "nats": float(nats[inside].mean(dtype=np.float64))}

@@ -6,49 +6,54 @@ import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
 from typing import IO, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gqa.checkpoint.errors import RefusedError, explain, listing
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.subjects import Subject
+
+_LENGTHS = tuple(4096 << n for n in range(6))  # that RULER's tasks have metrics for
 
 
 class Harness:
-    """The tasks that were asked for. Finding them needs no model, so what is wrong with them is said before one runs.
+    """The tasks that `options` ask for: names or patterns (`mmlu_*`) of tasks, groups or tags. Finding them needs no
+    model, so what is wrong with them is said before one runs.
 
-    Args:
-        tasks: Names or patterns (`mmlu_*`) of tasks, groups or tags.
-        include: A directory of task definitions of one's own (YAML).
-        metadata: What tasks are told that make their texts themselves (RULER, niah_*): `tokenizer`, a path or hub id,
-            and `max_seq_lengths`.
-        shots: Examples in the prompt; None leaves each task's own number.
-        limit: Only that many documents of each task.
-        quiet: Keep the harness' log and progress bars back. Nothing of it goes to stdout in any case.
+    Tasks that make their texts themselves (RULER, niah_*) are told the first model's tokenizer, and how many tokens all
+    models read. Unless `quiet`, the harness' log and progress bars are on stderr; nothing of it goes to stdout.
 
     Raises:
-        RefusedError: The harness is not installed, or does not know a task.
+        RefusedError: The harness is not installed, or does not know a task; a model has no tokenizer.
     """
 
-    def __init__(
-        self, tasks: Sequence[str], include: Path | None = None, shots: int | None = None, limit: int | None = None,
-        quiet: bool = False, metadata: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, subjects: Sequence[Subject], options: EvaluateOptions, quiet: bool) -> None:
+        names = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
+        if not names:
+            raise RefusedError("--tasks names no task; `lm-eval ls tasks` lists them")
+        for subject in subjects:
+            _ = subject.tokenizer
+        limit = min((subject.positions for subject in subjects if subject.positions), default=_LENGTHS[-1])
+        lengths = [length for length in _LENGTHS if length <= limit] or [_LENGTHS[0]]
         try:
             from lm_eval.tasks import TaskManager
         except ModuleNotFoundError:
             raise RefusedError(
                 "--tasks needs lm-evaluation-harness; install it with: pip install 'gqa[tasks]'"
             ) from None
-        self._shots, self._limit, self._quiet = shots, limit, quiet
+        self._options, self._quiet = options, quiet or not sys.stderr.isatty()
         with self._output():
-            self._manager = TaskManager(include_path=str(include) if include else None, metadata=metadata)
-            found = {task: self._manager.match_tasks([task]) for task in tasks}
+            self._manager = TaskManager(
+                include_path=str(options.include_tasks) if options.include_tasks else None,
+                metadata={"tokenizer": subjects[0].path, "max_seq_lengths": lengths},
+            )
+            found = {task: self._manager.match_tasks([task]) for task in names}
         if unknown := [task for task, names in found.items() if not names]:
             raise RefusedError(f"lm-evaluation-harness has no task {listing(unknown)}; `lm-eval ls tasks` lists them")
         self.tasks = list(dict.fromkeys(name for names in found.values() for name in names))
 
-    def run(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> dict[str, Any]:
+    def run(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Of every task (and subtask) its version, shots, number of documents, and the harness' metrics by its names.
 
         Raises RefusedError where a task cannot be run; mostly a data set that cannot be fetched.
@@ -56,11 +61,12 @@ class Harness:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
 
+        options = self._options
         try:
             with self._output():
                 found: Any = simple_evaluate(
-                    HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
-                    tasks=self.tasks, num_fewshot=self._shots, limit=self._limit, task_manager=self._manager,
+                    HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size),
+                    tasks=self.tasks, num_fewshot=options.shots, limit=options.limit, task_manager=self._manager,
                     bootstrap_iters=1000, log_samples=False,
                 )  # fmt: skip
         except Exception as error:  # whatever definitions, data sets and their libraries raise

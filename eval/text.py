@@ -1,47 +1,57 @@
-"""Which text is scored, in which windows, and whether all checkpoints can be compared on it."""
+"""Which text is scored, in which windows, and whether all checkpoints can be compared on it; and from scores to
+perplexities: sums first, one division at the end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.document import Document
 from gqa.corpus.sources import parse_source
-from gqa.eval.perplexity import Text, make_pairs, make_text
+from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
+from gqa.eval.options import EvaluateOptions, Protocol
+from gqa.eval.scoring import Scores
 from gqa.eval.subjects import Subject
 
 MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions would be scored in windows of 128k
 
 
-def read_text(subjects: Sequence[Subject], options: Mapping[str, Any]) -> Text:
+def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
     """The text that gqa-eval's options name, as tokens of the first checkpoint. Raises RefusedError."""
 
     def documents(field: str) -> Iterator[Document]:
-        split, config = options["split"] or "test", options["data_config"]
-        return parse_source(options["data"], field=field, config=config, split=split).documents()
+        split, config = options.split or "test", options.data_config
+        return parse_source(str(options.data), field=field, config=config, split=split).documents()
 
-    first, target = subjects[0], options["target_field"]
+    first, target = subjects[0], options.target_field
     if first.config.is_encoder_decoder != bool(target):
         raise RefusedError(
             f"{first.name} is an encoder-decoder: name the text to predict with --target-field"
             if first.config.is_encoder_decoder
             else f"--target-field is for encoder-decoders, {first.name} is none"
         )
-    most = 512 if options["protocol"] == "llama.cpp" else MAX_CONTEXT
-    context = choose_context(subjects, options["context"], options["beyond_positions"], most)
-    sample = next(documents(options["field"]))
+    most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
+    context = choose_context(subjects, options.context, options.beyond_positions, most)
+    sample = next(documents(options.field))
     check_models_agree(subjects, sample.text[:2000])
     if target:
         targets = {found.name: found.text for found in documents(target)}
         if targets.get(sample.name) == sample.text:
-            raise RefusedError(f"--field and --target-field of {options['data']} are the same text; name two fields")
-        pairs = ((d.text, targets[d.name]) for d in documents(options["field"]) if d.name in targets)
-        text = make_pairs(pairs, first.tokenizer, first.decoder_start, context, options["tokens"])
+            raise RefusedError(f"--field and --target-field of {options.data} are the same text; name two fields")
+        pairs = ((d.text, targets[d.name]) for d in documents(options.field) if d.name in targets)
+        text = make_pairs(pairs, first.tokenizer, first.decoder_start, context, options.tokens)
     else:
         text = make_text(
-            (found.text for found in documents(options["field"])), first.tokenizer, protocol=options["protocol"],
-            context=context, stride=options["stride"], max_tokens=options["tokens"],
+            (found.text for found in documents(options.field)), first.tokenizer,
+            protocol=options.protocol or "rolling", context=context, stride=options.stride, max_tokens=options.tokens,
         )  # fmt: skip
     check_ids(subjects, text)
     return text
@@ -89,3 +99,173 @@ def choose_context(subjects: Sequence[Subject], asked: int | None, beyond: bool,
             f"{min(limits)}, or --beyond-positions to see what happens"
         )
     return asked
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is scored: windows of token ids, and the size of what they were made of."""
+
+    windows: tuple[Window, ...]
+    protocol: Protocol | Literal["pairs"]
+    context: int
+    documents: int
+    bytes: int
+    words: int
+    stride: int | None = None
+    cut: int = 0  # pairs that are longer than the context
+
+    @property
+    def tokens(self) -> int:
+        """Predictions that count."""
+        return sum(window.scored for window in self.windows)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token of the text is scored, so that its bytes and words have been predicted."""
+        return self.protocol in ("rolling", "pairs") and not self.cut
+
+    @property
+    def clusters(self) -> NDArray[np.int64]:
+        """What each is resampled with: its document, or its window where there are fewer than 30 documents."""
+        documents = [window.document for window in self.windows]
+        ids = documents if len(set(documents)) >= 30 else range(len(self.windows))
+        return np.repeat(ids, [window.scored for window in self.windows])
+
+    def record(self) -> dict[str, Any]:
+        """Everything but the windows."""
+        return {
+            "protocol": self.protocol, "context": self.context, "stride": self.stride, "tokens": self.tokens,
+            "documents": self.documents, "bytes": self.bytes, "words": self.words, "windows": len(self.windows),
+            "cut": self.cut,
+        }  # fmt: skip
+
+
+def make_text(
+    texts: Iterable[str],
+    tokenizer: Any,
+    *,
+    protocol: Protocol,
+    context: int,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+) -> Text:
+    """Tokenise and cut into windows.
+
+    `rolling` scores every token of every document once, as lm-evaluation-harness does: words and bytes of the text as
+    it is, BOS (or else EOS) before the first token, even where the tokenizer puts one there itself, which is scored
+    then. `strided` and `llama.cpp` work on one text, documents joined by blank lines.
+
+    Args:
+        max_tokens: Stop after the document that reaches this many tokens.
+
+    Raises:
+        RefusedError: Less text than one window (two for `llama.cpp`), or a stride that leaves gaps.
+    """
+    if stride and stride > context:
+        raise RefusedError(f"--stride {stride:,} is more than the context of {context:,}: it would leave gaps unscored")
+    rolling, needed = protocol == "rolling", 2 * context if protocol == "llama.cpp" else context
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if rolling and prefix is None:
+        raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; use --stride")
+    taken = _taken(((text, encode(tokenizer, text) if rolling or max_tokens else []) for text in texts), max_tokens)
+    documents = len(taken)
+    if not rolling:
+        joined = "\n\n".join(text for text, _ in taken)
+        taken = [(joined, encode(tokenizer, joined))]
+    if (tokens := sum(len(ids) for _, ids in taken)) < needed:
+        raise RefusedError(
+            f"the text has {tokens:,} tokens, less than {'two windows' if needed > context else 'one window'} of "
+            f"{context:,}; give more text or a smaller --context"
+        )
+    windows: list[Window] = []
+    for number, (_, ids) in enumerate(taken):
+        if rolling:
+            windows += rolling_windows(ids, context, prefix, number)
+        elif protocol == "strided":
+            windows += strided_windows(ids, context, stride or context)
+        else:
+            windows += llama_cpp_windows(ids, context, ids[0] if ids[0] == tokenizer.bos_token_id else None)
+    return Text(tuple(windows), protocol, context, documents, *_sizes(text for text, _ in taken), stride)
+
+
+def _taken(found: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:
+    """Texts with their token ids (and what goes with them), up to the text that reaches `max_tokens`."""
+    taken, tokens = [], 0
+    for one in found:
+        taken.append(one)
+        tokens += len(one[1])
+        if max_tokens and tokens >= max_tokens:
+            break
+    return taken
+
+
+def _sizes(texts: Iterable[str]) -> tuple[int, int]:
+    """Bytes and words."""
+    sizes = [(len(text.encode()), count_words(text)) for text in texts]
+    return sum(size for size, _ in sizes), sum(words for _, words in sizes)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """With the special tokens that the tokenizer adds, but no second BOS where the text itself has one in front."""
+    has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    ids: list[int] = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+    return ids
+
+
+def make_pairs(
+    pairs: Iterable[tuple[str, str]], tokenizer: Any, start: int, context: int, max_tokens: int | None = None
+) -> Text:
+    """Source and target texts for an encoder-decoder: every target token is scored, after the token `start`.
+
+    What is longer than the context is cut to it. Where the tokenizer itself puts `start` before a target, it is not
+    scored: the decoder is given it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError.
+    """
+
+    def found() -> Iterator[tuple[str, list[int], str]]:
+        for source, target in pairs:
+            ids = tokenizer(text_target=target, verbose=False)["input_ids"]
+            if ids := ids[ids[:1] == [start] :]:
+                yield target, ids, source
+
+    windows: list[Window] = []
+    cut, taken = 0, _taken(found(), max_tokens)
+    for number, (_, ids, source) in enumerate(taken):
+        encoder: list[int] = tokenizer(source, verbose=False)["input_ids"]
+        cut += max(len(encoder), len(ids)) > context
+        if len(encoder) > context:  # the tokenizer cuts before its own last tokens
+            encoder = tokenizer(source, truncation=True, max_length=context, verbose=False)["input_ids"]
+        windows.append(Window((start, *ids[:context]), len(ids[:context]), number, tuple(encoder)))
+    if not windows:
+        raise RefusedError("there is no pair of a source and a target text; give more with --data")
+    return Text(tuple(windows), "pairs", context, len(taken), *_sizes(text for text, *_ in taken), cut=cut)
+
+
+def count_words(text: str) -> int:
+    """As lm-evaluation-harness counts them: the parts between runs of white space, empty ones at the ends included."""
+    return len(re.split(r"\s+", text))
+
+
+def perplexity(scores: Scores, text: Text) -> dict[str, float | None]:
+    """Sums divided once: exp(nats / tokens), exp(nats / words), exp(nats / bytes), nats / (ln 2 bytes). `tokens` are
+    those scored; per word and per byte only where every token of the text is.
+
+    The error of the token perplexity is llama-perplexity's: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
+    """
+    total, tokens = scores.total_nats, scores.tokens
+    mean, per_byte = total / tokens, total / text.bytes
+    spread = float(scores.nats.std(dtype="float64"))
+    return {
+        "nats": total,
+        "nats_per_token": mean,
+        "tokens": tokens,
+        "token_perplexity": exp(mean),
+        "token_perplexity_error": exp(mean) * spread / math.sqrt(tokens - 1) if tokens > 1 else math.nan,
+        "word_perplexity": exp(total / text.words) if text.whole else None,
+        "byte_perplexity": exp(per_byte) if text.whole else None,
+        "bits_per_byte": per_byte / math.log(2) if text.whole else None,
+    }
+
+
+def exp(value: float) -> float:
+    """Infinity where the number is too large to say."""
+    return math.exp(value) if value < 700 else math.inf

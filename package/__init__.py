@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from gqa.convert.align.calibration_text import CalibrationText
     from gqa.convert.align.refine import Refinement
     from gqa.convert.api import Plan, Target, plan_conversion
+    from gqa.eval.options import EvaluateOptions
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.options import TrainOptions
 
     from .conversion import calibrate, convert_model
-    from .measuring import EvaluateOptions, ablate, evaluate
+    from .measuring import ablate, evaluate
     from .results import ConvertedModel, Evaluation, FoundMaps, Study, TrainedModel
     from .training import uptrain_model
 
@@ -35,10 +36,11 @@ _HOMES = {
     "gqa.convert.align.calibration_text": ("CalibrationText",),
     "gqa.convert.align.refine": ("Refinement",),
     "gqa.convert.api": ("Plan", "Target", "plan_conversion"),
+    "gqa.eval.options": ("EvaluateOptions",),
     "gqa.uptrain.loop": ("DivergedError", "StoppedError"),
     "gqa.uptrain.options": ("TrainOptions",),
     "gqa.conversion": ("calibrate", "convert_model"),
-    "gqa.measuring": ("EvaluateOptions", "ablate", "evaluate"),
+    "gqa.measuring": ("ablate", "evaluate"),
     "gqa.results": ("ConvertedModel", "Evaluation", "FoundMaps", "Study", "TrainedModel"),
     "gqa.training": ("uptrain_model",),
 }

@@ -7,53 +7,16 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any
 
 from gqa.checkpoint.provenance import without_place
+from gqa.eval.options import EVALUATION
 
 from .given import Model, asked, in_memory, name_of, stored, undisturbed
 from .results import Evaluation, Study
 
 _OF_STUDIES = ("output", "quiet", "verbose", "dry_run", "recommend")
 _OF_TERMINALS = ("output", "quiet", "verbose", "json", "fail_above")
-
-
-class EvaluateOptions(TypedDict, total=False):
-    """The options of gqa-eval, whose --help says what each means; numbers of tokens and sizes also as there (`64k`,
-    `80GB`).
-    """
-
-    field: str
-    target_field: str
-    data_config: str
-    split: str
-    protocol: Literal["rolling", "strided", "llama.cpp"]
-    context: int | str
-    stride: int | str
-    tokens: int | str
-    beyond_positions: bool
-    kl: bool
-    baseline_cache: str | os.PathLike[str]
-    recall: bool
-    decode: bool
-    decode_batches: list[int] | tuple[int, ...]
-    decode_contexts: list[int] | tuple[int, ...]
-    decode_steps: int
-    decode_repeats: int
-    memory: int | str
-    tensor_parallel: int
-    tasks: str
-    shots: int
-    limit: int
-    include_tasks: str | os.PathLike[str]
-    batch_size: int
-    precision: Literal["auto", "float32", "bfloat16", "float16"]
-    device: str
-    attn_implementation: str
-    compile: bool
-    revision: str
-    trust_remote_code: bool
-    overwrite: bool
 
 
 def evaluate(
@@ -63,7 +26,7 @@ def evaluate(
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
     tokenizer: Any = None,
-    **options: Unpack[EvaluateOptions],
+    **options: Any,
 ) -> Evaluation:
     """Compare models on the same text: quality, memory and speed side by side.
 
@@ -75,34 +38,34 @@ def evaluate(
         out: Directory for a report; `overwrite=True` replaces an earlier one.
         progress: Show bars.
         tokenizer: Of the models that are loaded.
-        options: The options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), read as it reads them:
-            see `EvaluateOptions`.
+        options: The options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), those of
+            `EvaluateOptions`; numbers of tokens and sizes also as the command reads them (`64k`, `80GB`).
 
     Raises:
         RefusedError: A model, the text or an option cannot be used, or two models do not compare.
         TypeError: An option has a name that there is none of.
         OutputError: The report cannot be written.
     """
-    from gqa.eval.cli import check, command, measure
+    from gqa.eval.cli import command
+    from gqa.eval.evaluate import measure
     from gqa.eval.report import check_output, write_report
 
     given = {name: value for name, value in {"data": data, **options}.items() if value is not None}
+    path = None if out is None else Path(out)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         names = [name_of(model) if in_memory(model) else os.fspath(model) for model in (baseline, *models)]
         context, words = asked(command, names, given, _OF_TERMINALS)
-        read = context.params
-        read |= {"output": out, "quiet": not progress}
-        check(read, set(given), len(models))
-        if out is not None:
-            check_output(Path(out), read["overwrite"])
+        read = EVALUATION.read(context.params, output=path, quiet=not progress).settled(given, len(models))
+        if path is not None:
+            check_output(path, read.overwrite)
         places = [
             stack.enter_context(stored(model, tokenizer if in_memory(model) else None)) for model in (baseline, *models)
         ]
-        results = measure(tuple(places), read, shlex.join(["gqa-eval", *map(without_place, words)]))
-    if results and out is not None:
-        write_report(results, Path(out))
-    return Evaluation(results=results, path=None if out is None else Path(out))
+        results = measure(places, read, shlex.join(["gqa-eval", *map(without_place, words)]))
+    if results and path is not None:
+        write_report(results, path)
+    return Evaluation(results=results, path=path)
 
 
 def ablate(

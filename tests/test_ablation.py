@@ -21,12 +21,12 @@ from studies import SAME, ablate, copied, dies, measured, place, rows, study, un
 from training import tiny_checkpoint, words_for
 
 from gqa.convert.align.calibration import MapsOptions
-from gqa.eval.perplexity import Text
 from gqa.eval.study import ablation
 from gqa.eval.study import cells as study_cells
 from gqa.eval.study import jobs as study_jobs
 from gqa.eval.study.cells import Bench
 from gqa.eval.study.study import Cell, Grid, StudyOptions
+from gqa.eval.text import Text
 from gqa.uptrain.options import TrainOptions
 
 

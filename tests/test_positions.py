@@ -10,16 +10,17 @@ from checkpoints import edit_json
 from embedded import copy_source
 from evaluations import results
 
+from gqa.corpus.windows import Window
 from gqa.eval import positions, text
-from gqa.eval.positions import LONGEST, READ, by_context, long_windows, positions_of
+from gqa.eval.positions import LONGEST, READ, by_context, long_windows, read_before
 
 
 def test_loss_by_position() -> None:
-    context = np.tile(np.arange(1, 513), 3)
-    found = by_context(context.astype(np.float32), context)
+    windows = [Window(tuple(range(513)), 512)] * 3
+    found = by_context(np.tile(np.arange(1, 513), 3).astype(np.float32), windows)
     assert [(b["from"], b["to"]) for b in found][-3:] == [(65, 128), (129, 256), (257, 512)]
     assert found[-1]["nats"] == pytest.approx((257 + 512) / 2)
-    assert sum(b["tokens"] for b in found) == len(context)
+    assert sum(b["tokens"] for b in found) == 3 * 512
     assert "ratio" not in found[0]
 
 
@@ -29,7 +30,7 @@ def test_the_ratio_is_of_the_position() -> None:
     context = np.tile(np.arange(1, 513), 40)
     base = random.gamma(2, 1, len(context))
     model = base + np.where(context > 256, 0.5, 0.0) + random.normal(0, 0.2, len(context))
-    *near, far = by_context(model, context, base, np.repeat(np.arange(40), 512))
+    *near, far = by_context(model, [Window(tuple(range(513)), 512)] * 40, base, np.repeat(np.arange(40), 512))
     assert far["from"] == 257
     assert far["ratio_low"] < np.exp(0.5) < far["ratio_high"]
     assert far["ratio_high"] - far["ratio_low"] < 0.05
@@ -53,9 +54,9 @@ def test_windows_are_as_long_as_the_context_and_the_text_permit() -> None:
 
 
 def test_positions_count_what_is_read() -> None:
-    context, runs = positions_of(long_windows(np.arange(3000), 1024, 512, 7))
-    assert context.tolist() == [*range(1, 1025)] * 2
-    assert len(set(runs.tolist())) == 2 * (1024 // positions.RUN + 1)
+    windows = long_windows(np.arange(3000), 1024, 512, 7)
+    assert read_before(windows).tolist() == [*range(1, 1025)] * 2
+    assert len(set(positions.runs(windows).tolist())) == 2 * (1024 // positions.RUN + 1)
 
 
 def test_reports_read_as_far_as_the_model_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,16 +235,6 @@ def test_what_cannot_be_is_refused_in_one_line(name: str, given: Path, loaded: A
     assert sorted(given.rglob("*")) == before
 
 
-def test_options_of_the_commands_have_types() -> None:
-    from gqa.eval.cli import command
-
-    from_terminals = {"data", "output", "json", "verbose", "quiet", "fail_above", "version"}
-    named = {
-        option.opts[-1].lstrip("-").replace("-", "_") for option in command.params if option.name not in ("models",)
-    }
-    assert named - from_terminals - {"baseline"} == gqa.EvaluateOptions.__annotations__.keys()
-
-
 def test_training_options_say_everything(given: Path, tmp_path: Path, alone: None) -> None:
     data = (str(given / "data.jsonl"),)
     options = gqa.TrainOptions(

@@ -20,11 +20,13 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval import scoring
 from gqa.eval.attention_error import attention_errors
-from gqa.eval.evaluate import Options, measure_quality
-from gqa.eval.perplexity import count_words, encode, make_text, perplexity
+from gqa.eval.evaluate import measure_quality
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.positions import read_before
 from gqa.eval.scoring import live_baseline, score
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import open_subjects
+from gqa.eval.text import count_words, encode, make_text, perplexity
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +75,7 @@ def test_scores_are_cross_entropy_of_the_plain_model(source, text, scores):
         expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[-window.scored :]
         assert np.allclose(scores.nats[start : start + window.scored], expected, atol=2e-5)
         context = list(range(len(window.ids)))[-window.scored :]  # tokens read before each
-        assert text.contexts[start : start + window.scored].tolist() == context
+        assert read_before(text.windows)[start : start + window.scored].tolist() == context
         start += window.scored
 
 
@@ -339,8 +341,8 @@ def test_a_text_with_bos_in_front_gets_no_second_one():
 def test_measure_quality_of_several(directory, text):
     names = [str(SOURCE), str(converted(directory, 4)), str(converted(directory, 2))]
     plain, compared = open_subjects(names), open_subjects(names)
-    measure_quality(plain, text, Options(dtype="float32"))
-    measure_quality(compared, text, Options(dtype="float32", compare=True))
+    measure_quality(plain, text, EvaluateOptions(precision="float32"))
+    measure_quality(compared, text, EvaluateOptions(precision="float32", kl=True))
     for one, other in zip(plain, compared, strict=True):
         assert one.record["quality"]["nats"] == pytest.approx(other.record["quality"]["nats"], rel=1e-6)
     ratios = [one.record["against_baseline"]["ratio"] for one in compared[1:]]

@@ -16,6 +16,8 @@ from embedded import SOURCE, load, texts, tokenizer
 from evaluations import place, refused, results, words
 
 from gqa.eval import evaluate
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.subjects import open_subjects
 from gqa.eval.tasks import Harness
 
 PERPLEXITY = """
@@ -144,13 +146,15 @@ def test_shots_and_limit(own_tasks_only: None) -> None:
 
 
 def test_what_tasks_print_is_not_a_result(
-    own_tasks_only: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_tasks_only: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "noise.py").write_text("def noise(rows):\n    print('noise')\n    return rows\n")
     definition = CHOICE.format(data=tasks() / "questions.jsonl").replace("local_choice", "noisy")
     (tmp_path / "noisy.yaml").write_text(f"{definition}process_docs: !function noise.noise\n")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # who looks at it
+    subjects, options = open_subjects([str(SOURCE)]), EvaluateOptions(tasks="noisy", include_tasks=tmp_path)
     for quiet in (False, True):
-        found = Harness(["noisy"], tmp_path, quiet=quiet).run(load(SOURCE), tokenizer(), 1)
+        found = Harness(subjects, options, quiet).run(load(SOURCE), tokenizer())
         assert found["noisy"]["documents"] == 3
         out, err = capsys.readouterr()
         assert (out, "noise" in err) == ("", not quiet)

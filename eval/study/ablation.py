@@ -24,7 +24,7 @@ from gqa.convert.plan import check_grouping, make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.sources import parse_sources, text_digest
 from gqa.eval import evaluate
-from gqa.eval.perplexity import Text, make_text
+from gqa.eval.options import EvaluateOptions
 from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_speeds
 from gqa.eval.study.directory import (
     RECORD,
@@ -41,7 +41,7 @@ from gqa.eval.study.directory import (
 from gqa.eval.study.jobs import measure_side_by_side
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
-from gqa.eval.text import check_ids, choose_context
+from gqa.eval.text import Text, check_ids, choose_context, make_text
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader
 from gqa.uptrain.options import differences
 from gqa.uptrain.setup import find_block_size
@@ -213,13 +213,13 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
 def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
     """What cells are measured with, and the source's numbers."""
     subject, options, start = study.subject, study.options, time.perf_counter()
-    how = evaluate.Options(
-        batch_size=options.eval_batch, dtype=options.dtype, device=options.devices[0], compare=options.kl,
+    how = EvaluateOptions(
+        batch_size=options.eval_batch, precision=options.dtype, device=options.devices[0], kl=options.kl,
         baseline_cache=work / BASELINE if options.kl else None,
     )  # fmt: skip
     scores = evaluate.measure_quality([subject], study.text, how)
     key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
-    bench, told = Bench(options, work, study.text, np.asarray(scores.nats), key, study.steps, how.device), {}
+    bench, told = Bench(options, work, study.text, np.asarray(scores.nats), key, study.steps, options.devices[0]), {}
     if options.recall is not False:
         try:
             bench.probe = evaluate.make_probe(subject, study.text, study.text.context, how)

@@ -29,13 +29,13 @@ from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode
 from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
-from gqa.eval.perplexity import Text
 from gqa.eval.report import recalled
 from gqa.eval.scoring import Scores, score
 from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study.directory import Row, UnwrittenError
 from gqa.eval.study.study import UNMERGED, Cell, StudyOptions
 from gqa.eval.subjects import Subject
+from gqa.eval.text import Text
 from gqa.uptrain.loop import DivergedError, StoppedError, Weights, train
 from gqa.uptrain.lora import merged
 from gqa.uptrain.run import held

@@ -1,0 +1,172 @@
+"""What gqa-eval is asked for, as one value and as options of the command. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from gqa.checkpoint.console import ByteSize, Count, Precision, Several
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.options import OptionsOf, option_field
+
+Protocol = Literal["rolling", "strided", "llama.cpp"]
+
+
+def ratio(text: Any) -> float:
+    """A finite number above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise click.BadParameter(f"{text!r} is not a ratio; give one like 1.05")
+    return found
+
+
+_POSITIVE = click.IntRange(min=1)
+_DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False), "metavar": "DIR"}
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """See `gqa-eval --help`: the text, what is measured, how models are run, and what is told of it."""
+
+    data: str | None = option_field(
+        None,
+        "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
+        "stdlib:heldout, or a hub data set.",
+        metavar="SOURCE", callback=None,
+    )  # fmt: skip
+    field: str = option_field("text")
+    target_field: str | None = option_field(
+        None, "The column to predict from --field, of encoder-decoders.", metavar="NAME"
+    )
+    data_config: str | None = option_field(None)
+    split: str | None = option_field(None, "The split of a hub data set.  [default: test]", metavar="NAME")
+    protocol: Protocol | None = option_field(
+        None,
+        "How text is cut into windows: as lm-evaluation-harness does, overlapping (needs --stride), or as "
+        "llama-perplexity does.  [default: rolling, strided with --stride]",
+    )
+    context: int | None = option_field(
+        None,
+        "Tokens of a window.  [default: the model's positions, 2048 at most; 512 at most for llama.cpp]",
+        type=Count(4),
+    )
+    stride: int | None = option_field(None, "Tokens from one window to the next.", type=Count())
+    tokens: int | None = option_field(
+        None, "Stop after the document that reaches so many tokens.", aliases="--max-tokens"
+    )
+    beyond_positions: bool = option_field(False, "Allow a context longer than the model's.")
+    kl: bool = option_field(
+        False, "Compare next-token distributions and attention outputs with the baseline's, in lockstep."
+    )
+    baseline_cache: Path | None = option_field(
+        None,
+        "Keep the baseline's distributions of --kl here (2 bytes x vocabulary x tokens), so that it runs once for many "
+        "commands; attention outputs are not compared then.",
+        **_DIRECTORY,
+    )
+    recall: bool | None = option_field(
+        None,
+        "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by their "
+        "keys, passkeys.  [default: with -o]",
+        "--recall/--no-recall",
+    )
+    decode: bool = option_field(False, "Time prefill and decoding.")
+    decode_batches: Sequence[int] = option_field(
+        (1, 8),
+        "How many sequences --decode times at once.",
+        aliases="--batches",
+        type=Several(_POSITIVE),
+        default="1,8",
+    )
+    decode_contexts: Sequence[int] | None = option_field(
+        None,
+        "How long the prompts of --decode are.  [default: a half, all of the positions, 4096 at most]",
+        aliases="--contexts",
+        type=Several(Count()),
+    )
+    decode_steps: int = option_field(32, "How many tokens --decode writes.", aliases="--steps", type=_POSITIVE)
+    decode_repeats: int = option_field(5, "How often --decode times each.", aliases="--repeats", type=_POSITIVE)
+    memory: int | None = option_field(
+        None, "Say what fits into so much memory of a device.", type=ByteSize(), metavar="SIZE"
+    )
+    tensor_parallel: int = option_field(1, "How many devices share a model, of --memory.")
+    tasks: str | None = option_field(
+        None, "Measure tasks of lm-evaluation-harness, separated by commas.", metavar="NAMES"
+    )
+    shots: int | None = option_field(
+        None, "How many examples --tasks shows.  [default: each task's own]", type=click.IntRange(min=0)
+    )
+    limit: int | None = option_field(None, "How many documents of each task --tasks takes.", type=_POSITIVE)
+    include_tasks: Path | None = option_field(
+        None,
+        "A directory with definitions of tasks of your own.",
+        type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
+    )  # fmt: skip
+    fail_above: float | None = option_field(
+        None, "Exit with 3 where a perplexity is more than RATIO x the baseline's.", type=ratio, metavar="RATIO"
+    )
+    batch_size: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
+    precision: str = option_field(
+        "auto",
+        "What is computed in; auto: as stored.",
+        aliases="--dtype",
+        type=Precision("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str | None = option_field(None)
+    attn_implementation: str | None = option_field(None)
+    compile: bool = option_field(False, "Score text with models compiled by torch.compile.")
+    revision: str | None = option_field(None, "The branch, tag or commit of hub ids.")
+    trust_remote_code: bool = option_field(False)
+    output: Path | None = option_field(None, "Write results.json, report.html and pictures here.", "-o", **_DIRECTORY)
+    overwrite: bool = option_field(False, "Replace the report at DIR.")
+    json: bool = option_field(False)
+    verbose: bool = option_field(False, "Show every table, and where an unexpected error comes from.")
+    quiet: bool = option_field(False, "Show no progress and no tables.")
+
+    def settled(self, given: Collection[str], others: int) -> EvaluateOptions:
+        """With the protocol that is meant. Raises RefusedError where options do not go together: `given` are those that
+        somebody said, `others` the number of models beside the baseline.
+        """
+        if not any((self.data, self.recall, self.decode, self.memory, self.tasks)):
+            raise RefusedError("nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks")
+        for leader, followers in _NEEDS.items():
+            if not getattr(self, leader) and (alone := [name for name in followers if name in given]):
+                raise RefusedError(f"{_flag(alone[0])} means nothing without {_flag(leader)}: give both or none")
+        for name in ("kl", "fail_above"):
+            if getattr(self, name) and not others:
+                raise RefusedError(f"{_flag(name)} compares checkpoints: give at least two")
+        if self.stride and self.protocol not in (None, "strided"):
+            raise RefusedError(f"--stride does not go with --protocol {self.protocol}, whose windows are fixed")
+        if self.protocol == "strided" and not self.stride:
+            raise RefusedError("--protocol strided needs --stride")
+        if self.target_field and (self.protocol or self.stride):
+            raise RefusedError(
+                "--target-field gives pairs of texts, which are not cut into windows: leave --protocol out"
+            )
+        return replace(self, protocol=self.protocol or ("strided" if self.stride else "rolling"))
+
+
+# Options that mean nothing without another.
+_NEEDS = {
+    "data": ("kl", "fail_above", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
+    "kl": ("baseline_cache",),
+    "decode": ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
+    "memory": ("tensor_parallel",),
+    "tasks": ("shots", "limit", "include_tasks"),
+    "output": ("overwrite",),
+}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+EVALUATION = OptionsOf(EvaluateOptions)
