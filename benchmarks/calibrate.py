@@ -40,7 +40,8 @@ def forward(options: dict[str, Any], blocks: Any) -> float:
 
 def calibrate(options: dict[str, Any], blocks: Any) -> float:
     from gqa.checkpoint.read import read_checkpoint
-    from gqa.convert.align.calibration import Calibrator, MapsOptions
+    from gqa.convert.align.calibration import Calibrator
+    from gqa.convert.align.options import MapsOptions
     from gqa.convert.plan import make_plan
 
     started = time.perf_counter()

@@ -41,7 +41,7 @@ class Point:
 def sample(options: dict[str, Any], tokens: int) -> float:
     """Seconds of writing the text; what is kept from an earlier run counts as nothing."""
     from gqa.checkpoint.hub import open_model
-    from gqa.convert.align.calibration_text import CalibrationText
+    from gqa.convert.align.options import CalibrationText
 
     started = time.perf_counter()
     text = CalibrationText(("self",), tokens, options["length"])

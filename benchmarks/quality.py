@@ -76,9 +76,7 @@ def nats(directory: str | Path, windows: Any) -> float:
 def convert(options: dict[str, Any], method: str, groups: int, out: Path) -> float:
     """Seconds that it took."""
     from gqa.convert import convert_checkpoint
-    from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.refine import Refinement
+    from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
     from gqa.convert.methods import ALIGNING
 
     text = CalibrationText(

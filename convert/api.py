@@ -7,12 +7,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
+from gqa.convert.align.options import SILENT, MapsOptions, Watcher
 from gqa.convert.card import model_card, provenance
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
@@ -20,10 +21,6 @@ from gqa.convert.methods import METHODS
 from gqa.convert.plan import Plan, check_grouping, make_plan
 from gqa.convert.recast.targets import ANY, Target
 from gqa.convert.verify import verify_load
-
-if TYPE_CHECKING:
-    from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.find_maps import Watcher
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
 
@@ -98,7 +95,7 @@ def convert_plan(
     out: str | os.PathLike[str],
     *,
     calibration: MapsOptions | None = None,
-    layers: Watcher | None = None,
+    layers: Watcher = SILENT,
     overwrite: bool = False,
     checksums: bool = False,
     load: bool = False,
@@ -128,11 +125,9 @@ def convert_plan(
     out = Path(out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
-            from gqa.convert.align.calibration import MapsOptions
-            from gqa.convert.align.find_maps import Silent, with_maps
+            from gqa.convert.align.find_maps import with_maps
 
-            options, told = calibration or MapsOptions(), layers or Silent()
-            plan = stack.enter_context(with_maps(plan, out, options, told, overwrite=overwrite))
+            plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
         output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite))
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
         write_text(output.work / PROVENANCE, provenance(plan, hashes, out))

@@ -27,10 +27,10 @@ from gqa.checkpoint.console import (
     with_options,
 )
 from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement, Watcher
 from gqa.convert.methods import ALIGNING, GROUPINGS, LAYERWISE, METHODS, Method
 
 if TYPE_CHECKING:
-    from gqa.convert.align.calibration import MapsOptions
     from gqa.convert.recast.targets import Target
 
 _LOG_SECONDS = 30.0  # between two lines
@@ -133,9 +133,6 @@ target_options = with_options(_TARGET)  # about the class that a model is writte
 def read_options(options: dict[str, Any]) -> MapsOptions:
     """What the options say."""
     from gqa.checkpoint.devices import find_device
-    from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.refine import Refinement
 
     seed, field, tokens = options["seed"], options.get("field", "text"), options["calibration_tokens"]
     precision = options["refine_precision"]
@@ -154,8 +151,8 @@ def read_options(options: dict[str, Any]) -> MapsOptions:
     )  # fmt: skip
 
 
-class Bar:
-    """Progress of finding maps on stderr, and the table of what each layer lost.
+class Bar(Watcher):
+    """Progress of finding maps on stderr, and the `errors` of layers: what of its output each lost.
 
     A bar where a person looks at it, and a line now and then in the log of a job.
     """
@@ -164,7 +161,7 @@ class Bar:
         self._quiet, self._output_bytes = quiet, output_bytes
         self._bar: Any = None
         self._writing, self._layers = False, 0
-        self._errors: list[tuple[int, float]] = []
+        self.errors: dict[int, float] = {}
         self._state, self._tokens, self._began, self._told = "sampling", 0, time.monotonic(), time.monotonic()
 
     def stage(self, name: str, tokens: int) -> None:
@@ -190,7 +187,7 @@ class Bar:
 
     def layer(self, index: int, layers: int, error: float) -> None:
         if error == error:
-            self._errors.append((index - 1, error))
+            self.errors[index - 1] = error
         self._layers += 1
         self._state = f"layer {index}/{layers}, error {error:.3g}"
         if self._bar is not None:
@@ -215,9 +212,10 @@ class Bar:
 
     def table(self) -> str:
         """Squared error of each layer's attention output relative to the source's, on the calibration text."""
-        if not self._errors:
+        if not self.errors:
             return ""
-        rows = [self._errors[start : start + 8] for start in range(0, len(self._errors), 8)]
+        errors = list(self.errors.items())
+        rows = [errors[start : start + 8] for start in range(0, len(errors), 8)]
         title = "layers      squared error of attention outputs, relative to the source's on the calibration text\n"
         return title + "\n".join("            " + "  ".join(f"{i:3d} {error:.4f}" for i, error in row) for row in rows)
 

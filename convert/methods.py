@@ -165,13 +165,8 @@ class Merging:
         """What stored tensors become: split into heads, merged, joined. On meta tensors: the shapes of that."""
         if self.maps and change.outputs[0] in self.maps.names:
             return [self.maps.tensor(name, tensors[0].is_meta) for name in change.outputs]
-        parts, generator = change.split(tensors), self._generator(change)
-        return change.join(
-            {
-                part: heads if part == "whole" else self.merge(change, part, heads, generator)
-                for part, heads in parts.items()
-            }
-        )
+        generator = self._generator(change)
+        return change.mapped(tensors, lambda role, heads: self.merge(change, role, heads, generator))
 
     def merge(self, change: Change, role: Role, heads: Tensor, generator: Generator) -> Tensor:
         """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.

@@ -21,9 +21,7 @@ from transformers.utils import logging
 
 from gqa.checkpoint.console import progress_bar
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.calibration import MapsOptions
-from gqa.convert.align.calibration_text import CalibrationText
-from gqa.convert.align.refine import Refinement
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.eval.study.ablation import open_study, run_study
 from gqa.eval.study.directory import forget

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gqa.checkpoint.errors import CorpusError, CorruptError, OutputError, RefusedError
-    from gqa.convert.align.calibration import MapsOptions
-    from gqa.convert.align.calibration_text import CalibrationText
-    from gqa.convert.align.refine import Refinement
+    from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
     from gqa.convert.api import Plan, Target, plan_conversion
     from gqa.eval.options import EvaluateOptions
     from gqa.uptrain.loop import DivergedError, StoppedError
@@ -32,9 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gqa.checkpoint.errors": ("CorpusError", "CorruptError", "OutputError", "RefusedError"),
-    "gqa.convert.align.calibration": ("MapsOptions",),
-    "gqa.convert.align.calibration_text": ("CalibrationText",),
-    "gqa.convert.align.refine": ("Refinement",),
+    "gqa.convert.align.options": ("CalibrationText", "MapsOptions", "Refinement"),
     "gqa.convert.api": ("Plan", "Target", "plan_conversion"),
     "gqa.eval.options": ("EvaluateOptions",),
     "gqa.uptrain.loop": ("DivergedError", "StoppedError"),

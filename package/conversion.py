@@ -19,23 +19,10 @@ from .given import Model, in_memory, scratch, stored, undisturbed
 from .results import ConvertedModel, FoundMaps
 
 if TYPE_CHECKING:
-    from gqa.convert.align.calibration import MapsOptions
+    from gqa.convert.align.options import MapsOptions
     from gqa.convert.api import Conversion
     from gqa.convert.plan import Plan
     from gqa.convert.recast.targets import Target
-
-
-class _Watcher(Bar):
-    """A bar that remembers what each layer lost."""
-
-    def __init__(self, quiet: bool, output_bytes: int = 0) -> None:
-        super().__init__(quiet, output_bytes)
-        self.layers: dict[int, float] = {}
-
-    def layer(self, index: int, layers: int, error: float) -> None:
-        if error == error:
-            self.layers[index - 1] = error
-        super().layer(index, layers, error)
 
 
 def convert_model(
@@ -116,9 +103,9 @@ def _write(
     """Run a plan under a bar; what it did, and what each layer lost."""
     from gqa.convert.api import convert_plan
 
-    with (bar := _Watcher(not progress, plan.total_bytes)):
+    with (bar := Bar(not progress, plan.total_bytes)):
         made = convert_plan(plan, goal, calibration=calibration, layers=bar, progress=bar.written, **writing)
-    return made, bar.layers
+    return made, bar.errors
 
 
 def calibrate(
@@ -160,9 +147,9 @@ def calibrate(
             raise RefusedError(f"{Path(out).parent} is no directory; give a file in one that exists")
         chosen = _maps_options(plan, data, options, seed)
         assert chosen is not None  # as it lacks maps
-        with (bar := _Watcher(not progress)):
+        with (bar := Bar(not progress)):
             find_maps(plan, Path(out), chosen, bar, overwrite=overwrite)
-    return FoundMaps(path=Path(out), layer_errors=bar.layers, method=plan.method, groups=plan.groups)
+    return FoundMaps(path=Path(out), layer_errors=bar.errors, method=plan.method, groups=plan.groups)
 
 
 def _chosen(method: str, maps: str | os.PathLike[str] | None, target: Target | None) -> dict[str, Any]:
@@ -192,7 +179,7 @@ def _maps_options(
     if not plan.lacks_maps:
         return None
     from gqa.checkpoint.devices import find_device
-    from gqa.convert.align.calibration import MapsOptions
+    from gqa.convert.align.options import MapsOptions
 
     found = options or MapsOptions()
     find_device(found.device)

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.calibration import MapsOptions
-from gqa.convert.align.calibration_text import CalibrationText
+from gqa.convert.align.options import CalibrationText, MapsOptions
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import attention_modules

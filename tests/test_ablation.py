@@ -20,7 +20,7 @@ from embedded import SOURCE
 from studies import SAME, ablate, copied, dies, measured, place, rows, study, untimed, words
 from training import tiny_checkpoint, words_for
 
-from gqa.convert.align.calibration import MapsOptions
+from gqa.convert.align.options import MapsOptions
 from gqa.eval.study import ablation
 from gqa.eval.study import cells as study_cells
 from gqa.eval.study import jobs as study_jobs

@@ -26,13 +26,14 @@ from gqa.convert.align.closed_form import (
     position_weights,
     significance_of,
 )
-from gqa.convert.align.find_maps import Silent, find_maps
-from gqa.convert.align.refine import Calls, Refinement, refine
+from gqa.convert.align.find_maps import find_maps
+from gqa.convert.align.options import Refinement, Watcher
+from gqa.convert.align.refine import Calls, refine
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 
 
-class Told(Silent):
+class Told(Watcher):
     """Keeps the errors of the layers, and stops after some of them."""
 
     def __init__(self, stop_after: int = 0) -> None:
@@ -257,12 +258,11 @@ def test_the_closed_form_looks_where_errors_count(
     written = []
     for spoil in (0.0, 100.0):
 
-        def spoiled(task: Task, strength: float, search: bool, spoil: float = spoil) -> LayerResult:
-            inputs, counts = task.wanted.inputs.clone(), task.wanted.counts.clone()
+        def spoiled(task: Task, spoil: float = spoil) -> LayerResult:
+            inputs, counts = task.inputs.clone(), task.counts.clone()
             inputs[:, 0] += spoil
             counts[:, 0] *= counted
-            wanted = replace(task.wanted, inputs=inputs, counts=counts)
-            return closed_form(replace(task, wanted=wanted), strength, search)
+            return closed_form(replace(task, inputs=inputs, counts=counts))
 
         monkeypatch.setattr("gqa.convert.align.calibration.closed_form", spoiled)
         out = convert_checkpoint(source, 2, tmp_path / str(spoil), method="calibrated", calibration=on_ids()).out

@@ -25,8 +25,8 @@ from tiny_models import TINY, build
 
 from gqa.convert import RefusedError, calibrate_cli, convert_checkpoint
 from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.find_maps import Silent, find_maps, with_maps
-from gqa.convert.align.refine import Refinement
+from gqa.convert.align.find_maps import find_maps, with_maps
+from gqa.convert.align.options import Refinement
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import join_maps, save_maps
 from gqa.convert.methods import ALIGNING, METHODS
@@ -42,7 +42,7 @@ def test_the_same_options_give_the_same_file(source: Path, tmp_path: Path, metho
     files = []
     for number, seed in enumerate((0, 0, 1)):
         options = on_ids(refinement=SHORT, text=Ids(seed=seed))
-        files.append(find_maps(plan_of(source, method), tmp_path / f"{number}.safetensors", options, Silent()).path)
+        files.append(find_maps(plan_of(source, method), tmp_path / f"{number}.safetensors", options).path)
     one, again, other = (file.read_bytes() for file in files)
     assert one == again
     assert (one == other) == (method == "aligned")
@@ -53,23 +53,23 @@ def test_the_same_options_give_the_same_file(source: Path, tmp_path: Path, metho
 def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: str) -> None:
     """Bit for bit what a run without interruption gives; other options are refused until --overwrite."""
     plan, options = plan_of(source, method), on_ids(refinement=SHORT)
-    whole = find_maps(plan, tmp_path / "whole.safetensors", options, Silent()).path
+    whole = find_maps(plan, tmp_path / "whole.safetensors", options).path
     path = tmp_path / "parts.safetensors"
     with pytest.raises(KeyboardInterrupt):
         find_maps(plan, path, options, Told(stop_after=1))
     assert not path.exists()
     with pytest.raises(RefusedError, match=r"unfinished run with ridge 0\.03, not 0\.5; run it to its end, or start"):
-        find_maps(plan, path, replace(options, ridge=0.5), Silent())
+        find_maps(plan, path, replace(options, ridge=0.5))
     told = Told()
     find_maps(plan, path, options, told)
     assert len(told.errors) == 1, "the first layer was not done again"
     assert path.read_bytes() == whole.read_bytes()
     with pytest.raises(RefusedError, match=r"parts\.safetensors exists; give another name or --overwrite"):
-        find_maps(plan, path, options, Silent())
+        find_maps(plan, path, options)
     with pytest.raises(KeyboardInterrupt):
         find_maps(plan, path, options, Told(stop_after=1), overwrite=True)
     assert path.read_bytes() == whole.read_bytes(), "the old file stays until there is a new one"
-    find_maps(plan, path, replace(options, ridge=0.5), Silent(), overwrite=True)
+    find_maps(plan, path, replace(options, ridge=0.5), overwrite=True)
     assert path.read_bytes() != whole.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["parts.safetensors", "whole.safetensors"]
 
@@ -118,7 +118,7 @@ def test_a_conversion_goes_on_where_it_was_stopped(
 def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: Path) -> None:
     """A conversion that fails is not calibrated again; nor do two do it at a time, or find what another was told."""
     plan, out, options = plan_of(source), tmp_path / "out", on_ids()
-    with pytest.raises(OSError, match="no space"), with_maps(plan, out, options, Silent()):
+    with pytest.raises(OSError, match="no space"), with_maps(plan, out, options):
         raise OSError("no space")
     told, other = Told(), replace(options, ridge=0.5)
     with pytest.raises(RefusedError, match="unfinished run with ridge"), with_maps(plan, out, other, told):
@@ -327,10 +327,10 @@ def test_errors_in_a_model_are_told_as_they_are(
     """Too little memory as that, with the batch that was tried; whatever else by what it says."""
     monkeypatch.setattr(f"{where}.forward", fails(error))
     with pytest.raises(RefusedError, match=expected):
-        find_maps(plan_of(source), tmp_path / "maps", on_ids(), Silent())
+        find_maps(plan_of(source), tmp_path / "maps", on_ids())
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    find_maps(plan_of(source), tmp_path / "maps", on_ids(), Silent())
+    find_maps(plan_of(source), tmp_path / "maps", on_ids())
 
 
 @pytest.mark.parametrize("method", ["procrustes", "aligned"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gqa.convert.align.calibration_text as module
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.calibration_text import CalibrationText
+from gqa.convert.align.options import CalibrationText
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import Document
 from gqa.corpus.sources import parse_source

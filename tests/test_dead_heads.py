@@ -12,7 +12,7 @@ from tiny_models import TINY, build, inputs, logits
 
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.alignment import ridge, shared_key, shared_value
-from gqa.convert.align.refine import Refinement
+from gqa.convert.align.options import Refinement
 from gqa.convert.heads.symmetries import Rotary
 
 HEADS, DIM = 2, 6

@@ -19,7 +19,7 @@ from tiny_models import TINY, build, inputs, logits
 import gqa.convert.align.grouping as module
 from gqa.convert import CorruptError, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.align.alignment import procrustes_key, procrustes_value
-from gqa.convert.align.find_maps import Silent, find_maps
+from gqa.convert.align.find_maps import find_maps
 from gqa.convert.align.grouping import Group, best_partition, find_order
 from gqa.convert.align.moments import Moments
 from gqa.convert.heads.symmetries import Rotary
@@ -136,7 +136,7 @@ def test_by_the_command(rearranged: Path, tmp_path: Path, method: str) -> None:
     assert lost["search"] < 1e-4
     assert lost["contiguous"] > 1e-2
     plan = plan_conversion(rearranged, 2, method=method, headers_only=False)
-    maps = find_maps(plan, tmp_path / "maps.safetensors", on_ids(grouping="search"), Silent()).path
+    maps = find_maps(plan, tmp_path / "maps.safetensors", on_ids(grouping="search")).path
     out = convert_checkpoint(rearranged, 2, tmp_path / "applied", maps=maps).out
     assert relative(logits(tiny, load(tiny, out), inputs(tiny)), expected) < 1e-4
     assert "--grouping search" in (out / "gqa_conversion.json").read_text()
@@ -171,6 +171,6 @@ def test_refusals(name: str, method: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=reason) if method != "mean" else pytest.raises(RefusedError):
         find_maps(
             plan_conversion(directory, groups, method=method, headers_only=False), tmp_path / "maps.safetensors",
-            on_ids(grouping="search"), Silent(),
+            on_ids(grouping="search"),
         )  # fmt: skip
     assert not (tmp_path / "maps.safetensors").exists()

@@ -20,10 +20,8 @@ from tiny_models import TINY, build
 from torch import Tensor
 
 from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert.align.calibration import MapsOptions
-from gqa.convert.align.calibration_text import CalibrationText
-from gqa.convert.align.find_maps import Silent, find_maps
-from gqa.convert.align.refine import Refinement
+from gqa.convert.align.find_maps import describe, find_maps
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.api import convert_plan
 from gqa.convert.card import _calibration, _told_of_maps
 from gqa.convert.maps_file import MapsFile
@@ -37,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("maps")
     source = write_checkpoint(build(TINY["llama+bias"], 4), place / "model")
     plan = plan_conversion(source, 2, method="calibrated", headers_only=False)
-    return source, find_maps(plan, place / "maps.safetensors", on_ids(), Silent()).path
+    return source, find_maps(plan, place / "maps.safetensors", on_ids()).path
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -63,7 +61,7 @@ def test_applied_later_is_applied_at_once(made: tuple[Path, Path], tmp_path: Pat
     options = on_ids(refinement=Refinement(steps=4, batch=8))
     at_once = convert_checkpoint(source, 2, tmp_path / "at-once", method=method, calibration=options).out
     plan = plan_conversion(source, 2, method=method, headers_only=False)
-    file = find_maps(plan, tmp_path / "maps", options, Silent()).path
+    file = find_maps(plan, tmp_path / "maps", options).path
     done = checkpoints.run(source, "-g", 2, "--maps", file, "-o", tmp_path / "later", "-q")
     assert (done.code, done.err) == (0, "")
     now, later = all_tensors(at_once), all_tensors(tmp_path / "later")
@@ -178,7 +176,7 @@ def test_what_tells_models_and_texts_apart(made: tuple[Path, Path], tmp_path: Pa
         tensors["model.layers.0.self_attn.k_proj.weight"] += number
         torch.save(tensors, place / "pytorch_model.bin")
         plan = plan_conversion(place, 2, method="calibrated", headers_only=False)
-        pickled.append(MapsOptions().describe(plan)["model"])
+        pickled.append(describe(plan, MapsOptions())["model"])
     assert pickled[0] != pickled[1]
     text, told = tmp_path / "text.txt", []
     for content in ("one", "two", "two"):
@@ -195,7 +193,7 @@ def test_maps_are_read_once_and_not_to_plan(
     source, _ = made
     options = on_ids(refinement=Refinement(steps=1, batch=2))
     plan = plan_conversion(source, 2, method="refined", headers_only=False)
-    file = find_maps(plan, tmp_path / "maps.safetensors", options, Silent()).path
+    file = find_maps(plan, tmp_path / "maps.safetensors", options).path
     taken: list[str] = []
     read = MapsFile.tensor
 

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.calibration import MapsOptions
-from gqa.convert.align.calibration_text import CalibrationText
+from gqa.convert.align.options import CalibrationText, MapsOptions
 from gqa.convert.align.self_samples import samples
 
 pytestmark = pytest.mark.real

@@ -24,17 +24,16 @@ def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     found: list[tuple[Tensor, Tensor, float, float]] = []
 
-    def compared(task: Task, strength: float, search: bool) -> LayerResult:
-        wanted, pair = task.wanted, task.pair
-        drift = torch.randn(wanted.drift.shape) * wanted.inputs.std()
-        wanted = replace(wanted, drift=drift, counts=torch.rand(wanted.counts.shape))
-        result = closed_form(replace(task, wanted=wanted), 0.0, search)
+    def compared(task: Task) -> LayerResult:
+        drift = torch.randn(task.drift.shape) * task.inputs.std()
+        task = replace(task, drift=drift, counts=torch.rand(task.counts.shape))
+        result = closed_form(task)
         w_o = task.w_o().double().flatten(0, 1)
-        merged = pair.merged(task.module, replace(result.maps, output=None))
-        given = [seen.joined for seen in pair.feed.observe(merged, task.stream)]
-        root = wanted.counts.double().sqrt().flatten()[:, None]
+        merged = task.pair.merged(task.module, replace(result.maps, output=None))
+        given = [seen.joined for seen in merged.observe(task.stream)]
+        root = task.counts.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
-        target = (wanted.inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
+        target = (task.inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
         best = torch.linalg.lstsq(rows, target, driver="gelsd").solution
         left = float(((rows @ best - target) @ w_o).square().sum() / (target @ w_o).square().sum())
         found.append((result.maps.output, best.mT, result.error, left))
@@ -43,7 +42,7 @@ def test_the_refit_is_least_squares(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("gqa.convert.align.calibration.closed_form", compared)
     source = write_checkpoint(build(TINY["llama+bias"], 4), tmp_path / "source")
     plan = plan_conversion(source, 2, method="calibrated", headers_only=False)
-    Calibrator(plan, Ids().ids(), on_ids(batch=24)).run(0)
+    Calibrator(plan, Ids().ids(), on_ids(batch=24, ridge=0.0)).run(0)
     output, best, error, left = found[0]
     assert torch.allclose(output, best, rtol=0, atol=1e-5 * float(best.abs().max()))
     assert error == pytest.approx(left, rel=1e-5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from scrambled import on_ids
 from test_families import COPIED, write_checkpoint
 from test_symmetries import CASES, UNSERVED, attention
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, config
@@ -109,12 +110,12 @@ def test_queries_and_keys_are_turned_back(name: str, length: int, tmp_path: Path
     """A layer that is given the same at every position has the same queries and keys there, before they are turned."""
     tiny = TURNED[name]
     directory = write_checkpoint(build(tiny, QUERY_HEADS, attention=attention(tiny)), tmp_path / "source")
-    pair = Pair(plan_conversion(directory, 1, method="calibrated"), "cpu", torch.float32, 1)
+    pair = Pair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
     found = ((pair.module_of(layer), rotary) for layer, rotary in _rotary(tiny, length)[1].items() if rotary.slow)
     module, rotary = next((module, rotary) for module, rotary in found if module)
     pair.arrive(torch.full((1, length), 5))  # what layers are given besides
     same = torch.randn(pair.source.model.config.get_text_config(decoder=True).hidden_size).expand(1, length, -1)
-    (seen,) = pair.feed.observe(pair.original(module), same, "heads")
+    (seen,) = pair.original(module.layer, module).observe(same, "heads")
     for turned in seen.heads[:2]:
         dims = slow_dims(rotary)
         before, after = (_spread(heads[..., dims]) for heads in (unturned(turned, rotary), turned))

@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]
 
-_WATCHED: dict[nn.Module, Attend] = {}
+# What computes the attention of single modules, of models made with `watchable` functions, while they are looked at.
+WATCHED: dict[nn.Module, Attend] = {}
 
 
 @contextmanager
@@ -49,16 +50,6 @@ def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, 
     return output
 
 
-@contextmanager
-def watched(module: nn.Module, attend: Attend) -> Iterator[None]:
-    """Meanwhile `attend` computes the attention of `module`, of a model made with `watchable` functions."""
-    _WATCHED[module] = attend
-    try:
-        yield
-    finally:
-        del _WATCHED[module]
-
-
 def watchable() -> Any:
     """A context in which models may be made and run whose attention is called `gqa_sdpa` or `gqa_eager`."""
     return registered(
@@ -71,6 +62,6 @@ def _unless_watched(plain: Attend) -> Callable[..., tuple[Tensor, None]]:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
-        return _WATCHED.get(module, plain)(module, query, key, value, attention_mask, **options), None
+        return WATCHED.get(module, plain)(module, query, key, value, attention_mask, **options), None
 
     return attention

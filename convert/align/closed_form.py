@@ -12,11 +12,11 @@ from gqa.checkpoint.errors import listing
 from gqa.convert.align.aligned import heads_of
 from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
 from gqa.convert.align.grouping import find_order
+from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.moments import Moments, head_maps, stack_groups
-from gqa.convert.align.observe import Layer
 from gqa.convert.align.pair import Pair, check_finite
 from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.heads.symmetries import Rotary, Symmetry
+from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps, query_order
 
 
@@ -63,22 +63,6 @@ def position_weights(stream: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What an attention layer should compute at N x T positions.
-
-    inputs, outputs: (N, T, H * e) what the source's W_O is given on the source's own stream, and (N, T, D) what its
-        attention gives there.
-    drift: (N, T, D) what W_O should give beside that, see `Calibrator._drift`.
-    counts: (N, T) how much an error counts, see `position_weights`.
-    """
-
-    inputs: Tensor
-    outputs: Tensor
-    drift: Tensor
-    counts: Tensor
-
-
-@dataclass(frozen=True)
 class LayerResult:
     """What came out of one layer.
 
@@ -97,72 +81,71 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Task:
-    """One layer whose heads are merged: the source's, `own`, with its weights, the stream (N, T, D) that the converted
-    one will be given, and what its attention is wanted to give.
+    """One layer whose heads are merged, of N x T positions: the source's, `own`, with its weights; the stream (N, T, D)
+    that the converted one will be given; and what its attention should compute.
+
+    inputs, outputs: (N, T, H * e) what the source's W_O is given on the source's own stream, and (N, T, D) what its
+        attention gives there.
+    drift: (N, T, D) what W_O should give beside that, see `Calibrator._drift`.
+    counts: (N, T) how much an error counts, see `position_weights`.
     """
 
     pair: Pair
-    symmetry: Symmetry
+    module: AttentionModule
     own: Layer
     stream: Tensor
-    wanted: Wanted
-
-    @property
-    def module(self) -> AttentionModule:
-        return self.own.module
+    inputs: Tensor
+    outputs: Tensor
+    drift: Tensor
+    counts: Tensor
 
     def w_o(self) -> Tensor:
         """The source's W_O transposed, (H, e, D)."""
         plan = self.pair.plan
         return heads_of(plan.checkpoint, plan.changes_of(self.module))["output"].float()
 
-    def reordered(self, order: tuple[int, ...]) -> Task:
-        """With what is wanted as the source gives it when its heads are in that order."""
-        queries = self.pair.heads(self.module)[0].query
-        inputs = self.wanted.inputs.unflatten(-1, (queries, -1))[:, :, query_order(order, queries)].flatten(2)
-        return replace(self, wanted=replace(self.wanted, inputs=inputs))
 
+def closed_form(task: Task) -> LayerResult:
+    """Keys, then values as the merged attention sees them, then the refit of W_O.
 
-def closed_form(task: Task, strength: float, search: bool = False) -> LayerResult:
-    """Keys, then values as the merged attention sees them, then the refit of W_O with a ridge of that strength.
-
-    With `search` heads are regrouped, all of them being moved together with what belongs to them.
+    Where groups are searched for, heads are moved together with all that belongs to them.
     """
-    heads, groups = task.pair.heads(task.module)
-    text, w_o = task.pair.plan.config.text, task.w_o()
+    pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
+    text, symmetry, search = pair.plan.config.text, pair.symmetry, pair.options.grouping == "search"
+    assert symmetry is not None
     # On texts of this length, by which some embeddings choose their speeds.
-    rotary = task.symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.shape[1])
-    free_keys = task.symmetry.free_keys(text)
-    moments = Moments.zeros(heads, 1 if search else groups)
-    values = _watch_source(task, moments, rotary, w_o)
-    moments, order = moments.averaged(task.wanted.counts.numel()), None
+    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.shape[1])
+    free_keys = symmetry.free_keys(text)
+    moments, values = _watch_source(task, Moments.zeros(heads, 1 if search else groups), rotary, w_o)
     if search:
         order = find_order(moments, w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
+        queries = query_order(order, heads.query)
         values = {start: batch[:, order] for start, batch in values.items()}
-        w_o, task = w_o[query_order(order, heads.query)], task.reordered(order)
+        inputs = task.inputs.unflatten(-1, (heads.query, -1))[:, :, queries].flatten(2)
+        w_o, task = w_o[queries], replace(task, inputs=inputs)
     keys = moments.shared_keys(rotary) if free_keys else []
     seen = _seen_values(task, head_maps(heads, groups, keys, [], order), values)
     found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o.double())
-    return _refit(task, head_maps(heads, groups, keys, found, order), strength, w_o.double().flatten(0, 1))
+    return _refit(task, head_maps(heads, groups, keys, found, order), w_o.double().flatten(0, 1))
 
 
-def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> dict[int, Tensor]:
-    """Adds up moments of the source's heads on the converted stream; returns values (B, Hk, T, e) by the first block
-    of each batch, as they lie in memory: what is multiplied then rounds the same.
+def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> tuple[Moments, dict[int, Tensor]]:
+    """Moments of the source's heads on the converted stream, and values (B, Hk, T, e) by the first block of each batch,
+    as they lie in memory: what is multiplied then rounds the same.
     """
     roots, values = output_roots(w_o), dict[int, Tensor]()
     causal = getattr(task.own.attention, "is_causal", True)
-    for seen in task.pair.feed.observe(task.own, task.stream, "heads"):
+    for seen in task.own.observe(task.stream, "heads"):
         q, k, v = seen.heads
         check_finite(task.module.layer, q, k, v)
         scaling = seen.options.get("scaling") or q.shape[-1] ** -0.5
         significance = significance_of(q, k, v, seen.mask, scaling, roots, causal)
-        significance = significance * task.wanted.counts[seen.rows][:, None].to(q.device)
+        significance = significance * task.counts[seen.rows][:, None].to(q.device)
         moments.add(unturned(q, rotary), unturned(k, rotary), v, significance)
         values[seen.rows.start] = v.cpu()
-    return values
+    return moments.averaged(task.counts.numel()), values
 
 
 def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tensor:
@@ -171,31 +154,30 @@ def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tenso
     width = heads.kv // groups * heads.value_dim
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64)
     merged = task.pair.merged(task.module, maps)
-    for seen in task.pair.feed.observe(merged, task.stream, "heads"):
+    for seen in merged.observe(task.stream, "heads"):
         q, k, _ = seen.heads
         stacked = stack_groups(values[seen.rows.start].to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
         rows = task.pair.target.attend(merged.attention, q, k, stacked, seen.mask, **seen.options)  # (B, T, H, m e)
-        rows = rows * task.wanted.counts[seen.rows].sqrt()[..., None, None].to(rows)
+        rows = rows * task.counts[seen.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
             one = as_float64(rows[:, :, head]).flatten(0, 1)
             seen_by[head] += (one.T @ one).cpu()
-    return seen_by.div_(task.wanted.counts.numel())
+    return seen_by.div_(task.counts.numel())
 
 
-def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> LayerResult:
+def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
     assert maps.output is not None
-    merged, wanted = task.pair.merged(task.module, replace(maps, output=None)), task.wanted
+    merged = task.pair.merged(task.module, replace(maps, output=None))
     width, device = len(maps.output), task.pair.target.device
     weight = w_o.float().to(device)
     inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # what W_O turns into the drift is asked for on top
     inverse = inverse.float().to(device)
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
-    for seen in task.pair.feed.observe(merged, task.stream, "joined"):
+    for seen in merged.observe(task.stream, "joined"):
         inputs, drift, counts = (
-            part[seen.rows].flatten(0, 1).to(device, torch.float32)
-            for part in (wanted.inputs, wanted.drift, wanted.counts)
+            part[seen.rows].flatten(0, 1).to(device, torch.float32) for part in (task.inputs, task.drift, task.counts)
         )
         root = counts.sqrt()[:, None]
         target = (inputs + drift @ inverse) * root
@@ -203,8 +185,8 @@ def _refit(task: Task, maps: HeadMaps, strength: float, w_o: Tensor) -> LayerRes
         rows = as_float64(seen.joined.flatten(0, 1).float() * root)
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target.to(rows)).cpu())
-    count = wanted.counts.numel()
-    found = ridge(gram / count, cross / count, maps.output, strength)
+    count = task.counts.numel()
+    found = ridge(gram / count, cross / count, maps.output, task.pair.options.ridge)
     fitted = found.T @ w_o  # the new W_O
     left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
     warning = _undetermined(gram, count, task.pair.heads(task.module)[0].value_dim)

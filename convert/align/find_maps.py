@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.write import OutputDirectory
-from gqa.convert.align.calibration import Calibrator, MapsOptions
-from gqa.convert.align.work import Work
+from gqa.checkpoint.write import OutputDirectory, locked
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.options import SILENT, MapsOptions, Watcher
+from gqa.convert.align.pair import Streams
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.maps_file import MapsFile
+from gqa.convert.heads.modules import attention_modules
+from gqa.convert.maps import HeadMaps
+from gqa.convert.maps_file import MapsFile, fingerprint, join_maps, open_maps, save_maps
 from gqa.convert.methods import instead
 from gqa.convert.plan import Plan, check_grouping
 
 
-class Watcher(Protocol):
-    """Told of stages and tokens."""
-
-    def stage(self, name: str, tokens: int) -> None: ...
-    def update(self, tokens: int) -> None: ...
-    def layer(self, index: int, layers: int, error: float) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-class Silent:
-    """A watcher that says nothing."""
-
-    def stage(self, name: str, tokens: int) -> None: ...
-    def update(self, tokens: int) -> None: ...
-    def layer(self, index: int, layers: int, error: float) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-def find_maps(plan: Plan, path: Path, options: MapsOptions, watcher: Watcher, *, overwrite: bool = False) -> MapsFile:
+def find_maps(
+    plan: Plan, path: Path, options: MapsOptions, watcher: Watcher = SILENT, *, overwrite: bool = False
+) -> MapsFile:
     """Write the maps of `plan` to `path` and open them. Raises RefusedError and CorpusError before anything is written.
 
     What a layer gave on text is kept beside `path` until all are done; the same call then goes on after the last layer.
@@ -53,7 +44,7 @@ def find_maps(plan: Plan, path: Path, options: MapsOptions, watcher: Watcher, *,
 
 @contextmanager
 def with_maps(
-    plan: Plan, out: Path, options: MapsOptions, watcher: Watcher, *, overwrite: bool = False
+    plan: Plan, out: Path, options: MapsOptions, watcher: Watcher = SILENT, *, overwrite: bool = False
 ) -> Iterator[Plan]:
     """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
 
@@ -66,55 +57,149 @@ def with_maps(
 
 
 @contextmanager
-def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, overwrite: bool) -> Iterator[Work]:
+def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, overwrite: bool) -> Iterator[_Work]:
     """The work beside `output` with what all layers gave; gone once the block has made something of it."""
     check_grouping(plan, options.grouping)
-    work = Work(output, options.describe(plan), overwrite)
-    if plan.merging.how.needs == "weights":
-        with work.held():
-            found = plan.merging.how.find(plan, options.grouping == "search", options.device)
-            for number, (module, maps) in enumerate(found):
-                work.keep(number, module, maps, {})
-                watcher.layer(number + 1, plan.config.layers, float("nan"))
-            yield work
-        return
-    if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
-        raise RefusedError(
-            f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run layer "
-            f"by layer: use --method {instead(lambda other: other.needs == 'weights')}"
-        )
-    blocks = None if work.complete else options.text.blocks(plan.checkpoint, options.device, watcher.update)
+    work, how, blocks = _Work(output, describe(plan, options), overwrite), plan.merging.how, None
+    if how.reads_text:
+        if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
+            raise RefusedError(
+                f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run "
+                f"layer by layer: use --method {instead(lambda other: other.needs == 'weights')}"
+            )
+        if work.layers < plan.config.layers:
+            blocks = options.text.blocks(plan.checkpoint, options.device, watcher.update)
     with work.held():
         if blocks is not None:
-            try:
-                _run_layers(plan, work, blocks, options, watcher)
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                batch, length = options.batch, options.text.length
-                raise RefusedError(
-                    f"out of memory on {options.device} with {batch} blocks of {length} tokens in a layer at a time "
-                    f"({options.refinement.batch} to refine it); lower --context or --refine-batch, give "
-                    "--precision bfloat16, or another --device"
-                ) from None
+            _run_layers(plan, work, blocks, options, watcher)
+        elif not how.reads_text:
+            for number, (module, maps) in enumerate(how.find(plan, options.grouping == "search", options.device)):
+                work.keep(number, module, maps, {})
+                watcher.layer(number + 1, plan.config.layers, float("nan"))
         yield work
 
 
-def _run_layers(plan: Plan, work: Work, blocks: Tensor, options: MapsOptions, watcher: Watcher) -> None:
+def _run_layers(plan: Plan, work: _Work, blocks: Tensor, options: MapsOptions, watcher: Watcher) -> None:
     """Layer after layer, from the first that is not finished on."""
-    first, calibrator = work.layers, Calibrator(plan, blocks, options, work.streams())
-    how = options.refinement
+    how, first = options.refinement, work.layers
     trained = how.steps * how.batch * options.text.length if plan.merging.how.refines else 0
-    watcher.stage("calibrating", (blocks.numel() + trained) * (calibrator.layers - first))
-    for layer in range(first, calibrator.layers):
-        try:
+    try:
+        calibrator = Calibrator(plan, blocks, options, work.streams())
+        watcher.stage("calibrating", (blocks.numel() + trained) * (calibrator.layers - first))
+        for layer in range(first, calibrator.layers):
             result = calibrator.run(layer, watcher.update)
-        except RefusedError:  # it would be again
-            work.remove()
+            if result:
+                work.keep(layer, result.module.path, result.maps, result.weights)
+                if result.warning:
+                    watcher.warn(f"layer {layer}: {result.warning}")
+            work.finish(layer, calibrator.streams)
+            watcher.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
+    except RefusedError:  # it would be again
+        work.remove()
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
             raise
-        if result:
-            work.keep(layer, result.module.path, result.maps, result.weights)
-            if result.warning:
-                watcher.warn(f"layer {layer}: {result.warning}")
-        work.finish(layer, calibrator.layers, calibrator.streams)
-        watcher.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
+        raise RefusedError(
+            f"out of memory on {options.device} with {options.batch} blocks of {options.text.length} tokens in a layer "
+            f"at a time ({how.batch} to refine it); lower --context or --refine-batch, give --precision bfloat16, or "
+            "another --device"
+        ) from None
+
+
+def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
+    """What decides the maps, as JSON."""
+    told: dict[str, Any] = {
+        "method": plan.merging.method,
+        "groups": plan.groups,
+        "grouping": options.grouping,
+        "name": plan.checkpoint.hub_id or plan.checkpoint.name,
+        "model": fingerprint(plan.checkpoint, attention_modules(plan.checkpoint, plan.config)),
+    }
+    if plan.merging.how.needs == "text":
+        told |= {"text": asdict(options.text), "content": options.text.identify()}
+        told |= {name: getattr(options, name) for name in ("ridge", "dtype", "device", "batch")}
+    if plan.merging.how.refines:
+        told["refinement"] = asdict(options.training)
+    return dict(json.loads(json.dumps(told)))
+
+
+class _Work:
+    """What layers gave, in a hidden directory beside `output`, which one run at a time has while it is `held`.
+
+    `told` decides the maps. A run that stops, in whatever way, leaves the directory; one that finished no layer removes
+    it, and so does one that looks at weights alone: what it kept of layers is not finished. Layers of a run that was
+    told otherwise are refused, or forgotten with `overwrite`.
+    """
+
+    def __init__(self, output: Path, told: Mapping[str, Any], overwrite: bool) -> None:
+        self._output, self._told, self._overwrite = output, told, overwrite
+        self.place = output.absolute().with_name(f".{output.absolute().name}.gqa-work")
+        self._state = self.place / "streams.safetensors"
+        self._check()
+
+    @property
+    def layers(self) -> int:
+        """How many are finished."""
+        done = self._done()
+        return int(done["layers"]) if done and done["told"] == self._told else 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Raises RefusedError where another run has it."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        told = f"another run is finding maps for {self._output}; wait for it or give another -o"
+        with locked(self.place / "lock", told):
+            self._check()
+            if not self.layers:
+                for left in (path for path in self.place.iterdir() if path.name != "lock"):
+                    left.unlink()
+            try:
+                yield
+            except BaseException:
+                if not self.layers:
+                    self.remove()
+                raise
+            self.remove()
+
+    def keep(self, layer: int, module: str, maps: HeadMaps, weights: Mapping[str, Tensor]) -> None:
+        """What came out of a layer, by the path of its attention module."""
+        save_maps(self.place / f"{layer:04d}.safetensors", {module: maps}, weights, self._told)
+
+    def finish(self, layer: int, streams: Streams) -> None:
+        """One more is finished: that word is in the file of the streams that leave it."""
+        done = json.dumps({"told": self._told, "layers": layer + 1})
+        temporary = self._state.with_suffix(".partial")
+        save_file({"source": streams.source, "converted": streams.converted}, temporary, {"done": done})
+        temporary.replace(self._state)
+
+    def streams(self) -> Streams | None:
+        """What left the last finished layer."""
+        return Streams(**load_file(self._state)) if self.layers else None
+
+    def join(self, path: Path) -> MapsFile:
+        """One file of what was kept."""
+        join_maps(path, sorted(self.place.glob("[0-9]*.safetensors")), self._told)
+        return open_maps(path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def _done(self) -> dict[str, Any]:
+        """What is finished, of whatever run."""
+        if not self._state.exists():
+            return {}
+        with safe_open(self._state, framework="pt") as stream:
+            return dict(json.loads(stream.metadata()["done"]))
+
+    def _check(self) -> None:
+        """Raises RefusedError where another run has finished layers."""
+        if self._overwrite or not (done := self._done()):
+            return
+        before, told = done["told"], self._told
+        for key in sorted(before.keys() | told.keys()):
+            if before.get(key) != told.get(key):
+                raise RefusedError(
+                    f"{self.place} holds layers of an unfinished run with {key} {before.get(key)}, not "
+                    f"{told.get(key)}; run it to its end, or start over with --overwrite"
+                )

@@ -1,7 +1,8 @@
 """A model one layer at a time: hidden states of all text go through a layer before the next one's weights are read.
 
 What a layer is given besides hidden states (masks, positions' embeddings) is recorded from the model's own forward, in
-which every layer is replaced by one that only notes it; so nothing here knows how an architecture makes them.
+which every layer is replaced by one that only notes it; so nothing here knows how an architecture makes them. What a
+layer computes is seen in one way, `Layer.observe`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -24,13 +26,118 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.loading import model_class
 from gqa.checkpoint.names import assembled, parameter_names, shared_names, stored_parts
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.align.attention import attend_eager, attend_sdpa, watchable
+from gqa.convert.align.attention import WATCHED, attend_eager, attend_sdpa, watchable
 
 # What a layer is called with beside hidden states.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
+Until = Literal["call", "heads", "joined", "end"]
 
 # What layers return, by architecture.
 _RETURNED: tuple[Callable[[Tensor], Any], ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None))
+
+
+class _Stop(Exception):  # noqa: N818 - it is no error
+    """Raised inside of a layer whose result nobody needs."""
+
+
+@dataclass
+class Seen:
+    """What a layer computed for the blocks `rows` of a stream; what comes after the place where it stops is not set.
+
+    call: what its attention is called with. heads: (B, H, T, d) queries, (B, Hk, T, d) keys and (B, Hk, T, e) values;
+    `mask` and `options` go with them. joined: (B, T, H e), what W_O is given. attended: (B, T, D), what attention
+    gives. hidden: (B, T, D), what the layer gives.
+    """
+
+    rows: slice
+    call: Given = field(init=False)
+    heads: tuple[Tensor, Tensor, Tensor] = field(init=False)
+    mask: Any = field(init=False)
+    options: dict[str, Any] = field(init=False)
+    joined: Tensor = field(init=False)
+    attended: Tensor = field(init=False)
+    hidden: Tensor = field(init=False)
+
+
+@dataclass
+class Feed:
+    """How blocks go through layers: `batch` of them at a time, on a device, with what layers are `given` beside hidden
+    states: by the number of rows, for each layer.
+    """
+
+    batch: int
+    device: torch.device
+    given: dict[int, list[Given]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The layer of number `index` with its weights, `whole`; its `attention`, where that is looked at, and what in it
+    multiplies by W_O, `output`, where that is known.
+    """
+
+    index: int
+    whole: nn.Module
+    feed: Feed
+    attention: nn.Module
+    output: nn.Module | None
+
+    @torch.no_grad()
+    def run(self, hidden: Tensor) -> Tensor:
+        """What it makes of some blocks (B, T, D)."""
+        args, kwargs = self.feed.given[len(hidden)][self.index]
+        with watchable():
+            output = self.whole(hidden.to(self.feed.device), *args, **kwargs)
+        return output if isinstance(output, Tensor) else output[0]
+
+    def pass_through(self, stream: Tensor, progress: Callable[[int], None] = lambda tokens: None) -> None:
+        """The stream (N, T, D) becomes what the layer makes of it; `progress` is told of tokens."""
+        for blocks in stream.split(self.feed.batch):
+            blocks.copy_(self.run(blocks))
+            progress(blocks.shape[0] * blocks.shape[1])
+
+    def observe(self, stream: Tensor, until: Until = "end") -> Iterator[Seen]:
+        """One batch of `stream` (N, T, D) after the other goes through the layer, no further than to where its
+        attention is called, has its `heads`, or has them `joined` for W_O. Raises RefusedError where it has no such
+        place.
+        """
+        for start in range(0, len(stream), self.feed.batch):
+            seen = Seen(slice(start, min(start + self.feed.batch, len(stream))))
+            with self._noted(seen, until), suppress(_Stop):
+                seen.hidden = self.run(stream[seen.rows])
+                if until != "end":
+                    raise RefusedError(f"{type(self.whole).__name__} does not call transformers' attention functions")
+            yield seen
+
+    def _noted(self, seen: Seen, until: Until) -> ExitStack:
+        """A context in which the layer, when it is run, writes down what it computes."""
+
+        def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.call = args, kwargs
+            if until == "call":
+                raise _Stop
+
+        def attend(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
+            seen.heads, seen.mask, seen.options = (q, k, v), mask, options
+            raise _Stop
+
+        def joined(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen.joined = args[0]
+            if until == "joined":
+                raise _Stop
+
+        def attended(_: nn.Module, args: Any, output: Any) -> None:
+            seen.attended = output if isinstance(output, Tensor) else output[0]
+
+        stack = ExitStack()
+        stack.callback(self.attention.register_forward_pre_hook(called, with_kwargs=True).remove)
+        stack.callback(self.attention.register_forward_hook(attended).remove)
+        if until == "heads":
+            WATCHED[self.attention] = attend
+            stack.callback(WATCHED.pop, self.attention)
+        if self.output is not None:
+            stack.callback(self.output.register_forward_pre_hook(joined).remove)
+        return stack
 
 
 class Layerwise:
@@ -99,7 +206,7 @@ class Layerwise:
             )
         return assembled(self.model, name, {part: tensor(part) for part in parts})
 
-    def load(self, index: int, changed: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
+    def load(self, index: int, changed: Mapping[str, Tensor]) -> nn.Module:
         """Layer `index` with its weights, of which the stored tensors `changed` replace the checkpoint's."""
         layer = self.layers[index]
         self._fill([f"{self.prefix}.{index}.{name}" for name in layer.state_dict()], changed)
@@ -147,10 +254,3 @@ class Layerwise:
         failed.sort(key=lambda error: not isinstance(error, RuntimeError))
         why = f": {explain(failed[0])}" if failed else ""
         raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer{why}")
-
-
-def run_layer(layer: nn.Module, hidden: Tensor, given: Given) -> Tensor:
-    """Hidden states after the layer."""
-    with watchable():
-        output = layer(hidden, *given[0], **given[1])
-    return output if isinstance(output, Tensor) else output[0]

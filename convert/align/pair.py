@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_parts, stored_tensors
-from gqa.convert.align.layerwise import Layerwise
-from gqa.convert.align.observe import Feed, Layer
+from gqa.convert.align.layerwise import Feed, Layer, Layerwise
+from gqa.convert.align.options import MapsOptions
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, attention_modules
@@ -37,15 +37,16 @@ class Streams:
 class Pair:
     """The source and the converted model, one layer at a time, and how to get from one to the other."""
 
-    def __init__(self, plan: Plan, device: str, dtype: torch.dtype, batch: int) -> None:
-        checkpoint, config = plan.checkpoint, plan.config
+    def __init__(self, plan: Plan, options: MapsOptions) -> None:
+        checkpoint, config, dtype = plan.checkpoint, plan.config, getattr(torch, options.dtype)
         modules = attention_modules(checkpoint, config)
         self._modules = [module for module in modules if module.layer < config.layers and module.kind == "decoder-self"]
         path = self._modules[0].path
-        self.plan, self.symmetry = plan, config.symmetry if isinstance(config.symmetry, Symmetry) else None
-        self.source = Layerwise(checkpoint, transformers_config(config.raw), path, dtype, device)
-        self.target = Layerwise(checkpoint, transformers_config(plan.new_config), path, dtype, device)
-        self.feed = Feed(batch, self.source.device)
+        self.plan, self.options = plan, options
+        self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
+        self.source = Layerwise(checkpoint, transformers_config(config.raw), path, dtype, options.device)
+        self.target = Layerwise(checkpoint, transformers_config(plan.new_config), path, dtype, options.device)
+        self.feed = Feed(options.batch, self.source.device)
 
     def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
         """Those of the source's module, and how many key/value heads they become."""
@@ -59,18 +60,17 @@ class Pair:
             raise RefusedError(f"layer {layer} has several attention modules, which cannot be calibrated apart")
         return found[0] if found else None
 
-    def original(self, module: AttentionModule) -> Layer:
-        """The source's layer with its weights."""
-        return self._found(self.source, self.source.load(module.layer), module)
+    def original(self, layer: int, module: AttentionModule | None) -> Layer:
+        """The source's layer with its weights, in which `module` is looked at."""
+        return self._found(self.source, layer, module, {})
 
     def merged(self, module: AttentionModule, maps: HeadMaps, trained: Mapping[str, Tensor] | None = None) -> Layer:
         """The converted model's layer, by maps; of `trained` tensors, by their stored names, as they are."""
         read, found = self.plan.checkpoint.read, dict[str, Tensor]()
         for change in self.plan.changes_of(module):
-            parts = change.split([read(spec).float() for spec in change.sources])
-            tensors = change.join({p: heads if p == "whole" else maps.merge(p, heads) for p, heads in parts.items()})
+            tensors = change.mapped([read(spec).float() for spec in change.sources], maps.merge)
             found |= dict(zip(change.outputs, tensors, strict=True))
-        return self._found(self.target, self.target.load(module.layer, found | dict(trained or {})), module)
+        return self._found(self.target, module.layer, module, found | dict(trained or {}))
 
     def trainable(self, module: AttentionModule, attention: nn.Module) -> dict[str, str]:
         """Parameters of a converted attention module that are stored in what changes: name below it -> full name."""
@@ -99,13 +99,17 @@ class Pair:
         states = torch.cat(hidden)
         return Streams(states, states.clone())
 
-    def _found(self, own: Layerwise, whole: nn.Module, module: AttentionModule) -> Layer:
-        """A layer whose attention is at the end of the module's stored path."""
-        attention, output = whole.get_submodule(module.path.split(f".{module.layer}.", 1)[1]), None
-        if self.symmetry:
+    def _found(
+        self, own: Layerwise, layer: int, module: AttentionModule | None, changed: Mapping[str, Tensor]
+    ) -> Layer:
+        """A layer with its weights; its attention is at the end of the module's stored path."""
+        attention, output = (whole := own.load(layer, changed)), None
+        if module:
+            attention = whole.get_submodule(module.path.split(f".{layer}.", 1)[1])
+        if module and self.symmetry:
             stored = f"{module.path}.{self.symmetry.output}.weight"
             output = own.model.get_submodule(own.names[stored].rpartition(".")[0])
-        return Layer(whole, module, attention, output)
+        return Layer(layer, whole, self.feed, attention, output)
 
 
 def check_finite(layer: int, *tensors: Tensor) -> None:

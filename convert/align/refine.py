@@ -13,30 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.convert.align.attention import watchable
+from gqa.convert.align.options import Refinement
 
 _CHECKS = 8  # times that the held-out error is looked at
-
-
-@dataclass(frozen=True)
-class Refinement:
-    """How long and how fast: steps of `batch` blocks; `learning_rate`, relative to the size of each tensor, falls
-    linearly to zero.
-    """
-
-    steps: int = 200
-    batch: int = 16
-    learning_rate: float = 0.02
-    heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
-    autocast: bool | None = None  # bfloat16 products; None: where the device is faster at them (`find_maps`)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch < 1:
-            raise RefusedError(
-                f"layers cannot be refined in {self.steps} steps of {self.batch} blocks; give at least 1"
-            )
 
 
 @dataclass

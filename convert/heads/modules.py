@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
-from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Part, Parts, Rule, Separate, Untouched
+from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Part, Parts, Role, Rule, Separate, Untouched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,11 @@ class Change:
         """The outputs of heads: the inverse of `split`, for the number of heads that there now is."""
         joined = self.rule.layout.join(parts, self.heads)
         return list(joined.unbind()) if self.rule.numbered else [joined]
+
+    def mapped(self, tensors: Sequence[Tensor], merge: Callable[[Role, Tensor], Tensor]) -> list[Tensor]:
+        """The outputs: each role's heads as `merge` makes them; what has no heads as it is."""
+        parts = self.split(tensors)
+        return self.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.find_maps import Silent, find_maps
+from gqa.convert.align.find_maps import find_maps
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
@@ -198,7 +198,7 @@ def convert(bench: Bench, cell: Cell, work: Path) -> float:
         maps = work / "maps.safetensors"
         if not maps.exists():
             work.mkdir(exist_ok=True)
-            find_maps(plan, maps, options.maps_of(cell, bench.device), Silent())
+            find_maps(plan, maps, options.maps_of(cell, bench.device))
     convert_checkpoint(
         options.model, cell.groups, work / CONVERTED, method=method, seed=cell.seed, maps=maps, overwrite=True
     )

@@ -13,7 +13,7 @@ from gqa.convert.methods import METHODS
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
 
 if TYPE_CHECKING:
-    from gqa.convert.align.calibration import MapsOptions
+    from gqa.convert.align.options import MapsOptions
 
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")

@@ -1,0 +1,157 @@
+"""How maps are found, and who is told of it. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.convert.methods import GROUPINGS
+from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gqa.checkpoint.read import Checkpoint
+
+DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of
+    `length`. `field` is the column of text of files and data sets. `repeats`: half of the blocks repeat themselves
+    (`gqa.corpus.repeats`), but those of `self:plain`.
+    """
+
+    sources: tuple[str, ...] = ("self",)
+    tokens: int = 65_536
+    length: int = 256
+    seed: int = 0
+    field: str = "text"
+    repeats: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.length < 2:
+            raise RefusedError(
+                f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
+            )
+
+    def blocks(self, checkpoint: Checkpoint, device: str, progress: Callable[[int], None]) -> Tensor:
+        """(N, length) token ids. Raises RefusedError and CorpusError."""
+        import numpy as np
+        import torch
+
+        from gqa.convert.align.calibration_text import read_blocks, write_blocks
+
+        parts = []
+        for source, tokens in self._shares():
+            if is_self(source):
+                plain = parse_self(source).plain or not self.repeats
+                parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, progress))
+            else:
+                found = self._parse(source)
+                parts.append(read_blocks(checkpoint, found, tokens, self.length, self.seed, self.repeats))
+                progress(parts[-1].size)
+        return torch.from_numpy(np.concatenate(parts))
+
+    def identify(self) -> list[str]:
+        """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
+        return [s if is_self(s) else self._parse(s).identify() for s in self.sources]
+
+    def _parse(self, source: str) -> Source:
+        return parse_sources((source,), field=self.field)[0]
+
+    def _shares(self) -> Sequence[tuple[str, int]]:
+        """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
+        fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
+        weights = [0.0 if f else split_weight(s)[1] or 1.0 for f, s in zip(fixed, self.sources, strict=True)]
+        total = sum(weights) or 1.0
+        counts = [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
+        shares = list(zip(self.sources, counts, strict=True))
+        if short := [source for source, tokens in shares if tokens < self.length]:
+            raise RefusedError(
+                f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens)"
+            )
+        return shares
+
+
+def _default_device() -> str:
+    from gqa.checkpoint.devices import default_device
+
+    return default_device()
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How long and how fast: steps of `batch` blocks; `learning_rate`, relative to the size of each tensor, falls
+    linearly to zero.
+    """
+
+    steps: int = 200
+    batch: int = 16
+    learning_rate: float = 0.02
+    heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
+    autocast: bool | None = None  # bfloat16 products; None: where the device is faster at them
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1:
+            raise RefusedError(
+                f"layers cannot be refined in {self.steps} steps of {self.batch} blocks; give at least 1"
+            )
+
+
+@dataclass(frozen=True)
+class MapsOptions:
+    """How maps are found; of the weights-only methods only `grouping` matters.
+
+    ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
+    batch: Blocks that go through a layer at a time.
+    grouping: `contiguous`, or `search` for the groups that lose least.
+    """
+
+    text: CalibrationText = field(default_factory=CalibrationText)
+    ridge: float = 0.03
+    refinement: Refinement = field(default_factory=Refinement)
+    device: str = field(default_factory=_default_device)
+    dtype: str = "float32"
+    batch: int = 8
+    grouping: str = "contiguous"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("dtype", self.dtype, DTYPES), ("grouping", self.grouping, GROUPINGS)):
+            if value not in known:
+                raise RefusedError(f"{name} {value!r} is not known; choose {', '.join(known)}")
+        if not 0 <= self.ridge < math.inf or self.batch < 1:
+            raise RefusedError(f"ridge {self.ridge} and batch {self.batch}: give one from 0 on, and at least 1 block")
+
+    @property
+    def training(self) -> Refinement:
+        """The refinement, in bfloat16 where nothing is said and the device multiplies it faster."""
+        from gqa.checkpoint.devices import native_bfloat16
+
+        if self.refinement.autocast is not None:
+            return self.refinement
+        return replace(self.refinement, autocast=native_bfloat16(self.device))
+
+
+class Watcher:
+    """Is told how far it is; this one keeps it to itself."""
+
+    def stage(self, name: str, tokens: int) -> None:
+        """What begins, and how many tokens it is about."""
+
+    def update(self, tokens: int) -> None:
+        """So many tokens further."""
+
+    def layer(self, index: int, layers: int, error: float) -> None:
+        """So many of the layers are done; NaN where no error was measured."""
+
+    def warn(self, text: str) -> None:
+        """What went otherwise than wanted."""
+
+
+SILENT = Watcher()
