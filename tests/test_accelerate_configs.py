@@ -10,15 +10,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from embedded import converted
 from processes import free_port
+from training import Runs
 
 from gqa.uptrain.cli import command
 
@@ -109,39 +108,28 @@ def test_the_commands_in_comments_parse() -> None:
 # ------------------------------------------------------------------------------------------------- launched
 
 
-def train(name: str, model: Path, out: Path, *options: str, nodes: int = 1) -> dict[str, Any]:
-    """The record of two steps of 4 blocks, on CPUs; --precision, because bfloat16 is not equal for other shares of a
-    batch.
-    """
-    words = [
-        "--data", "stdlib:train", "--steps", "2", "--batch-size", "4", "--context", "64", "--heldout-tokens", "256",
-        "--precision", "no", "-o", str(out),
-    ]  # fmt: skip
+def test_two_nodes_train_as_one(runs: Runs, tmp_path: Path) -> None:
+    """Two launchers, on CPUs; --precision, because bfloat16 is not equal for other shares of a batch."""
+
+    def words(name: str) -> list[str]:
+        return runs.words(tmp_path / name, steps=2, batch_size=4, precision="no", warmup=0, quiet=False)
+
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(BY_NAME["two-nodes"])]
+    launch += ["--num_processes", "2", "--main_process_port", free_port(), "--machine_rank"]
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(BY_NAME[name]), *options,
-             "--machine_rank", str(rank), "-m", "gqa.uptrain", str(model), *words],
-            env=clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [*launch, str(rank), "-m", "gqa.uptrain", *words("nodes")], stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, env=clean | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
-        for rank in range(nodes)
+        for rank in range(2)
     ]  # fmt: skip
+    runs.finish(*words("one"))
     for process in running:
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 0, said[-3000:]
-    found: dict[str, Any] = json.loads((out / "gqa_uptraining.json").read_text())
-    return found
-
-
-def test_launched_processes_and_nodes_train_as_one(tmp_path: Path) -> None:
-    model, two = converted(tmp_path, 2), ("--num_processes", "2")
-    one = train("one-gpu", model, tmp_path / "one")
-    ddp = train("ddp", model, tmp_path / "ddp", *two)
-    both = train("two-nodes", model, tmp_path / "nodes", *two, "--main_process_port", free_port(), nodes=2)
-    assert [found["ranks"] for found in (one, ddp, both)] == [1, 2, 2]
-    for found in (ddp, both):
-        assert found["losses"] == pytest.approx(one["losses"], abs=1e-4)
+        assert said.count("written     ") == (process is running[0]), said
+    one, both = (json.loads((tmp_path / name / "gqa_uptraining.json").read_text()) for name in ("one", "nodes"))
+    assert [found["ranks"] for found in (one, both)] == [1, 2]
+    assert both["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert one["losses"]["heldout_after"] < one["losses"]["heldout_before"]

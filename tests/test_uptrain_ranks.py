@@ -20,13 +20,15 @@ from gqa.uptrain.state import States
 STEPS = 3
 
 
-WAYS = {"4x2": (1, 2), "2x4": (1, 4), "2 ranks x 4": (2, 4), "2 ranks x 2x2": (2, 2), "4 ranks x 2": (4, 2)}
+WAYS = {"4x2": (1, 2), "2 ranks x 2x2": (2, 2), "4 ranks x 2": (4, 2)}
 LAUNCHED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # as `accelerate launch` sets it for DeepSpeed
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "documents": {"mask_documents": True, "train": "kv", "optimizer": "adafactor"},
-    "teacher": {"teacher": "teacher", "distill": 0.5, "temperature": 2.0, "match": "attention"},
-}
+    "documents": {
+        "mask_documents": True, "train": "kv", "optimizer": "adafactor",
+        "teacher": "teacher", "distill": 0.5, "temperature": 2.0, "match": "attention",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -74,18 +76,14 @@ def test_adapters_and_towers(runs: Runs, tmp_path: Path, name: str) -> None:
     assert difference(tmp_path / "ddp", tmp_path / "other") <= most
 
 
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"],
-}
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers(runs: Runs, tmp_path: Path, launcher: str) -> None:
-    """Two processes come to the weights of one, and one of them tells for both."""
-    words = [*LAUNCHERS[launcher], "-m", "gqa.uptrain", *runs.words(tmp_path / "two", steps=STEPS, quiet=False)]
+def test_torchrun(runs: Runs, tmp_path: Path) -> None:
+    """Two processes come to the weights of one, and one of them tells for both; `accelerate launch` is in
+    test_accelerate_configs.py.
+    """
+    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "gqa.uptrain"]
     done = subprocess.run(
-        [sys.executable, "-m", *words, "--json"], capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-m", *launch, *runs.words(tmp_path / "two", steps=STEPS, quiet=False), "--json"],
+        capture_output=True, text=True, timeout=120, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

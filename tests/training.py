@@ -218,35 +218,38 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
     Log.step = step_and_kill  # type: ignore[method-assign]
 
 
-def kill_while_saving(step: int, change: int) -> None:
-    """SIGKILL just before the state of `step` is changed on disk for the nth time: a file, a name, a directory."""
+def save_and_kill(directory: str, change: int) -> None:
+    """The states of steps 2 and 4 of a small module, of which one is kept; SIGKILL just before that of step 4 changes
+    the disk for the nth time: a file, a name, a directory.
+    """
     import torch
+    from accelerate import Accelerator
 
     import gqa.uptrain.state as module
 
-    left, armed = [change], [False]
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    states, left = module.States(Path(directory), 1), [change]
 
     def fatal(owner: Any, name: str) -> None:
         call = getattr(owner, name)
 
         def counted(*given: Any, **options: Any) -> Any:
-            left[0] -= armed[0]
+            left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*given, **options)
 
         setattr(owner, name, counted)
 
-    save = module.States.save
-
-    def save_and_count(self: Any, accelerator: Any, record: dict[str, Any]) -> Path:
-        armed[0] = record["step"] == step
-        return save(self, accelerator, record)
-
-    for owner, name in ((torch, "save"), (module, "write_text"), (module, "fsync_directory"), (Path, "rename"),
-                        (shutil, "rmtree"), (os, "makedirs")):  # fmt: skip
-        fatal(owner, name)
-    module.States.save = save_and_count  # type: ignore[method-assign]
+    with states.held():
+        states.keep_best(model.state_dict())
+        states.save(accelerator, {"step": 2})
+        for owner, name in ((torch, "save"), (module, "write_text"), (module, "fsync_directory"), (Path, "rename"),
+                            (shutil, "rmtree"), (os, "makedirs")):  # fmt: skip
+            fatal(owner, name)
+        states.save(accelerator, {"step": 4})
+    sys.exit()
 
 
 def shard(load_once: bool = False) -> None:

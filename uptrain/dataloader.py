@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,39 +18,34 @@ from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
-from gqa.corpus.tokens import Block, Blocks, Ints, TokenisedText, concatenate, tokenise
+from gqa.corpus.tokens import Block, Blocks, TokenisedText, concatenate, tokenise
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
 
 _ENDLESS = 2**62  # tokens of a stream
 
 
-@dataclass(frozen=True)
-class RepeatingStream:
-    """A stream of blocks of which half repeat themselves (`gqa.corpus.repeats`)."""
+class Numbered:
+    """The blocks of a stream by number. It is read forward, and again from its start for one eight before the last."""
 
-    plain: StreamedBlocks
-    seed: int
+    def __init__(self, stream: StreamedBlocks) -> None:
+        self.size, self._stream = stream.size, stream
+        self._recent: deque[tuple[int, Block]] = deque(maxlen=8)
 
-    @property
-    def size(self) -> int:
-        return self.plain.size
-
-    def blocks(self, start: int = 0) -> Iterator[Block]:
-        """Blocks from number `start` on, which depend on up to seven before."""
-        recent: dict[int, Ints] = {}
-        for number, block in enumerate(self.plain.blocks(max(0, start - 7)), max(0, start - 7)):
-            recent[number] = block["input_ids"]
-            recent.pop(number - 8, None)
-            if number >= start:
-                yield {"input_ids": mixed(recent.__getitem__, number, self.seed, 0).astype(np.int64)}
+    def __getitem__(self, index: int) -> Block:
+        if not self._recent or index < self._recent[0][0]:
+            self._blocks = enumerate(self._stream.blocks())
+            self._recent.clear()
+        while not self._recent or self._recent[-1][0] < index:
+            self._recent.append(next(self._blocks))
+        return dict(self._recent)[index]
 
 
 @dataclass(frozen=True)
-class RepeatingBlocks:
-    """Blocks of which half repeat themselves."""
+class Repeating:
+    """Blocks of which half repeat themselves (`gqa.corpus.repeats`)."""
 
-    plain: Blocks
+    plain: Blocks | Numbered
     seed: int
 
     @property
@@ -61,9 +57,6 @@ class RepeatingBlocks:
         return {"input_ids": found.astype(np.int64)}
 
 
-Stream = StreamedBlocks | RepeatingStream
-
-
 @dataclass(frozen=True)
 class Dataloader:
     """Step s trains on blocks s * batch_size to (s + 1) * batch_size, in order, behind the `first` ones.
@@ -71,7 +64,7 @@ class Dataloader:
     `fingerprint`: equal where the data is. `summary`: what the data is, for people. `heldout`: what was held back.
     """
 
-    blocks: Blocks | SampledBlocks | RepeatingBlocks | Stream
+    blocks: Blocks | SampledBlocks | Repeating | Numbered
     batch_size: int
     steps: int
     fingerprint: str
@@ -85,13 +78,9 @@ class Dataloader:
 
     def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[Batch]]:
         """For each step from `first_step` on, the micro-batches of one rank, which has every `ranks`th block."""
-        size, blocks, first = self.batch_size, self.blocks, self.first
-        stream = blocks.blocks(first + first_step * size) if isinstance(blocks, Stream) else iter(())
         for step in range(first_step, self.steps):
-            if isinstance(blocks, Stream):
-                own = list(islice(stream, size))[rank::ranks]
-            else:
-                own = [blocks[first + number] for number in range(step * size + rank, (step + 1) * size, ranks)]
+            begin = self.first + step * self.batch_size
+            own = [self.blocks[number] for number in range(begin + rank, begin + self.batch_size, ranks)]
             yield [stack(own[start : start + micro]) for start in range(0, len(own), micro)]
 
 
@@ -113,8 +102,8 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, block_size: int) -> D
             boundaries=options.mask_documents, **_length(options),
         )  # fmt: skip
         steps = _steps(chosen.blocks.n_blocks, options, block_size)
-        read = RepeatingBlocks(chosen.blocks, options.seed) if options.repeats else chosen.blocks
-        return Dataloader(read, options.batch_size, steps, text.fingerprint, chosen.summary(), heldout)
+        own = Repeating(chosen.blocks, options.seed) if options.repeats else chosen.blocks
+        return Dataloader(own, options.batch_size, steps, text.fingerprint, chosen.summary(), heldout)
     if options.alpha is not None and options.pretraining_tokens is None:
         raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
     steps = _steps(n_blocks_for(_ENDLESS, block_size, **_length(options)), options, block_size)
@@ -125,8 +114,8 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, block_size: int) -> D
     )  # fmt: skip
     told = f"a stream of {', '.join(source.spec for source in sources)}"
     heldout = list(islice(blocks.blocks(), first))
-    stream = RepeatingStream(blocks, options.seed) if options.repeats else blocks
-    return Dataloader(stream, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
+    read = Repeating(Numbered(blocks), options.seed) if options.repeats else Numbered(blocks)
+    return Dataloader(read, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
 
 
 def wanted_blocks(options: TrainOptions, block_size: int) -> int:

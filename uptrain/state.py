@@ -66,7 +66,7 @@ class States:
         """Write the state of all ranks; the older ones beyond `keep_last` go only when the new one is complete."""
         final = self.directory / f"step-{record['step']:08d}"
         work = final.with_suffix(".partial")
-        try:
+        with self._failing(f"the state of step {record['step']} could not be saved", "the one before", work):
             # Not as safetensors: those hold no tied weights, which then are missing when the state is loaded.
             accelerator.save_state(str(work), safe_serialization=False)
             accelerator.wait_for_everyone()
@@ -74,14 +74,6 @@ class States:
                 if (self.directory / BEST).exists():
                     _link(self.directory / BEST, work / BEST)
                 self._publish(work, final, record)
-        except (OSError, RuntimeError) as error:  # torch writes files with its own errors
-            shutil.rmtree(work, ignore_errors=True)
-            if out_of_memory(error):
-                raise
-            raise OutputError(
-                f"the state of step {record['step']} could not be saved in {self.directory} ({explain(error)}); "
-                "free some space and continue from the one before with --resume"
-            ) from None
         accelerator.wait_for_everyone()
         return final
 
@@ -103,16 +95,22 @@ class States:
         """Replace the best weights of before. Raises OutputError."""
         import torch
 
+        failing = self._failing("the best weights could not be kept", "the last state")
+        with failing, replacing(self.directory / BEST) as fresh:
+            torch.save(weights, fresh)
+
+    @contextmanager
+    def _failing(self, what: str, whence: str, work: Path | None = None) -> Iterator[None]:
+        """What cannot be written is told with OutputError, and the half of it in `work` goes."""
         try:
-            with replacing(self.directory / BEST) as fresh:
-                torch.save(weights, fresh)
-        except (OSError, RuntimeError) as error:
+            yield
+        except (OSError, RuntimeError) as error:  # torch writes files with its own errors
+            if work:
+                shutil.rmtree(work, ignore_errors=True)
             if out_of_memory(error):
                 raise
-            raise OutputError(
-                f"the best weights could not be kept in {self.directory} ({explain(error)}); free some space and "
-                "continue from the last state with --resume"
-            ) from None
+            told = f"free some space and continue from {whence} with --resume"
+            raise OutputError(f"{what} in {self.directory} ({explain(error)}); {told}") from None
 
     def best(self) -> dict[str, Tensor]:
         """What was kept last."""
