@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,12 @@ SOURCE_CARD = "# The source model's card"
 # What is not about a result: where it goes, whether something is in its place, what is told meanwhile.
 _BESIDE = ("output", "overwrite", "resume", "dry_run", "json", "as_json", "verbose", "quiet")
 
+_installed = cache(importlib.metadata.version)
+
 
 def version() -> str:
     """This tool's version."""
-    return importlib.metadata.version(DISTRIBUTION)
+    return _installed(DISTRIBUTION)
 
 
 def stamp(tool: str, command: str) -> dict[str, Any]:
@@ -40,7 +43,7 @@ def stamp(tool: str, command: str) -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Those that are installed."""
-    return {name: importlib.metadata.version(name) for name in packages}
+    return {name: _installed(name) for name in packages}
 
 
 def without_place(word: str) -> str:

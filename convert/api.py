@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,6 @@ from gqa.convert.recast.targets import ANY, Target
 from gqa.convert.verify import verify_load
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
-
-_WRITING = ("overwrite", "checksums", "load", "jobs", "progress")  # what `convert_plan` takes, of all options
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def convert_checkpoint(
 
     `out` is the directory to make; default as `default_output` says. Raises what the two do.
     """
-    writing = {name: options.pop(name) for name in _WRITING if name in options}
+    writing = {name: options.pop(name) for name in signature(convert_plan).parameters if name in options}
     grouping = calibration.grouping if calibration else "contiguous"
     plan = plan_conversion(model, groups, grouping=grouping, headers_only=False, **options)
     place = default_output(plan.checkpoint.hub_id or os.fspath(model), plan) if out is None else Path(out)

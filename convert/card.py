@@ -23,7 +23,7 @@ from gqa.checkpoint.provenance import (
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.plan import Plan
 from gqa.convert.recast.view import CUSTOM_CODE
-from gqa.convert.summary import recast_record, size
+from gqa.convert.summary import plan_record, size
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
@@ -79,40 +79,35 @@ def _place(plan: Plan, out: Path) -> str | None:
 
 def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path) -> str:
     """How the result at `out` was made, as JSON: enough to make it again."""
-    main = plan.config.main
+    told = plan_record(plan)
     record: dict[str, Any] = {
         **stamp("gqa-convert", command(plan)),
-        "source": {"model": plan.checkpoint.hub_id or plan.checkpoint.name, "revision": plan.checkpoint.revision},
-        "model_type": plan.config.text.model_type,
-        "family": plan.config.family.name,
+        "source": {name: told[name] for name in ("model", "revision")},
+        **{name: told[name] for name in ("model_type", "family")},
         "options": {
             "groups": plan.groups,
             "method": plan.method,
             "seed": plan.merging.seed if plan.merging.how.redraws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,
         },
-        "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
-        "config_edits": [{"key": e.key, "before": e.before, "after": e.after} for e in plan.config_edits],
+        **{name: told[name] for name in ("heads", "config_edits")},
         "changed_tensors": [t.name for t in plan.changed],
         "versions": versions("torch", "transformers", "safetensors") | {"python": platform.python_version()},
     }
     if plan.checkpoint.hub_id is None:
         record["source"]["path"] = _place(plan, out)
-    if classes := recast_record(plan):
-        record["recast"] = classes
-    if plan.merging.maps:
-        record["maps"] = _told_of_maps(plan.merging.maps.description)
-    if checksums:
-        record["sha256"] = checksums
+    maps = plan.merging.maps
+    beside = {"recast": told["recast"], "maps": maps and _told_of_maps(maps.description), "sha256": checksums}
+    record |= {name: value for name, value in beside.items() if value}
     return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
 
 def model_card(plan: Plan, name: str) -> str:
     """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
     metadata, original = source_card(plan.checkpoint)
-    base = plan.checkpoint.hub_id
+    base, main = plan.checkpoint.hub_id, plan.config.main
     kept = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
-    kind = {1: "multi-query-attention", plan.config.main.query: "multi-head-attention"}
+    kind = {1: "multi-query-attention", main.query: "multi-head-attention"}
     tags = [tag for tag in metadata.get("tags", []) if tag not in _ATTENTION_TAGS]
     tags += ["gqa-convert", kind.get(plan.groups, "grouped-query-attention")]
     kept |= {
@@ -121,7 +116,6 @@ def model_card(plan: Plan, name: str) -> str:
         "library_name": metadata.get("library_name", "transformers"),
         "tags": tags,
     }
-    main = plan.config.main
     what = {
         "none": f"with its own {main.kv} key/value heads: nothing was merged",
         "repeat": f"with {plan.groups} instead of {main.kv} key/value heads, each repeated: the same logits",
@@ -133,11 +127,12 @@ def model_card(plan: Plan, name: str) -> str:
         "",
         f"`{base or plan.checkpoint.name}` {what} ({main.query} query heads; gqa-convert {version()}).",
         "",
-        *_classes(plan),
-        *comparison(("base model", "this model"), _numbers(plan)),
-        "",
-        f"- Provenance: `{PROVENANCE}`",
     ]
+    if plan.checkpoint.way:
+        source, target = plan.checkpoint.classes
+        code = "whose code is in this repository" if plan.checkpoint.way == CUSTOM_CODE else "a class of transformers"
+        lines.append(f"- Class: {target}, {code}; the source is {source}, which cannot have fewer key/value heads")
+    lines += [*comparison(("base model", "this model"), _numbers(plan)), "", f"- Provenance: `{PROVENANCE}`"]
     if plan.groups < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
     return format_card(kept, lines, command(plan), original)
@@ -152,17 +147,7 @@ def _numbers(plan: Plan) -> dict[str, tuple[str, str]]:
     }
     if context := after.context:
         rows[f"KV cache at {context:,} tokens"] = size(before.bytes_at(context)), size(after.bytes_at(context))
-    weights = sum(spec.nbytes for spec in plan.checkpoint.tensors.values())
     return rows | {
         "parameters": (f"{plan.parameters_before:,}", f"{plan.parameters_after:,}"),
-        "weights": (size(weights), size(plan.total_bytes)),
+        "weights": (size(plan.checkpoint.nbytes), size(plan.total_bytes)),
     }
-
-
-def _classes(plan: Plan) -> list[str]:
-    """That the result is of another class, for whoever loads it."""
-    if plan.checkpoint.way is None:
-        return []
-    source, target = plan.checkpoint.classes
-    code = "a class of transformers" if plan.checkpoint.way == "native" else "whose code is in this repository"
-    return [f"- Class: {target}, {code}; the source is {source}, which cannot have fewer key/value heads"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES
@@ -70,8 +70,8 @@ class Plan:
     cache_before: KVCache
     cache_after: KVCache
     dtype: str | None = None
-    warnings: tuple[str, ...] = field(default=())
-    engine_notes: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()
+    engine_notes: tuple[str, ...] = ()
     choice: Choice | None = None  # where no method was named and heads are merged
 
     @property
@@ -147,10 +147,8 @@ def make_plan(
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
-    new_config, edits = edit_config(config, groups, checkpoint.name, dtype)
-    cached = cached_layers(modules, config)
-    kv_dtype = modules[0].kv_dtype(config)
-    new = read_config(new_config, checkpoint.name)
+    new, edits = edit_config(config, groups, checkpoint.name, dtype)
+    cached, kv_dtype = cached_layers(modules, config), modules[0].kv_dtype(config)
     cache_after = kv_cache(new, cached, stored or kv_dtype)
     return Plan(
         checkpoint=checkpoint,
@@ -158,7 +156,7 @@ def make_plan(
         groups=groups,
         merging=merging,
         shards=_shards(outputs, checkpoint, max_shard_bytes),
-        new_config=new_config,
+        new_config=new.raw,
         config_edits=tuple(edits),
         cache_before=kv_cache(config, cached, kv_dtype),
         cache_after=cache_after,
@@ -234,22 +232,15 @@ def _outputs(
 
 def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: int | None) -> tuple[Shard, ...]:
     """The source's partition, or consecutive tensors of at most `max_bytes` (one larger tensor is a shard)."""
-    parts: list[list[OutputTensor]] = []
-    if max_bytes is None:
-        by_file: dict[str, list[OutputTensor]] = {file: [] for file in checkpoint.files}
-        for tensor in outputs:
-            by_file[tensor.sources[0].file].append(tensor)
-        parts = [part for part in by_file.values() if part]
-    else:
-        size = 0
-        for tensor in outputs:
-            if not parts or size + tensor.nbytes > max_bytes:
-                parts.append([])
-                size = 0
-            parts[-1].append(tensor)
-            size += tensor.nbytes
-    names = shard_names(len(parts))
-    return tuple(Shard(name, tuple(part)) for name, part in zip(names, parts, strict=True))
+    parts: dict[str | int, list[OutputTensor]] = {file: [] for file in checkpoint.files}
+    number = size = 0
+    for tensor in outputs:
+        size += tensor.nbytes
+        if max_bytes is not None and size > max_bytes:
+            number, size = number + 1, tensor.nbytes
+        parts.setdefault(tensor.sources[0].file if max_bytes is None else number, []).append(tensor)
+    found = [tuple(part) for part in parts.values() if part]
+    return tuple(map(Shard, shard_names(len(found)), found))
 
 
 def _warnings(checkpoint: Checkpoint, choice: Choice | None) -> Iterable[str]:

@@ -19,15 +19,13 @@ def size(count: float) -> str:
 
 def kv_line(plan: Plan) -> str:
     """KV-cache bytes before and after, per token and at the model's context."""
-    before, after = plan.cache_before, plan.cache_after
-    ratio = before.bytes_per_token / max(after.bytes_per_token, 1)
+    both = plan.cache_before, plan.cache_after
+    before, after = (cache.bytes_per_token for cache in both)
+    ratio = before / max(after, 1)
     change = "the same" if ratio == 1 else f"{ratio:.3g}x less" if ratio > 1 else f"{1 / ratio:.3g}x more"
-    text = f"{size(before.bytes_per_token)} per token before, {size(after.bytes_per_token)} after ({change})"
-    if after.context:
-        text += (
-            f"; {size(before.bytes_at(after.context))} and {size(after.bytes_at(after.context))} "
-            f"at {after.context:,} tokens"
-        )
+    text = f"{size(before)} per token before, {size(after)} after ({change})"
+    if context := plan.cache_after.context:
+        text += f"; {' and '.join(size(cache.bytes_at(context)) for cache in both)} at {context:,} tokens"
     return text
 
 
@@ -46,17 +44,18 @@ def tensor_parallel(groups: int, query: int, ranks: int) -> tuple[bool, str]:
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
-    """The plan as one JSON-ready object."""
+    """The plan as one JSON-ready object, from which the text and the provenance of a result are made."""
     main, before, after = plan.config.main, plan.cache_before, plan.cache_after
+    way, classes, context = plan.checkpoint.way, plan.checkpoint.classes, after.context
     return {
         "model": plan.checkpoint.hub_id or plan.checkpoint.name,
         "revision": plan.checkpoint.revision,
         "model_type": plan.config.text.model_type,
         "family": plan.config.family.name,
-        "recast": recast_record(plan),
+        "recast": {"from": vars(classes[0]), "to": vars(classes[1]), "way": way} if way else None,
         "method": plan.method,
         "heads": {"query": main.query, "kv_before": main.kv, "kv_after": plan.groups},
-        "config_edits": [{"key": e.key, "before": e.before, "after": e.after} for e in plan.config_edits],
+        "config_edits": [edit._asdict() for edit in plan.config_edits],
         "changed_tensors": [
             {"name": t.name, "shape": list(t.shape), "source_shapes": [list(spec.shape) for spec in t.sources]}
             for t in plan.changed
@@ -71,54 +70,35 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "kv_cache": {
             "bytes_per_token_before": before.bytes_per_token,
             "bytes_per_token_after": after.bytes_per_token,
-            "context": after.context,
-            "bytes_at_context_before": before.bytes_at(after.context) if after.context else None,
-            "bytes_at_context_after": after.bytes_at(after.context) if after.context else None,
+            "context": context,
+            "bytes_at_context_before": before.bytes_at(context) if context else None,
+            "bytes_at_context_after": after.bytes_at(context) if context else None,
         },
         "warnings": list(plan.warnings),
         "engine_notes": list(plan.engine_notes),
     }
 
 
-def recast_record(plan: Plan) -> dict[str, Any] | None:
-    """Both classes of a model that is written for another class, and the way; None where it keeps its own."""
-    if plan.checkpoint.way is None:
-        return None
-    source, target = (vars(known) for known in plan.checkpoint.classes)
-    return {"from": source, "to": target, "way": plan.checkpoint.way}
-
-
 def plan_text(plan: Plan, tensors: bool = True) -> str:
-    """The plan for people, every changed tensor with its shapes listed or only counted."""
-    main = plan.config.main
+    """The same for people, every changed tensor with its shapes listed or only counted."""
+    told, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
+    heads, saved = told["heads"], told["parameters"]["saved"]
     lines = [
-        f"model       {plan.checkpoint.hub_id or plan.checkpoint.name} "
-        f"({plan.config.text.model_type}: {plan.config.family.name})",
-        *_recast_line(plan),
-        f"heads       {main.query} query, {main.kv} -> {plan.groups} key/value (method {plan.method})",
+        f"model       {told['model']} ({told['model_type']}: {told['family']})",
+        *([f"class       {classes}, {plan.checkpoint.way}"] if told["recast"] else []),
+        "heads       {query} query, {kv_before} -> {kv_after} key/value".format(**heads) + f" (method {plan.method})",
         f"KV cache    {kv_line(plan)}",
-        f"parameters  {plan.parameters_before:,} -> {plan.parameters_after:,} ({_saved(plan)})",
-        *(f"config      {e.key}: {e.before} -> {e.after}" for e in plan.config_edits),
-        *(f"shard       {s.file}: {s.nbytes:,} bytes, {len(s.tensors)} tensors" for s in plan.shards),
+        "parameters  {before:,} -> {after:,}".format(**told["parameters"])
+        + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
+        *("config      {key}: {before} -> {after}".format(**edit) for edit in told["config_edits"]),
+        *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in told["shards"]),
+        *(f"note        {note}" for note in plan.engine_notes),
     ]
-    lines += [f"note        {note}" for note in plan.engine_notes]
     if plan.method == "none":
         lines.append("identity    these are the source's own key/value heads")
     changed = plan.changed
-    lines += [_tensor_line(t) for t in changed] if tensors else [f"tensors     {len(changed)} changed"]
+    lines += map(_tensor_line, changed) if tensors else [f"tensors     {len(changed)} changed"]
     return "\n".join(map(one_line, lines))
-
-
-def _recast_line(plan: Plan) -> list[str]:
-    if plan.checkpoint.way is None:
-        return []
-    source, target = plan.checkpoint.classes
-    return [f"class       {source} -> {target}, {plan.checkpoint.way}"]
-
-
-def _saved(plan: Plan) -> str:
-    saved = plan.parameters_before - plan.parameters_after
-    return f"{saved:,} saved" if saved >= 0 else f"{-saved:,} more"
 
 
 def _tensor_line(tensor: OutputTensor) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
-from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import drop_written
-from gqa.convert.plan import OutputTensor, Plan, Shard, make_plan
+from gqa.convert.heads.config import read_config
+from gqa.convert.heads.modules import attention_modules, module_changes
+from gqa.convert.plan import OutputTensor, Plan, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,11 +38,13 @@ def verify(
     """
     try:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
-        again = make_plan(written, plan.groups)
+        config = read_config(written.config, written.name)
+        if config.main.kv != plan.groups:
+            raise OutputError(f"the result has {config.main.kv} KV heads, {plan.groups} were asked for")
+        for module in attention_modules(written, config):
+            module_changes(module, config, plan.groups)  # of which there are none: shapes are held against the config
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
-    if again.config.main.kv != plan.groups:
-        raise OutputError(f"the result has {again.config.main.kv} KV heads, {plan.groups} were asked for")
     expected = {t.name: (t.dtype, t.shape) for t in plan.tensors}
     actual = {s.name: (s.dtype, s.shape) for s in written.tensors.values()}
     if wrong := {n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n)}:
@@ -51,8 +54,12 @@ def verify(
     output = dict(zip((shard.file for shard in plan.shards), in_threads(jobs, check, plan.shards), strict=True))
     if not checksums:
         return None
-    digests = in_threads(jobs, lambda file: _sha256(source.path(file)), source.files)
-    return {"source": dict(zip(source.files, digests, strict=True)), "output": output}
+
+    def sha256(file: str) -> str:
+        with source.path(file).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    return {"source": dict(zip(source.files, in_threads(jobs, sha256, source.files), strict=True)), "output": output}
 
 
 def in_threads(
@@ -79,8 +86,9 @@ def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerate
             digest.update(copy.read(written.tensors[shard.tensors[0].name].begin))
         for tensor in shard.tensors:
             spec = written.tensors[tensor.name]
-            if tensor.change is not None:
-                _check_finite(written, spec, tensor, tolerated)
+            known = any(warning.startswith(part.name) for warning in tolerated for part in tensor.sources)
+            if tensor.change and not known and not all_finite(written.read(spec)):
+                raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
             with _original(source, tensor) as original:
                 for start, count in _blocks(spec.nbytes, whole) if whole or original else ():
                     data = _read(copy, spec.begin + start, count)
@@ -121,21 +129,9 @@ def _blocks(size: int, whole: bool) -> list[tuple[int, int]]:
     return sorted({(start, min(BLOCK, size)) for start in (0, max(0, size // 2 - BLOCK), max(0, size - BLOCK))})
 
 
-def _check_finite(written: Checkpoint, spec: TensorSpec, tensor: OutputTensor, tolerated: Sequence[str]) -> None:
-    if any(warning.startswith(source.name) for warning in tolerated for source in tensor.sources):
-        return
-    if not all_finite(written.read(spec)):
-        raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
-
-
 def all_finite(tensor: Tensor) -> bool:
     """Whether it holds neither NaN nor Inf: the sum says so faster, but may overflow."""
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def verify_load(directory: Path) -> None:
@@ -148,14 +144,12 @@ def verify_load(directory: Path) -> None:
         model = load_model(str(directory))
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
-    ids = torch.arange(8).unsqueeze(0)
+    config, ids = model.config, torch.arange(8).unsqueeze(0)
     inputs = {"input_ids": ids}
     if model.main_input_name == "input_features":  # Whisper's spectrum, of which its encoder halves the length
-        config = model.config
-        inputs = {
-            "input_features": torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions).to(model.dtype)
-        }
-    if model.config.is_encoder_decoder:
+        sound = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions)
+        inputs = {"input_features": sound.to(model.dtype)}
+    if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
     with torch.no_grad():
         output = model(**inputs)

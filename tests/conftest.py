@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 def _interrupts_arrive() -> None:
     """A shell that starts the tests in the background has interrupts ignored, in all of its children too."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _disks_are_not_waited_for() -> Iterator[None]:
+    """What a test writes need not survive a power cut; processes that a test starts wait as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture(scope="module")

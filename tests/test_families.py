@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import valid_groups
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES, NESTED
+from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.heads.layout import QUERY_ROLES, Role
 from gqa.convert.heads.modules import Change
 from gqa.convert.methods import Merging
@@ -105,87 +105,8 @@ def tiled_heads() -> Iterator[None]:
         yield
 
 
-@cache
 def attention_of(name: str) -> str:
     return "sdpa" if "sdpa" in TINY[name].attention else "eager"
-
-
-@pytest.fixture(scope="module")
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, Path]:
-    """The multi-head checkpoint of one family."""
-    tiny = TINY[request.param]
-    return tiny, write_checkpoint(louder(tiny, build(tiny, QUERY_HEADS)), tmp_path_factory.mktemp("source") / "model")
-
-
-def with_groups(directory: Path, groups: int) -> Path:
-    """The conversion of a module's source by `mean`, made once."""
-    place = directory.with_name(f"merged{groups}")
-    return place if place.exists() else convert_checkpoint(directory, groups, place, method="mean").out
-
-
-def smaller_groups(directory: Path) -> list[int]:
-    return [g for g in valid_groups(plan_conversion(directory, QUERY_HEADS).config) if g < QUERY_HEADS]
-
-
-# Copies are held against the classes that they extend by test_custom_code.
-families = pytest.mark.parametrize("source", [n for n in CONVERTIBLE if n not in COPIED], indirect=True, ids=str)
-
-
-@families
-def test_identity(source: tuple[Tiny, Path], tmp_path: Path) -> None:
-    """Oracle 1: G == Hk leaves every tensor bit-identical."""
-    _, directory = source
-    before = all_tensors(directory)
-    for method in ("mean", "first"):
-        out = convert_checkpoint(directory, QUERY_HEADS, tmp_path / method, method=method).out
-        after = all_tensors(out)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@families
-def test_expand_back(source: tuple[Tiny, Path], tmp_path: Path) -> None:
-    """Oracles 4 and 5: merged, then every head repeated, gives the same logits; repeated in tiles, it does not.
-
-    The merged checkpoint is read by transformers with G heads and the repeated one with H: only the contiguous order
-    makes both the same model. The same holds for the source's own logits being left (a merge that does nothing
-    would pass otherwise). Oracle 2: the repeated one, whose heads are equal inside each group, converts with no change
-    of logits.
-    """
-    tiny, directory = source
-    groups = smaller_groups(directory)
-    assert groups, "a family that cannot be converted does not belong in the table"
-    given = inputs(tiny)
-
-    def logits_of(place: Path) -> Tensor:
-        return logits(tiny, load(tiny, place, attention_of(tiny.name)), given)
-
-    original = logits_of(directory)
-    for g in groups:
-        merged = with_groups(directory, g)
-        expected = logits_of(merged)
-        assert error(expected, original) > TOLERANCE * 10, "merging random heads must change the model"
-        back = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"back{g}").out
-        repeated = logits_of(back)
-        assert error(repeated, expected) < TOLERANCE
-        if g > 1:  # one head repeated has no order
-            with tiled_heads():
-                tiled = convert_checkpoint(merged, QUERY_HEADS, tmp_path / f"tiled{g}").out
-            assert error(logits_of(tiled), expected) > TOLERANCE * CONTROL
-        for method in ("mean", "first"):
-            again = convert_checkpoint(back, g, tmp_path / f"{method}{g}", method=method).out
-            assert error(logits_of(again), repeated) < TOLERANCE
-
-
-def test_numbered_tensors_are_in_the_order_of_their_heads(tmp_path: Path) -> None:
-    """Head 10 is not before head 2."""
-    tiny = TINY["stablelm+qk_norm"]
-    model = build(replace(tiny, options={**tiny.options, "num_attention_heads": 12, "hidden_size": 96}), 12)
-    before = all_tensors(write_checkpoint(model, tmp_path / "source"))
-    after = all_tensors(convert_checkpoint(tmp_path / "source", 6, tmp_path / "out", method="first").out)
-    norms = "model.layers.0.self_attn.k_layernorm.norms.{}.weight".format
-    assert all(torch.equal(after[norms(head)], before[norms(2 * head)]) for head in range(6))
-    assert not torch.equal(before[norms(2)], before[norms(10)])
 
 
 def left_padded(given: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
@@ -193,35 +114,6 @@ def left_padded(given: dict[str, Tensor], padding: int) -> dict[str, Tensor]:
     mask = torch.ones_like(given["input_ids"])
     mask[1, :padding] = 0
     return {**given, "attention_mask": mask}
-
-
-# transformers looks up `vision_start_token_id` in these configs as soon as a mask is given; they do not have it.
-NO_MASK = {"qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
-
-
-def decodes_text(name: str) -> bool:
-    """Whether a family takes token ids alone (nothing encoded beside them) and keeps a cache."""
-    tiny = TINY[name]
-    token_ids_only = dict(tiny.token_inputs) == {"input_ids": ()} and not tiny.float_inputs
-    return tiny.has_cache and token_ids_only and name not in NO_MASK
-
-
-DECODERS = [name for name in CONVERTIBLE if decodes_text(name)]
-
-
-@pytest.mark.parametrize("source", DECODERS, indirect=True, ids=str)
-def test_expand_back_with_padding_and_cache(source: tuple[Tiny, Path], tmp_path: Path) -> None:
-    """Oracle 4 once more with left padding, and token by token from the cache of G heads."""
-    tiny, directory = source
-    converted, attention = with_groups(directory, smaller_groups(directory)[-1]), attention_of(tiny.name)
-    merged = load(tiny, converted, attention)
-    back = load(tiny, convert_checkpoint(converted, QUERY_HEADS, tmp_path / "back").out, attention)
-    given = left_padded(inputs(tiny), 3)
-    kept = given["attention_mask"].bool()
-    expected = logits(tiny, merged, given)[kept]
-    assert error(logits(tiny, back, given)[kept], expected) < TOLERANCE
-    plain = inputs(tiny)
-    assert error(decode(merged, plain), decode(back, plain)) < TOLERANCE
 
 
 @torch.no_grad()
@@ -239,23 +131,97 @@ def decode(model: PreTrainedModel, given: dict[str, Tensor], prompt: int = 8) ->
     return torch.stack(steps, 1)
 
 
-@pytest.mark.parametrize("source", [n for n in DECODERS if n != "unlimited_ocr_text"], indirect=True, ids=str)
-def test_kv_cache_bytes(source: tuple[Tiny, Path]) -> None:
-    """The bytes that the plan promises are those of transformers' own cache object, before and after.
+# transformers looks up `vision_start_token_id` in these configs as soon as a mask is given; they do not have it.
+NO_MASK = {"qwen2_5_omni_thinker", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 
-    (unlimited_ocr keeps its keys and values in an object of its own, not in a cache with layers.)
+
+def decodes_text(name: str) -> bool:
+    """Whether a family takes token ids alone (nothing encoded beside them) and keeps a cache."""
+    tiny = TINY[name]
+    token_ids_only = dict(tiny.token_inputs) == {"input_ids": ()} and not tiny.float_inputs
+    return tiny.has_cache and token_ids_only and name not in NO_MASK
+
+
+# Copies are held against the classes that they extend by test_custom_code.
+@pytest.mark.parametrize("name", [name for name in CONVERTIBLE if name not in COPIED])
+def test_conversion(name: str, tmp_path: Path) -> None:
+    """Every oracle on one family, with each number of heads that it can have."""
+    tiny, attention = TINY[name], attention_of(name)
+    model = louder(tiny, build(tiny, QUERY_HEADS, attention=attention))
+    source = write_checkpoint(model, tmp_path / "source")
+    check_same_tensors(convert_checkpoint(source, QUERY_HEADS, tmp_path / "whole").out, source)
+    groups = [g for g in valid_groups(plan_conversion(source, QUERY_HEADS).config) if g < QUERY_HEADS]
+    assert groups, "a family that cannot be converted does not belong in the table"
+    for g, method in zip(groups, ("first", "mean"), strict=False):
+        place = tmp_path / f"{method}{g}"
+        merged, back = expand_back(tiny, model, source, g, place)
+        # Oracle 2: heads that are equal inside each group merge to what they are, in any way.
+        again = convert_checkpoint(place / "back", g, place / "again", method=method).out
+        check_same_tensors(again, place / "merged", TOLERANCE)
+    if decodes_text(name):
+        check_padding_and_cache(tiny, merged, back)
+    if decodes_text(name) and name != "unlimited_ocr_text":  # which keeps them in an object without layers
+        plan = plan_conversion(source, g)
+        check_cache_bytes(tiny, model, plan.cache_before)
+        check_cache_bytes(tiny, merged, plan.cache_after)
+        assert plan.cache_after.bytes_per_token < plan.cache_before.bytes_per_token or "falcon" in name
+
+
+def check_same_tensors(actual: Path, expected: Path, tolerance: float = 0.0) -> None:
+    """Oracle 1: G == Hk leaves every tensor bit-identical."""
+    found, wanted = all_tensors(actual), all_tensors(expected)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def expand_back(
+    tiny: Tiny, model: PreTrainedModel, source: Path, groups: int, place: Path
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Oracles 4 and 5: merged, then every head repeated, gives the same logits; repeated in tiles, it does not.
+
+    The merged checkpoint is read by transformers with G heads and the repeated one with H: only the contiguous order
+    makes both the same model. The same holds for the source's own logits being left (a merge that does nothing would
+    pass otherwise). Both models are returned.
     """
-    tiny, directory = source
-    smallest = smaller_groups(directory)[0]
-    plan, out = plan_conversion(directory, smallest), with_groups(directory, smallest)
-    given = inputs(tiny, batch=1, length=4)
-    for place, promised in ((directory, plan.cache_before), (out, plan.cache_after)):
-        with torch.no_grad():
-            cache = load(tiny, place, attention_of(tiny.name))(**given, use_cache=True).past_key_values
-        parts = [getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values")]
-        held = sum(t.numel() * t.element_size() for t in parts if isinstance(t, Tensor))
-        assert held == promised.bytes_at(4)
-    assert plan.cache_after.bytes_per_token < plan.cache_before.bytes_per_token or "falcon" in tiny.name
+    given, attention = inputs(tiny), attention_of(tiny.name)
+    merged = load(tiny, convert_checkpoint(source, groups, place / "merged", method="mean").out, attention)
+    expected = logits(tiny, merged, given)
+    assert error(expected, logits(tiny, model, given)) > TOLERANCE * 10, "merging random heads must change the model"
+    back = load(tiny, convert_checkpoint(place / "merged", QUERY_HEADS, place / "back").out, attention)
+    assert error(logits(tiny, back, given), expected) < TOLERANCE
+    if groups > 1:  # one head repeated has no order
+        with tiled_heads():
+            tiled = convert_checkpoint(place / "merged", QUERY_HEADS, place / "tiled").out
+        assert error(logits(tiny, load(tiny, tiled, attention), given), expected) > TOLERANCE * CONTROL
+    return merged, back
+
+
+def check_padding_and_cache(tiny: Tiny, merged: PreTrainedModel, back: PreTrainedModel) -> None:
+    """Oracle 4 once more with left padding, and token by token from the cache of G heads."""
+    plain, given = inputs(tiny), left_padded(inputs(tiny), 3)
+    kept = given["attention_mask"].bool()
+    assert error(logits(tiny, back, given)[kept], logits(tiny, merged, given)[kept]) < TOLERANCE
+    assert error(decode(merged, plain), decode(back, plain)) < TOLERANCE
+
+
+def check_cache_bytes(tiny: Tiny, model: PreTrainedModel, promised: KVCache) -> None:
+    """The bytes that the plan promises are those of transformers' own cache object."""
+    with torch.no_grad():
+        cache = model(**inputs(tiny, batch=1, length=4), use_cache=True).past_key_values
+    parts = [getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values")]
+    assert sum(t.numel() * t.element_size() for t in parts if isinstance(t, Tensor)) == promised.bytes_at(4)
+
+
+def test_numbered_tensors_are_in_the_order_of_their_heads(tmp_path: Path) -> None:
+    """Head 10 is not before head 2."""
+    tiny = TINY["stablelm+qk_norm"]
+    model = build(replace(tiny, options={**tiny.options, "num_attention_heads": 12, "hidden_size": 96}), 12)
+    before = all_tensors(write_checkpoint(model, tmp_path / "source"))
+    after = all_tensors(convert_checkpoint(tmp_path / "source", 6, tmp_path / "out", method="first").out)
+    norms = "model.layers.0.self_attn.k_layernorm.norms.{}.weight".format
+    assert all(torch.equal(after[norms(head)], before[norms(2 * head)]) for head in range(6))
+    assert not torch.equal(before[norms(2)], before[norms(10)])
 
 
 def test_every_family_has_a_tiny_model() -> None:

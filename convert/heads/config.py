@@ -189,8 +189,8 @@ def target_heads(config: ModelConfig, layer: int, groups: int) -> LayerHeads:
 
 def edit_config(
     config: ModelConfig, groups: int, name: str, dtype: str | None = None
-) -> tuple[dict[str, Any], list[ConfigEdit]]:
-    """The new config.json and the keys that changed. What it means is read back through transformers and checked."""
+) -> tuple[ModelConfig, list[ConfigEdit]]:
+    """The new config, read back through transformers and checked, and the keys of config.json that changed."""
     raw = copy.deepcopy(config.raw)
     for part in _parts(raw) if dtype else ():
         part |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)}
@@ -220,7 +220,7 @@ def edit_config(
                 f"{name}: transformers reads {found.kv} KV heads in layer {layer} from the edited config, "
                 f"{meant.kv} were meant; please report this config"
             )
-    return raw, list(_difference("", config.raw, raw))
+    return again, list(_difference("", config.raw, raw))
 
 
 def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edits | None:
