@@ -71,7 +71,7 @@ def ours(model: Any, options: dict[str, Any]) -> Callable[[int], float]:
     pieces, head = make_pieces(options), ChunkedHead(model)
 
     def run(piece: int) -> float:
-        return score(head, pieces[piece][1].windows, batch_size=options["batch_size"]).total_nats
+        return float(score(head, pieces[piece][1].windows, batch_size=options["batch_size"]).nats.sum(dtype="float64"))
 
     return run
 

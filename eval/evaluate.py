@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from gqa.checkpoint.console import progress_bar, say_device
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
-from gqa.checkpoint.provenance import asked
+from gqa.checkpoint.provenance import asked, versions
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.convert.align.self_samples import sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
@@ -160,9 +159,11 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in map(str.strip, str(error).splitlines()) if line), explain(error))
 
 
-def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOptions, bars: Bars = unseen) -> Scores:
+def measure_quality(
+    subjects: Sequence[Subject], text: Text, options: EvaluateOptions, bars: Bars = unseen
+) -> NDArray[np.float32]:
     """Add to each record the perplexity on the same windows and, with `options.kl`, how it differs from the
-    first's, whose scores are returned.
+    first's, whose nats per token are returned.
 
     One model is in memory at a time; two while they are compared in lockstep, which `options.baseline_cache` avoids:
     then distributions are compared with what is stored, and attention outputs are not.
@@ -171,27 +172,27 @@ def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOp
     stored = live = own = None
     if options.kl and options.baseline_cache:
         stored = _stored_baseline(first, text, options, bars)
-        own = Scores(stored.nats)
+        own = stored.nats
     elif options.kl and others:
         live = _head(first, options)
     else:
-        own = _score(first, _head(first, options), text, options, bars)
+        own = _score(first, _head(first, options), text, options, bars).nats
     baseline = live_baseline(live) if live else stored
     for subject in others:
         head = _head(subject, options)
         scores = _score(subject, head, text, options, bars, baseline=baseline)
-        if live and own is None and scores.baseline_nats is not None:  # found in lockstep
-            own = Scores(scores.baseline_nats)
-            if not np.isfinite(own.nats).all():
+        if live and scores.baseline_nats is not None:
+            own = scores.baseline_nats  # found in lockstep
+            if not np.isfinite(own).all():
                 _score(first, live, text, options, bars)  # refuses, and says where
-        if live:
             subject.record["attention_error"] = attention_errors(live.model, head.model, some_windows(text))
+        assert own is not None
         subject.record.update(summary(scores, text, own))
         if stored:
             subject.record["against_baseline"]["stored_baseline"] = stored.record
         del head  # before the next one is loaded
     assert own is not None
-    first.record.update(summary(own, text))
+    first.record.update({"quality": perplexity(own, text), "by_context": by_context(own, text.windows)})
     return own
 
 
@@ -245,16 +246,14 @@ def some_windows(text: Text) -> list[Any]:
     return [text.windows[i] for i in picks]
 
 
-def summary(scores: Scores, text: Text, baseline: Scores | None = None) -> dict[str, Any]:
-    """What scores say, alone and against a baseline's, JSON-ready."""
-    found: dict[str, Any] = {"quality": perplexity(scores, text)}
-    if baseline is None:
-        return found | {"by_context": by_context(scores.nats, text.windows)}
-    found["by_context"] = by_context(scores.nats, text.windows, baseline.nats, text.clusters)
-    compared: dict[str, Any] = paired_ratio(scores.nats, baseline.nats, text.clusters)
+def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[str, Any]:
+    """What scores say, alone and against the baseline's nats, JSON-ready."""
+    nats, clusters = scores.nats, text.clusters
+    compared: dict[str, Any] = paired_ratio(nats, baseline, clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
-        compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, scores.nats, baseline.nats)
-    return found | {"against_baseline": compared}
+        compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, nats, baseline)
+    read = by_context(nats, text.windows, baseline, clusters)
+    return {"quality": perplexity(nats, text), "by_context": read, "against_baseline": compared}
 
 
 def fit(subjects: Sequence[Subject], memory: int, devices: int, context: int) -> dict[str, Any]:
@@ -262,15 +261,14 @@ def fit(subjects: Sequence[Subject], memory: int, devices: int, context: int) ->
     for subject in subjects:
         if not subject.cache:
             continue
-        found: dict[str, Any] = {"batch": None, "longest": None}
+        batch, longest, refused = None, None, {}
         try:
             if (query := subject.record["heads"]["query"]) % devices:
                 raise RefusedError(f"{devices} ranks are not possible for {query} query heads: they must divide them")
-            fitting = what_fits(subject.cache, subject.weight_bytes, memory, context, devices)
-            found["batch"], found["longest"] = fitting
+            batch, longest = what_fits(subject.cache, subject.weight_bytes, memory, context, devices)
         except RefusedError as error:  # of this conversion; the ranks may suit another
-            found["impossible"] = str(error)
-        subject.record["kv_cache"]["fits"] = found
+            refused = {"impossible": str(error)}
+        subject.record["kv_cache"]["fits"] = {"batch": batch, "longest": longest, **refused}
     return {"bytes": memory, "ranks": devices, "context": context}
 
 
@@ -329,7 +327,6 @@ class Probe:
 
     def measured(self, scores: Scores) -> dict[str, Any]:
         """What `scores` of the windows say of a model, for its record."""
-        assert scores.hits is not None
         written = scores.hits[-sum(window.scored for window in self.texts) :]
         return {"recall": recall(self.asked, scores), "greedy": agreement(written, self.texts)}
 
@@ -412,7 +409,7 @@ def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
+        "versions": {"python": platform.python_version(), **versions(*names)},
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine(),
         "threads": torch.get_num_threads(),
         "ranks": ranks().num_processes,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
@@ -58,22 +59,18 @@ def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: 
     how = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
     how.eos_token_id = None
     kept, model.generation_config = model.generation_config, how  # the checkpoint's habits: penalties, sampling
-    width = max(map(len, openings))
-    ids = torch.zeros(len(openings), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, opening in enumerate(openings):
-        ids[row, width - len(opening) :] = torch.tensor(opening)
-        mask[row, width - len(opening) :] = 1
+    ids, mask = (
+        pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
+        for lines in (openings, [[1] * len(opening) for opening in openings])
+    )
     try:
-        found: Tensor = model.generate(
-            ids.to(model.device), attention_mask=mask.to(model.device), generation_config=how
-        )
+        found: Tensor = model.generate(ids, attention_mask=mask, generation_config=how)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from None
     finally:
         model.generation_config = kept
     windows = []
-    for number, (opening, written) in enumerate(zip(openings, found[:, width:].tolist(), strict=True)):
+    for number, (opening, written) in enumerate(zip(openings, found[:, ids.shape[1] :].tolist(), strict=True)):
         end = next((place for place, token in enumerate(written, 1) if token in ends), steps)
         windows.append(Window((*opening, *written[:end]), end, number))
     return windows

@@ -36,90 +36,59 @@ _DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False
 class EvaluateOptions:
     """See `gqa-eval --help`: the text, what is measured, how models are run, and what is told of it."""
 
+    # fmt: off
     data: str | None = option_field(
-        None,
-        "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
-        "stdlib:heldout, or a hub data set.",
-        metavar="SOURCE", callback=None,
-    )  # fmt: skip
+        None, "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
+        "stdlib:heldout, or a hub data set.", metavar="SOURCE", callback=None)
     field: str = option_field("text")
     target_field: str | None = option_field(
-        None, "The column to predict from --field, of encoder-decoders.", metavar="NAME"
-    )
+        None, "The column to predict from --field, of encoder-decoders.", metavar="NAME")
     data_config: str | None = option_field(None)
     split: str | None = option_field(None, "The split of a hub data set.  [default: test]", metavar="NAME")
     protocol: Protocol | None = option_field(
-        None,
-        "How text is cut into windows: as lm-evaluation-harness does, overlapping (needs --stride), or as "
-        "llama-perplexity does.  [default: rolling, strided with --stride]",
-    )
+        None, "How text is cut into windows: as lm-evaluation-harness does, overlapping (needs --stride), or as "
+        "llama-perplexity does.  [default: rolling, strided with --stride]")
     context: int | None = option_field(
-        None,
-        "Tokens of a window.  [default: the model's positions, 2048 at most; 512 at most for llama.cpp]",
-        type=Count(4),
-    )
+        None, "Tokens of a window.  [default: the model's positions, 2048 at most; 512 at most for llama.cpp]",
+        type=Count(4))
     stride: int | None = option_field(None, "Tokens from one window to the next.", type=Count())
     tokens: int | None = option_field(
-        None, "Stop after the document that reaches so many tokens.", aliases="--max-tokens"
-    )
+        None, "Stop after the document that reaches so many tokens.", aliases="--max-tokens")
     beyond_positions: bool = option_field(False, "Allow a context longer than the model's.")
     kl: bool = option_field(
-        False, "Compare next-token distributions and attention outputs with the baseline's, in lockstep."
-    )
+        False, "Compare next-token distributions and attention outputs with the baseline's, in lockstep.")
     baseline_cache: Path | None = option_field(
-        None,
-        "Keep the baseline's distributions of --kl here (2 bytes x vocabulary x tokens), so that it runs once for many "
-        "commands; attention outputs are not compared then.",
-        **_DIRECTORY,
-    )
+        None, "Keep the baseline's distributions of --kl here (2 bytes x vocabulary x tokens), so that it runs once "
+        "for many commands; attention outputs are not compared then.", **_DIRECTORY)
     recall: bool | None = option_field(
-        None,
-        "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by their "
-        "keys, passkeys.  [default: with -o]",
-        "--recall/--no-recall",
-    )
+        None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
+        "their keys, passkeys.  [default: with -o]", "--recall/--no-recall")
     decode: bool = option_field(False, "Time prefill and decoding.")
     decode_batches: Sequence[int] = option_field(
-        (1, 8),
-        "How many sequences --decode times at once.",
-        aliases="--batches",
-        type=Several(_POSITIVE),
-        default="1,8",
-    )
+        (1, 8), "How many sequences --decode times at once.", aliases="--batches", type=Several(_POSITIVE),
+        default="1,8")
     decode_contexts: Sequence[int] | None = option_field(
-        None,
-        "How long the prompts of --decode are.  [default: a half, all of the positions, 4096 at most]",
-        aliases="--contexts",
-        type=Several(Count()),
-    )
+        None, "How long the prompts of --decode are.  [default: a half, all of the positions, 4096 at most]",
+        aliases="--contexts", type=Several(Count()))
     decode_steps: int = option_field(32, "How many tokens --decode writes.", aliases="--steps", type=_POSITIVE)
     decode_repeats: int = option_field(5, "How often --decode times each.", aliases="--repeats", type=_POSITIVE)
     memory: int | None = option_field(
-        None, "Say what fits into so much memory of a device.", type=ByteSize(), metavar="SIZE"
-    )
+        None, "Say what fits into so much memory of a device.", type=ByteSize(), metavar="SIZE")
     tensor_parallel: int = option_field(1, "How many devices share a model, of --memory.")
     tasks: str | None = option_field(
-        None, "Measure tasks of lm-evaluation-harness, separated by commas.", metavar="NAMES"
-    )
+        None, "Measure tasks of lm-evaluation-harness, separated by commas.", metavar="NAMES")
     shots: int | None = option_field(
-        None, "How many examples --tasks shows.  [default: each task's own]", type=click.IntRange(min=0)
-    )
+        None, "How many examples --tasks shows.  [default: each task's own]", type=click.IntRange(min=0))
     limit: int | None = option_field(None, "How many documents of each task --tasks takes.", type=_POSITIVE)
     include_tasks: Path | None = option_field(
-        None,
-        "A directory with definitions of tasks of your own.",
-        type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR",
-    )  # fmt: skip
+        None, "A directory with definitions of tasks of your own.", metavar="DIR",
+        type=click.Path(path_type=Path, exists=True, file_okay=False))
     fail_above: float | None = option_field(
-        None, "Exit with 3 where a perplexity is more than RATIO x the baseline's.", type=ratio, metavar="RATIO"
-    )
+        None, "Exit with 3 where a perplexity is more than RATIO x the baseline's.", type=ratio, metavar="RATIO")
     batch_size: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     precision: str = option_field(
-        "auto",
-        "What is computed in; auto: as stored.",
-        aliases="--dtype",
-        type=Precision("auto", "float32", "bfloat16", "float16"),
-    )
+        "auto", "What is computed in; auto: as stored.", aliases="--dtype",
+        type=Precision("auto", "float32", "bfloat16", "float16"))
     device: str | None = option_field(None)
     attn_implementation: str | None = option_field(None)
     compile: bool = option_field(False, "Score text with models compiled by torch.compile.")
@@ -130,6 +99,7 @@ class EvaluateOptions:
     json: bool = option_field(False)
     verbose: bool = option_field(False, "Show every table, and where an unexpected error comes from.")
     quiet: bool = option_field(False, "Show no progress and no tables.")
+    # fmt: on
 
     def settled(self, given: Collection[str], others: int) -> EvaluateOptions:
         """With the protocol that is meant. Raises RefusedError where options do not go together: `given` are those that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,61 +13,36 @@ from tempfile import TemporaryDirectory
 
 import jinja2
 
+from gqa.checkpoint.write import write_text
 from gqa.eval.tables import Table
 
 PAGE = "report.html"
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A picture as the page holds it: `data` is its SVG in base64."""
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What is on it, from above; all text is escaped.
 
-    caption: str
-    data: str
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a model writes after a prompt: as far as it is the `same` as the first model's text, and the rest of it."""
-
-    name: str
-    same: str
-    rest: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and what each model writes after it, the first of them being the base model."""
-
-    prompt: str
-    texts: Sequence[Written]
-
-
-def page(
-    *,
-    title: str,
-    verdicts: Sequence[str],
-    tables: Sequence[Table],
-    figures: Sequence[Figure] = (),
-    samples: Sequence[Sample] = (),
-    commands: Sequence[str] = (),
-    lead: str = "",
-    foot: str = "",
-) -> str:
-    """A whole HTML document, all text escaped. From above: the verdicts (a line each), the lead, pictures (the one that
-    shows the verdict first), tables of which the first is unfolded, samples, the commands that made it, the foot.
+    verdicts: a line each; pictures: names and captions, the one that shows the verdict first; tables: of which the
+    first is unfolded; samples: of each prompt what every model writes after it, the base model first: its name, the
+    text as far as it is the base model's, and the rest; commands: that made it.
     """
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
-    environment.filters["kinds"] = _kinds
-    return environment.get_template("page.html.jinja").render(
-        title=title, verdicts=verdicts, tables=tables, figures=figures, samples=samples, commands=commands, lead=lead,
-        foot=foot,
-    )  # fmt: skip
 
+    title: str
+    verdicts: Sequence[str]
+    lead: str = ""
+    pictures: Sequence[tuple[str, str]] = ()
+    tables: Sequence[Table]
+    samples: Sequence[tuple[str, Sequence[tuple[str, str, str]]]] = ()
+    commands: Sequence[str] = ()
+    foot: str = ""
 
-def figures(pictures: Iterable[tuple[str, str]], directory: Path) -> list[Figure]:
-    """Of pictures (name, caption) that are drawn in a directory as NAME.svg."""
-    return [Figure(caption, b64encode((directory / f"{name}.svg").read_bytes()).decode()) for name, caption in pictures]
+    def write(self, directory: Path) -> None:
+        """As report.html in the directory where each picture is, as NAME.svg."""
+        environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+        environment.filters["kinds"] = _kinds
+        environment.filters["base64"] = lambda name: b64encode((directory / f"{name}.svg").read_bytes()).decode()
+        write_text(directory / PAGE, environment.get_template("page.html.jinja").render(vars(self)))
 
 
 @contextmanager

@@ -55,6 +55,11 @@ def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
     return drawn
 
 
+def _points(axes: Axes, x: list[float], y: list[float], low: list[float], high: list[float], **style: Any) -> None:
+    """A line through y with bars from low to high."""
+    axes.errorbar(x, y, np.abs(np.array([low, high]) - y), capsize=3, **style)
+
+
 def _by_context(models: list[Results], axes: Axes) -> None:
     """Of one model its loss, of several how far they are above the first."""
     powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
@@ -67,8 +72,7 @@ def _by_context(models: list[Results], axes: Axes) -> None:
     for index, model in enumerate(models[1:], 1):
         bins = model["by_context"]
         above = [[100 * (b.get(key, b["ratio"]) - 1) for b in bins] for key in ("ratio", "ratio_low", "ratio_high")]
-        bars = np.abs(np.array(above[1:]) - above[0])
-        axes.errorbar([b["to"] for b in bins], above[0], bars, capsize=3, label=model["name"], **look(index))
+        _points(axes, [b["to"] for b in bins], *above, label=model["name"], **look(index))
     axes.axhline(0, label=models[0]["name"], color=COLOURS[0], linewidth=1)
     percents_above(axes)
     lowest = min(b.get("ratio_low", b["ratio"]) for model in models[1:] for b in model["by_context"])
@@ -91,13 +95,9 @@ def _recall(models: list[Results], axes: Axes) -> None:
         natural = [one for one in all_of if one["kind"] == all_of[0]["kind"]]
         random = [one for one in model["recall"] if one["kind"] == "random"]
         for kind, line, points in ((natural[0]["kind"], "-", natural), ("random tokens", ":", random)):
-            share = [100 * one["accuracy"] for one in points]
-            ends = ("accuracy_low", "accuracy_high")
-            bars = [[100 * abs(one["accuracy"] - one[end]) for one in points] for end in ends]
-            axes.errorbar(
-                [one["distance"] for one in points], share, bars, linestyle=line, capsize=3,
-                label=f"{model['name']}, {kind}", **look(index),
-            )  # fmt: skip
+            shares = [[100 * one[f"accuracy{end}"] for one in points] for end in ("", "_low", "_high")]
+            label = f"{model['name']}, {kind}"
+            _points(axes, [one["distance"] for one in points], *shares, linestyle=line, label=label, **look(index))
     powers_of_two(axes, [one["distance"] for one in found[0]])
     axes.set(xlabel="tokens between the copies", ylabel="recalled (%)", ylim=(0, 102))
     legend_below(axes)
@@ -124,14 +124,9 @@ def _decode(models: list[Results], axes: Axes) -> None:
         points = model["decode"]["points"]
         for number, batch in enumerate(sorted({p["batch"] for p in points})):
             line = [p for p in points if p["batch"] == batch]
-            axes.errorbar(
-                [p["context"] for p in line],
-                [p["seconds_per_token"] * 1e3 for p in line],
-                yerr=[[(p["seconds_per_token"] - p["fastest"]) * 1e3 for p in line],
-                      [(p["slowest"] - p["seconds_per_token"]) * 1e3 for p in line]],
-                linestyle=("-", "--", ":", "-.")[number % 4], capsize=3,
-                label=f"{model['name']}, batch {batch}", **look(index),
-            )  # fmt: skip
+            times = [[p[key] * 1e3 for p in line] for key in ("seconds_per_token", "fastest", "slowest")]
+            dash, label = ("-", "--", ":", "-.")[number % 4], f"{model['name']}, batch {batch}"
+            _points(axes, [p["context"] for p in line], *times, linestyle=dash, label=label, **look(index))
     powers_of_two(axes, [p["context"] for p in models[0]["decode"]["points"]])
     axes.set(xlabel="context (tokens)", ylabel="milliseconds per token")
     # An outlier's bar may leave the picture; the lines must not be flattened by it.

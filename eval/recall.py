@@ -170,7 +170,6 @@ def recall(asked: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
 
     `scores` are of the windows of all questions in their order; more may follow.
     """
-    assert scores.hits is not None
     found, start = [], 0
     for one in asked:
         picks = start + one.answers

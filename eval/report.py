@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typing import Any
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
-from gqa.eval.page import PAGE, Sample, Written, figures, made_aside, nearest, no_pictures, page
+from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
 from gqa.eval.tables import Table, number, shown, table
 
 Record = dict[str, Any]
@@ -65,12 +66,8 @@ def verdict(first: Record, model: Record) -> str:
     if "heads" in first and "heads" in model:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
         before, after = (m["kv_cache"]["bytes_per_token"] for m in (first, model))
-        larger, smaller = after / before, before / after
-        parts.append(
-            "the same KV cache" if before == after
-            else f"KV cache {smaller:.3g}x smaller" if smaller > 1
-            else f"KV cache {larger:.3g}x larger"
-        )  # fmt: skip
+        times, change = (before / after, "smaller") if after < before else (after / before, "larger")
+        parts.append("the same KV cache" if before == after else f"KV cache {times:.3g}x {change}")
     if "quality" in model:
         ratio = model["against_baseline"]
         bounds = f" (95 %: {_times(ratio['ratio_low'])}-{_times(ratio['ratio_high'])})" if "ratio_low" in ratio else ""
@@ -98,31 +95,22 @@ def recalled(model: Record) -> dict[str, float]:
     return found
 
 
-def tables(results: Record, every: bool = False) -> Iterator[Table]:
+def tables(results: Record, every: bool = False) -> list[Table]:
     """What was measured: the columns and tables for a glance, or `every` one."""
-    for found in _tables(results, every):
-        yield found if every else found.brief()
-
-
-def _tables(results: Record, every: bool) -> Iterator[Table]:
     models: list[Record] = results["models"]
-    if "text" in results:
-        yield _quality(models, results["text"])
-    if any("kl" in m.get("against_baseline", {}) for m in models):
-        yield _distributions(models)
-    if "recall" in results:
-        yield _recall(models, results["recall"])
-    if every and "refused" not in results.get("recall", {"refused": ""}):
-        yield _distances(models)
-    yield _cache(models, results.get("memory"))
-    if any("decode" in m for m in models):
-        yield _decode(models)
-    if any("tasks" in m for m in models):
-        yield _tasks(models)
-    if every and any(m.get("attention_error") for m in models):
-        yield _attention(models)
-    if every and any("by_context" in m for m in models):
-        yield _context(models)
+    measured = {name for model in models for name, value in model.items() if value}
+    found = [
+        _quality(models, results["text"]) if "text" in results else None,
+        _distributions(models) if any("kl" in m.get("against_baseline", {}) for m in models) else None,
+        _recall(models, results["recall"]) if "recall" in results else None,
+        _distances(models) if every and "recall" in measured else None,
+        _cache(models, results.get("memory")),
+        _decode(models) if "decode" in measured else None,
+        _tasks(models) if "tasks" in measured else None,
+        _attention(models) if every and "attention_error" in measured else None,
+        _context(models) if every and "by_context" in measured else None,
+    ]
+    return [one if every else one.brief() for one in found if one]
 
 
 def _quality(models: list[Record], text: Record) -> Table:
@@ -190,7 +178,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
         }
     remarks = [cache["remark"] for cache in caches if cache["remark"]]
     if memory:
-        columns = dict(list(columns.items())[:3]) | {"batch": "{most}", "longest": "{longest}"} | columns
+        columns = dict(list(columns.items())[:3]) | {"batch": "{batch}", "longest": "{longest}"} | columns
         ranks = f" on each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""
         remarks.append(
             f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache (activations are not counted): batch of "
@@ -214,9 +202,8 @@ def _cached(model: Record, first: int | None) -> Record:
         "context": f"{limit:,}" if limit else "no limit",
     }
     if fits := cache.get("fits"):
-        longest = "no limit" if fits["longest"] is None else f"{fits['longest']:,}"
-        most, longest = ("-", "-") if "impossible" in fits else (f"{fits['batch']:,}", longest)
-        found |= {"most": most, "longest": longest}
+        none = "-" if "impossible" in fits else "no limit"
+        found |= {name: none if (most := fits[name]) is None else f"{most:,}" for name in ("batch", "longest")}
     return {**model, **cache, **found}
 
 
@@ -331,17 +318,13 @@ def write_report(results: Record, directory: Path) -> list[str]:
     return made
 
 
-def _samples(models: list[Record]) -> list[Sample]:
-    """What all models write after a prompt, beside each other."""
-    found = []
+def _samples(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Prompts, and what each model writes after one: its name, as far as it is the first model's text, and the rest."""
     for lines in zip(*(model.get("samples", []) for model in models), strict=True):
-        texts = []
-        for model, line in zip(models, lines, strict=True):
-            text, pairs = line["text"], zip(line["text"], lines[0]["text"], strict=False)
-            end = next((place for place, (own, base) in enumerate(pairs) if own != base), len(text))
-            texts.append(Written(model["name"], text[:end], text[end:]))
-        found.append(Sample(lines[0]["prompt"], texts))
-    return found
+        texts = [line["text"] for line in lines]
+        same = [len(os.path.commonprefix([text, texts[0]])) for text in texts]  # noqa: RUF071 - of characters
+        told = zip(models, texts, same, strict=True)
+        yield lines[0]["prompt"], [(model["name"], text[:end], text[end:]) for model, text, end in told]
 
 
 def _make_report(results: Record, directory: Path) -> list[str]:
@@ -351,13 +334,14 @@ def _make_report(results: Record, directory: Path) -> list[str]:
 
         pictures = plots.draw(results, directory)
     first, *others = results["models"]
-    html = page(
+    Page(
         title=" against ".join(filter(None, (", ".join(m["name"] for m in others), first["name"]))),
-        verdicts=verdicts(results), tables=list(tables(results, every=True)), figures=figures(pictures, directory),
-        samples=_samples(results["models"]),
+        verdicts=verdicts(results),
+        pictures=pictures,
+        tables=tables(results, every=True),
+        samples=list(_samples(results["models"])),
         commands=[one_line(results["command"], 4000)],
         foot=" ".join([*filter(None, [remark]), f"{measured_with(results)}."]),
-    )  # fmt: skip
-    write_text(directory / PAGE, html)
+    ).write(directory)
     write_text(directory / "results.json", as_json(results, indent=2) + "\n")
     return [name for name in _FILES if (directory / name).exists()]

@@ -40,19 +40,11 @@ class Scores:
     """
 
     nats: NDArray[np.float32]
-    hits: NDArray[np.bool_] | None = None
+    hits: NDArray[np.bool_]
     kl: NDArray[np.float32] | None = None
     same_top: NDArray[np.bool_] | None = None
     acceptance: NDArray[np.float32] | None = None
     baseline_nats: NDArray[np.float32] | None = None
-
-    @property
-    def total_nats(self) -> float:
-        return float(self.nats.sum(dtype=np.float64))
-
-    @property
-    def tokens(self) -> int:
-        return len(self.nats)
 
 
 @dataclass(frozen=True)
@@ -127,28 +119,23 @@ def padded(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]
     """What a model reads of windows, each (B, T), padded on the right: with causal attention no scored position sees
     padding, so no mask is needed. An encoder reads both directions: its padding is masked.
     """
-
-    def side_by_side(lines: Iterable[Sequence[int]]) -> Tensor:
-        return pad_sequence([torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True).to(device)
-
-    ids = side_by_side(window.ids[:-1] for window in windows)
+    ids = _side_by_side((window.ids[:-1] for window in windows), device)
     if not any(window.source for window in windows):
         return {"input_ids": ids}
-    source, mask = (w.source for w in windows), ([1] * len(w.source) for w in windows)
-    return {"input_ids": side_by_side(source), "attention_mask": side_by_side(mask), "decoder_input_ids": ids}
+    source = _side_by_side((window.source for window in windows), device)
+    mask = _side_by_side(([1] * len(window.source) for window in windows), device)
+    return {"input_ids": source, "attention_mask": mask, "decoder_input_ids": ids}
+
+
+def _side_by_side(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
+    return pad_sequence([torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True).to(device)
 
 
 def _make_batch(windows: Sequence[Window], rows: NDArray[np.int64], device: torch.device) -> PaddedWindows:
-    lengths = [len(window.ids) - 1 for window in windows]
-    starts = [line * max(lengths) for line in range(len(windows))]
-    flat = [
-        torch.arange(start + length - window.scored, start + length)
-        for start, length, window in zip(starts, lengths, windows, strict=True)
-    ]
+    counts = _side_by_side(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
     targets = [number for window in windows for number in window.ids[-window.scored :]]
-    return PaddedWindows(
-        padded(windows, device), torch.cat(flat).to(device), torch.tensor(targets, device=device), rows
-    )  # fmt: skip
+    flat = counts.flatten().nonzero().squeeze(1)
+    return PaddedWindows(padded(windows, device), flat, torch.tensor(targets, device=device), rows)
 
 
 def _score_batch(
@@ -172,8 +159,9 @@ def _score_batch(
             record(batch.rows[piece], q)
         if theirs:
             p = theirs(piece)
-            parts[-1] |= {"kl": kl_divergence(p, q), "same_top": p.argmax(-1) == q.argmax(-1)}
             parts[-1] |= {
+                "kl": kl_divergence(p, q),
+                "same_top": p.argmax(-1) == q.argmax(-1),
                 "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
                 "baseline_nats": _at(p, targets),
             }

@@ -18,7 +18,7 @@ from gqa.corpus.document import Document
 from gqa.corpus.sources import parse_source
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
 from gqa.eval.options import EvaluateOptions, Protocol
-from gqa.eval.scoring import Scores
+from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 
 MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions would be scored in windows of 128k
@@ -245,15 +245,15 @@ def count_words(text: str) -> int:
     return len(re.split(r"\s+", text))
 
 
-def perplexity(scores: Scores, text: Text) -> dict[str, float | None]:
-    """Sums divided once: exp(nats / tokens), exp(nats / words), exp(nats / bytes), nats / (ln 2 bytes). `tokens` are
-    those scored; per word and per byte only where every token of the text is.
+def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
+    """Of the nats of scored tokens, sums divided once: exp(nats / tokens), exp(nats / words), exp(nats / bytes), nats /
+    (ln 2 bytes); per word and per byte only where every token of the text is scored.
 
     The error of the token perplexity is llama-perplexity's: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
-    total, tokens = scores.total_nats, scores.tokens
+    total, tokens = float(nats.sum(dtype="float64")), len(nats)
     mean, per_byte = total / tokens, total / text.bytes
-    spread = float(scores.nats.std(dtype="float64"))
+    spread = float(nats.std(dtype="float64"))
     return {
         "nats": total,
         "nats_per_token": mean,

@@ -68,9 +68,8 @@ def test_colour_is_for_terminals_that_want_it(
     assert ("\x1b[1m" in capfd.readouterr().out) == escapes
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_printed_numbers_do_not_depend_on_the_batch_size(dtype: str) -> None:
-    line = f"SRC G2 --data TEXT --tokens 400 --kl -v --precision {dtype}"
+def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
+    line = "SRC G2 --data TEXT --tokens 400 --kl -v"
     printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 3, 64)}
     assert len(printed) == 1
     assert done(f"{line} --context 127").out not in printed
@@ -78,7 +77,7 @@ def test_printed_numbers_do_not_depend_on_the_batch_size(dtype: str) -> None:
 
 def test_dtypes() -> None:
     found = {
-        dtype: results(f"SRC --data TEXT --context 64 --precision {dtype}")["models"][0]
+        dtype: results(f"SRC --data TEXT --context 64 --tokens 400 --precision {dtype}")["models"][0]
         for dtype in ("auto", "bfloat16", "float32")
     }
     nats = {dtype: model["quality"]["nats"] for dtype, model in found.items()}
@@ -87,29 +86,25 @@ def test_dtypes() -> None:
     assert [model["dtype"] for model in found.values()] == ["bfloat16", "bfloat16", "float32"]
 
 
-def test_protocols() -> None:
-    lines = {"rolling": "", "strided": "--stride 32", "llama.cpp": "--protocol llama.cpp"}
-    for protocol, options in lines.items():
-        found = results(f"SRC --data TEXT --context 64 {options}")
-        assert found["text"]["protocol"] == found["options"]["protocol"] == protocol
-        whole = protocol == "rolling"
-        assert (found["models"][0]["quality"]["bits_per_byte"] is not None) == whole
-        shown = told(f"SRC --data TEXT --context 64 {options} -v")
-        assert ("bits/byte" in shown) == whole
-        assert f"{protocol} windows of 64 tokens" in shown
+@pytest.mark.parametrize(
+    ("protocol", "options"), [("rolling", ""), ("strided", "--stride 32"), ("llama.cpp", "--protocol llama.cpp")]
+)
+def test_protocols(protocol: str, options: str) -> None:
+    result = run(*words(f"SRC --data TEXT --context 64 {options} --json -v"), program="gqa-eval")
+    found, whole = json.loads(result.out), protocol == "rolling"
+    assert found["text"]["protocol"] == found["options"]["protocol"] == protocol
+    assert (found["models"][0]["quality"]["bits_per_byte"] is not None) == whole
+    assert ("bits/byte" in result.err) == whole
+    assert f"{protocol} windows of 64 tokens" in result.err
 
 
-def test_llama_cpp_takes_512_or_what_the_model_has(tmp_path: Path) -> None:
+def test_context_is_what_the_model_has_unless_told(tmp_path: Path) -> None:
     short = copy_source(tmp_path)
     edit_json(short / "config.json", lambda config: config.update(max_position_embeddings=100))
-    assert results(f"{short} --data TEXT --protocol llama.cpp")["text"]["context"] == 100
+    assert results(f"{short} --data TEXT --protocol llama.cpp --tokens 300")["text"]["context"] == 100
     assert results("SRC --data TEXT --protocol llama.cpp --tokens 1200")["text"]["context"] == 512
-
-
-def test_beyond_positions() -> None:
-    line = "SRC --data TEXT --context 600"
-    assert "--context 600 is more than the 512 positions" in refused(line)
-    assert results(f"{line} --beyond-positions")["text"]["context"] == 600
+    assert "--context 600 is more than the 512 positions" in refused("SRC --data TEXT --context 600")
+    assert results("SRC --data TEXT --context 600 --beyond-positions")["text"]["context"] == 600
 
 
 def test_decoding_of_the_same_checkpoint_twice() -> None:
@@ -121,20 +116,20 @@ def test_decoding_of_the_same_checkpoint_twice() -> None:
 
 
 def test_memory() -> None:
-    found = results("SRC G2 --memory 80GB --tensor-parallel 4")
-    kept = [model["kv_cache"]["fits"] for model in found["models"]]
-    assert [fits["batch"] for fits in kept] == [
+    result = run(*words("SRC G2 --memory 80GB --tensor-parallel 4 --json"), program="gqa-eval")
+    found = json.loads(result.out)["models"]
+    assert [model["kv_cache"]["fits"]["batch"] for model in found] == [
         (80 * 10**9 - -(-model["weight_bytes"] // 4)) // (512 * 2 * 6 * heads * 32 * 2)
-        for model, heads in zip(found["models"], (2, 1), strict=True)
+        for model, heads in zip(found, (2, 1), strict=True)
     ]
-    assert "80 GB on each of 4 ranks" in told("SRC G2 --memory 80GB --tensor-parallel 4")
+    assert "80 GB on each of 4 ranks" in result.err
 
 
 def test_ranks_that_suit_no_heads_are_told_and_not_refused() -> None:
-    found = results("SRC --memory 80GB --tensor-parallel 16")["models"][0]["kv_cache"]["fits"]
-    assert found == {"batch": None, "longest": None, "impossible": found["impossible"]}
-    shown = told("SRC G2 --memory 80GB --tensor-parallel 3")
-    assert shown.count("3 ranks are not possible for 8 query heads") == 1
+    result = run(*words("SRC G2 --memory 80GB --tensor-parallel 3 --json"), program="gqa-eval")
+    fits = json.loads(result.out)["models"][0]["kv_cache"]["fits"]
+    assert fits == {"batch": None, "longest": None, "impossible": fits["impossible"]}
+    assert " ".join(result.err.split()).count("3 ranks are not possible for 8 query heads") == 1
 
 
 PAIRS = [("def f(x):", "return x"), ("", "nothing"), ("import sys", "sys.exit(0)  # leave"), ("class A:", None)]
@@ -177,8 +172,7 @@ def test_fail_above() -> None:
     ratios = [model["against_baseline"]["ratio"] for model in json.loads(result.out)["models"][1:]]
     told = f"gqa4 {ratios[0]:.4g} x, gqa2 {ratios[1]:.4g} x the baseline's perplexity, above 1.05 x"
     assert result.err == f"gqa-eval: {told}\n"
-    assert done(f"SRC G2 --data TEXT --context 64 -q --fail-above {ratios[1] + 1}").out == ""
-    assert done("SRC SRC --data TEXT --context 64 -q --fail-above 1").out == ""
+    assert done(f"SRC SRC G2 --data TEXT --context 64 -q --fail-above {ratios[1] * 1.0001}").out == ""
 
 
 def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,23 +180,22 @@ def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         evaluate, "load", lambda subject, options: loaded.append(subject.name) or LOAD(subject, options)
     )
-    line = "SRC G2 --data TEXT --context 64 --precision float32 --kl"
+    line = "SRC G2 --data TEXT --context 64 --tokens 300 --precision float32 --kl"
     live = results(line)
     first = results(line, "--baseline-cache", tmp_path / "cache")
     assert loaded == ["stdlib-mha", "gqa2"] * 2
     second = results(line, "--baseline-cache", tmp_path / "cache")
     assert loaded[4:] == ["gqa2"]
     assert [model.keys() for model in second["models"]] == [model.keys() for model in first["models"]]
-    for found in (first, second):
-        assert found["models"][0]["quality"] == first["models"][0]["quality"]
-        assert found["models"][1]["against_baseline"] == first["models"][1]["against_baseline"]
+    assert second["models"][0]["quality"] == first["models"][0]["quality"]
+    assert second["models"][1]["against_baseline"] == first["models"][1]["against_baseline"]
     kl, stored = (found["models"][1]["against_baseline"]["kl"]["mean"] for found in (live, second))
     assert stored == pytest.approx(kl, abs=1e-3)
     assert stored != kl
     assert second["models"][1]["against_baseline"]["stored_baseline"]["kl_lost_mean"] < 1e-3
     assert "the stored baseline's rounding alone is a KL of" in told(line, "--baseline-cache", tmp_path / "cache")
     del loaded[:]
-    results(f"{line} --tokens 100", "--baseline-cache", tmp_path / "cache")
+    results(f"{line} --stride 32", "--baseline-cache", tmp_path / "cache")
     assert loaded == ["stdlib-mha", "gqa2"]  # it was of another text
 
 
@@ -217,17 +210,17 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
         return model
 
     monkeypatch.setattr(evaluate, "load", counted)
-    results("SRC G4 G2 --data TEXT --context 64")
+    results("SRC G4 G2 --data TEXT --context 64 --tokens 100")
     assert most == [0, 0, 0]
     del most[:], alive[:]
-    results("SRC G4 G2 --data TEXT --context 64 --kl")
+    results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --kl")
     assert most == [0, 1, 1]  # beside the baseline
 
 
 def test_ranks_print_one_result() -> None:
     """Nor does anything that they print depend on how many shared the work."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "gqa.eval"]
-    line = words("SRC G2 --data TEXT --context 64 --precision float32 --kl -v")
+    line = words("SRC G2 --data TEXT --context 64 --tokens 500 --precision float32 --kl -v")
     program, environment = [sys.executable, *launcher, *line], os.environ | {"OMP_NUM_THREADS": "1"}
     found = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
     assert found.returncode == 0, found.stderr[-2000:]

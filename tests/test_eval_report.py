@@ -12,10 +12,9 @@ import sys
 from html import escape, unescape
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from checkpoints import run
+from checkpoints import Result, run
 from embedded import SOURCE, copy_source
 from evaluations import done, place, refused, results, words
 from safetensors.torch import load_file, save_file
@@ -27,52 +26,58 @@ from gqa.eval.report import as_json, verdicts
 from gqa.eval.subjects import distinct_names
 from gqa.eval.tables import Table, number
 
-SVG = "{http://www.w3.org/2000/svg}svg"
 MODEL_KEYS = {
     "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
-    "kv_cache", "dtype", "attention", "quality", "by_context", "decode",
+    "kv_cache", "dtype", "attention", "quality", "by_context", "decode", "recall", "greedy", "samples",
 }  # fmt: skip
 DECODE = "--decode --decode-batches 1 --decode-repeats 1"
 FULL = f"SRC G2 --data TEXT --context 128 --kl {DECODE} --decode-contexts 4,8 --decode-steps 2 --memory 1GB"
 
 
-def test_json_has_these_keys() -> None:
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """What is said with nearly everything measured, and the directory of its report."""
+    out = tmp_path_factory.mktemp("full") / "new" / "report"
+    return run(*words(FULL), "--json", "-o", out, program="gqa-eval"), out
+
+
+def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
     """Whoever reads results.json relies on them: another schema is another number."""
-    found = results(FULL)
+    found = json.loads(full[0].out)
+    assert found == json.loads((full[1] / "results.json").read_text())
     assert found["schema"] == 1
-    assert set(found) == {
-        "schema", "command", "recipe", "created", "versions", "device", "threads", "ranks", "options", "models", "text",
-        "memory",
-    }  # fmt: skip
-    assert set(found["versions"]) == {
-        "python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"
-    }  # fmt: skip
-    assert set(found["text"]) == {
-        "data", "protocol", "context", "stride", "tokens", "documents", "bytes", "words", "windows", "cut"
-    }  # fmt: skip
-    assert set(found["memory"]) == {"bytes", "ranks", "context"}
-    first, second = found["models"]
-    assert set(first) == MODEL_KEYS
-    assert set(second) == MODEL_KEYS | {"against_baseline", "attention_error"}
-    assert set(second["kv_cache"]) == {
-        "bytes_per_token", "context", "bytes_at_context", "remark", "fits", "measured"
-    }  # fmt: skip
-    assert set(second["quality"]) == {
-        "nats", "tokens", "token_perplexity", "token_perplexity_error", "word_perplexity", "byte_perplexity",
-        "bits_per_byte", "nats_per_token",
-    }  # fmt: skip
     percentiles = {"maximum", "p99.9", "p99", "p95", "p90", "median", "p10", "p5", "p1", "p0.1", "minimum", "mean"}
+    first, second = found["models"]
     against = second["against_baseline"]
-    assert set(against) == {
-        "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
-        "acceptance", "acceptance_error", "delta_p_percent", "log_probability_rms", "log_probability_correlation",
-    }  # fmt: skip
-    assert set(against["kl"]) == percentiles | {"mean_error"}
-    assert set(against["delta_p_percent"]) == percentiles | {"rms"}
-    assert set(second["attention_error"][0]) == {"module", "own", "accumulated"}
-    assert set(first["by_context"][0]) == {"from", "to", "nats", "tokens"}
-    assert set(second["by_context"][0]) == {"from", "to", "nats", "tokens", "ratio", "ratio_low", "ratio_high"}
-    assert set(second["decode"]) == {"steps", "repeats", "points"}
+    for part, keys in (
+        (found, {
+            "schema", "command", "recipe", "created", "versions", "device", "threads", "ranks", "options", "models",
+            "text", "memory", "recall",
+        }),
+        (found["versions"], {"python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"}),
+        (found["text"], {
+            "data", "protocol", "context", "stride", "tokens", "documents", "bytes", "words", "windows", "cut"
+        }),
+        (found["memory"], {"bytes", "ranks", "context"}),
+        (first, MODEL_KEYS),
+        (second, MODEL_KEYS | {"against_baseline", "attention_error"}),
+        (second["kv_cache"], {"bytes_per_token", "context", "bytes_at_context", "remark", "fits", "measured"}),
+        (second["quality"], {
+            "nats", "tokens", "token_perplexity", "token_perplexity_error", "word_perplexity", "byte_perplexity",
+            "bits_per_byte", "nats_per_token",
+        }),
+        (against, {
+            "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
+            "acceptance", "acceptance_error", "delta_p_percent", "log_probability_rms", "log_probability_correlation",
+        }),
+        (against["kl"], percentiles | {"mean_error"}),
+        (against["delta_p_percent"], percentiles | {"rms"}),
+        (second["attention_error"][0], {"module", "own", "accumulated"}),
+        (first["by_context"][0], {"from", "to", "nats", "tokens"}),
+        (second["by_context"][0], {"from", "to", "nats", "tokens", "ratio", "ratio_low", "ratio_high"}),
+        (second["decode"], {"steps", "repeats", "points"}),
+    ):  # fmt: skip
+        assert set(part) == keys
     assert second["provenance"]["options"]["groups"] == 2
     assert found["options"]["decode_contexts"] == [4, 8]
     assert found["options"]["kl"] is True
@@ -101,36 +106,21 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert quality["token_perplexity_error"] is None or isinstance(quality["token_perplexity_error"], str)
 
 
-def test_json_and_tables_do_not_mix(tmp_path: Path) -> None:
-    result = run(*words("SRC --data TEXT --context 64 --json"), "-o", tmp_path / "report", program="gqa-eval")
-    assert json.loads(result.out)["schema"] == 1
-    assert result.err.startswith("Quality on ")
-    assert "\nwritten to " in result.err
-
-
-def check_pictures(directory: Path, names: list[str]) -> None:
-    for name in names:
-        assert ElementTree.parse(directory / f"{name}.svg").getroot().tag == SVG
-        png = (directory / f"{name}.png").read_bytes()
-        assert png[:8] == b"\x89PNG\r\n\x1a\n"
-        assert struct.unpack(">II", png[16:24]) == (960, 600)
-
-
-def test_report(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "report"
-    shown = done(FULL, "-o", out).out
-    names = ["results.json", "report.html"] + [
-        f"{name}.{suffix}"
-        for name in ("by_context", "recall", "attention_error", "decode")
-        for suffix in ("svg", "png")
-    ]
+def test_report(full: tuple[Result, Path]) -> None:
+    result, out = full
+    pictures = ["by_context", "recall", "attention_error", "decode"]
+    names = ["results.json", "report.html", *(f"{name}.{suffix}" for name in pictures for suffix in ("svg", "png"))]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
-    assert shown.endswith(f"written to {out}: {', '.join(names)}\n")
+    assert result.err.startswith("2 of 8 heads: ")  # tables do not mix with JSON
+    assert result.err.endswith(f"\nwritten to {out}: {', '.join(names)}\n")
     html = (out / "report.html").read_text()
     found = checked(html)
-    check_pictures(out, ["by_context", "recall", "attention_error", "decode"])
-    assert found.pictures == [(out / name).read_text() for name in names[2::2]]
-    recorded = json.loads((out / "results.json").read_text())
+    assert found.pictures == [(out / f"{name}.svg").read_text() for name in pictures]
+    for name in pictures:
+        png = (out / f"{name}.png").read_bytes()
+        assert png[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", png[16:24]) == (960, 600)
+    recorded = json.loads(result.out)
     assert escape(recorded["command"]) in html
     perplexity = f"{recorded['models'][1]['quality']['token_perplexity']:.2f}"
     assert [row[2] for row in found.tables[0]][2] == perplexity
@@ -139,7 +129,7 @@ def test_report(tmp_path: Path) -> None:
 
 def test_a_report_replaces_its_predecessor_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    done(f"SRC {DECODE} --decode-contexts 4 --decode-steps 1", "-o", out)
+    done(f"SRC {DECODE} --decode-contexts 4 --decode-steps 1 --no-recall", "-o", out)
     (out / "notes.md").write_text("mine")
     assert (out / "decode.svg").is_file()
     before = {path.name: path.read_bytes() for path in out.iterdir()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from base64 import b64decode
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
-from gqa.eval.page import Figure, Sample, Written, page
+from gqa.eval import page as report
 from gqa.eval.tables import Table
 
 SVG = "{http://www.w3.org/2000/svg}svg"
@@ -64,21 +66,24 @@ def checked(html: str) -> Page:
     return found
 
 
-def test_text_of_a_page_stays_text() -> None:
+def made(directory: Path, **parts: Any) -> tuple[str, Page]:
+    report.Page(**{"title": "t", "verdicts": [], "tables": [], **parts}).write(directory)
+    html = (directory / "report.html").read_text()
+    return html, checked(html)
+
+
+def test_text_of_a_page_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "x.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
     table = Table("<b>", ("<i>",), (("<script>alert(1)</script>",),), "<em>")
-    sample = Sample("<code>", [Written("<kbd>", "<a>", "<strong>")])
-    html = page(
-        title="<u>", verdicts=["<cite>"], lead="<dfn>", commands=["<q>"], tables=[table],
-        figures=[Figure('"><a', "PHN2ZyB4bWxucz0iaHR0cDovL3d3dy53My5vcmcvMjAwMC9zdmciLz4=")], samples=[sample],
-        foot="<s>",
+    html, found = made(
+        tmp_path, title="<u>", verdicts=["<cite>"], lead="<dfn>", commands=["<q>"], tables=[table], foot="<s>",
+        pictures=[("x", '"><a')], samples=[("<code>", [("<kbd>", "<a>", "<strong>")])],
     )  # fmt: skip
-    found = checked(html)
     assert html.count("<script>") == 1
     assert not found.tags & {"a", "b", "i", "u", "q", "s", "em", "code", "kbd", "strong", "cite", "dfn"}
     assert found.tables == [[["<i>"], ["<script>alert(1)</script>"]]]
 
 
-def test_only_the_first_table_is_unfolded() -> None:
+def test_only_the_first_table_is_unfolded(tmp_path: Path) -> None:
     tables = [Table(title, ("a",), (("1",),)) for title in ("one", "two", "three")]
-    found = checked(page(title="t", verdicts=[], tables=tables))
-    assert found.folds == [("one", True), ("two", False), ("three", False)]
+    assert made(tmp_path, tables=tables)[1].folds == [("one", True), ("two", False), ("three", False)]

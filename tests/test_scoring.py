@@ -28,6 +28,8 @@ from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import open_subjects
 from gqa.eval.text import count_words, encode, make_text, perplexity
 
+TEXTS = texts(4, 1800)
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
@@ -46,7 +48,7 @@ def grouped(directory):
 
 @pytest.fixture(scope="module")
 def text():
-    return make_text(texts(5), tokenizer(), protocol="rolling", context=128)
+    return make_text(TEXTS, tokenizer(), protocol="rolling", context=128)
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +57,14 @@ def scores(source, text):
 
 
 def test_sums_and_sizes(text, scores):
-    ids = [tokenizer()(t)["input_ids"] for t in texts(5)]
-    assert text.tokens == scores.tokens == sum(map(len, ids))
-    assert text.bytes == sum(len(t.encode()) for t in texts(5))
-    found = perplexity(scores, text)
-    assert found["token_perplexity"] == pytest.approx(math.exp(scores.total_nats / text.tokens))
-    assert found["bits_per_byte"] == pytest.approx(scores.total_nats / text.bytes / math.log(2))
+    ids = [tokenizer()(t)["input_ids"] for t in TEXTS]
+    assert text.tokens == len(scores.nats) == sum(map(len, ids))
+    assert text.bytes == sum(len(t.encode()) for t in TEXTS)
+    found = perplexity(scores.nats, text)
+    assert found["token_perplexity"] == pytest.approx(math.exp(scores.nats.sum(dtype="float64") / text.tokens))
+    assert found["bits_per_byte"] == pytest.approx(scores.nats.sum(dtype="float64") / text.bytes / math.log(2))
     assert found["byte_perplexity"] == pytest.approx(2 ** found["bits_per_byte"])
-    assert found["word_perplexity"] == pytest.approx(math.exp(scores.total_nats / text.words))
+    assert found["word_perplexity"] == pytest.approx(math.exp(scores.nats.sum(dtype="float64") / text.words))
     assert 5 < found["token_perplexity"] < 30  # it was trained on such text
 
 
@@ -86,29 +88,25 @@ def test_scores_are_the_harness(source, text, scores):
     from lm_eval.models.huggingface import HFLM
 
     harness = HFLM(pretrained=source, tokenizer=tokenizer(), max_length=128, batch_size=1)
-    requests = [Instance("loglikelihood_rolling", {}, (t,), i) for i, t in enumerate(texts(5))]
+    requests = [Instance("loglikelihood_rolling", {}, (t,), i) for i, t in enumerate(TEXTS)]
     likelihoods = harness.loglikelihood_rolling(requests, disable_tqdm=True)
-    found = perplexity(scores, text)
-    words = [(value, count_words(t)) for value, t in zip(likelihoods, texts(5), strict=True)]
-    sizes = [(value, len(t.encode())) for value, t in zip(likelihoods, texts(5), strict=True)]
+    found = perplexity(scores.nats, text)
+    words = [(value, count_words(t)) for value, t in zip(likelihoods, TEXTS, strict=True)]
+    sizes = [(value, len(t.encode())) for value, t in zip(likelihoods, TEXTS, strict=True)]
     assert found["word_perplexity"] == pytest.approx(weighted_perplexity(words), rel=1e-5)
     assert found["byte_perplexity"] == pytest.approx(weighted_perplexity(sizes), rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(bits_per_byte(sizes), rel=1e-6)
     assert found["word_perplexity"] != pytest.approx(weighted_perplexity(sizes), rel=1e-1)
 
 
-@pytest.mark.parametrize(("batch_size", "numbers"), [(1, None), (3, None), (64, None), (4, 1), (4, 100_000)])
+@pytest.mark.parametrize(("batch_size", "numbers"), [(1, None), (64, None), (4, 1), (3, 100_000)])
 def test_any_batch_size_and_chunk_give_the_same(source, text, scores, monkeypatch, batch_size, numbers):
     if numbers:
         monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", numbers)
         monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 7)
     other = score(ChunkedHead(source), text.windows, batch_size=batch_size)
     assert np.allclose(other.nats, scores.nats, atol=2e-5)
-    assert other.total_nats == pytest.approx(scores.total_nats, rel=1e-7)
-
-
-def _tokens(text, windows):
-    return sum(window.scored for window in text.windows[:windows])
+    assert other.nats.sum(dtype="float64") == pytest.approx(scores.nats.sum(dtype="float64"), rel=1e-7)
 
 
 def test_float32_logits_are_never_held_for_a_whole_batch(source, text, monkeypatch):
@@ -120,7 +118,7 @@ def test_float32_logits_are_never_held_for_a_whole_batch(source, text, monkeypat
     handle = source.lm_head.register_forward_hook(lambda m, i, output: rows.append(output.shape[:-1].numel()))
     score(head, text.windows[:8], batch_size=8)
     handle.remove()
-    assert max(rows) <= 16 < _tokens(text, 8) <= sum(rows)
+    assert max(rows) <= 16 < sum(window.scored for window in text.windows[:8]) <= sum(rows)
 
 
 @pytest.mark.parametrize(("free", "calls"), [(None, 4), (0, 4), (1 << 29, 2), (1 << 30, 1), (80 << 30, 1)])
@@ -145,7 +143,7 @@ def test_uniform_predictions_have_the_vocabulary_as_perplexity(directory, text):
     weights["model.norm.weight"].zero_()
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     model = load(path)
-    found = perplexity(score(ChunkedHead(model), text.windows, batch_size=8), text)
+    found = perplexity(score(ChunkedHead(model), text.windows, batch_size=8).nats, text)
     assert found["token_perplexity"] == pytest.approx(UNIFORM_VOCABULARY, rel=1e-6)
 
 
@@ -175,19 +173,6 @@ def test_comparison_with_torch_on_whole_logits(source, grouped, text):
     assert found.acceptance.mean() < 0.9
     assert found.kl.mean() > 0.5
     assert found.same_top.mean() < 0.9
-
-
-@torch.no_grad()
-def test_acceptance_is_how_often_drafts_are_accepted(source, grouped, text):
-    """Speculative sampling itself: a token drawn from q is accepted with probability min(1, p / q)."""
-    window = text.windows[0]
-    found = score(ChunkedHead(grouped), [window], batch_size=1, baseline=live_baseline(ChunkedHead(source))).acceptance
-    ids = torch.tensor([window.ids[:-1]])
-    p, q = (m(input_ids=ids).logits[0, -window.scored :].softmax(-1) for m in (source, grouped))
-    torch.manual_seed(0)
-    drafts = torch.multinomial(q, 400, replacement=True)
-    kept = torch.rand(drafts.shape) < p.gather(-1, drafts) / q.gather(-1, drafts)
-    assert found.mean() == pytest.approx(kept.double().mean().item(), abs=5 / (2 * kept.numel() ** 0.5))
 
 
 def test_stored_baseline(source, grouped, text, directory):
@@ -269,17 +254,6 @@ def test_a_head_that_cannot_be_split_is_noticed(source):
     assert torch.equal(head.logits(hidden[0, 3:5]), scaled(ids).logits[0, 3:5])
 
 
-def test_protocols_give_different_numbers_of_the_same_model(source):
-    found = {}
-    for protocol, options in {"rolling": {}, "strided": {"stride": 32}, "llama.cpp": {}}.items():
-        made = make_text(texts(5), tokenizer(), protocol=protocol, context=64, **options)
-        found[protocol] = perplexity(score(ChunkedHead(source), made.windows, batch_size=16), made)
-    assert found["llama.cpp"]["token_perplexity"] < found["rolling"]["token_perplexity"]  # more is read before
-    assert found["strided"]["token_perplexity"] < found["rolling"]["token_perplexity"]
-    assert found["llama.cpp"]["bits_per_byte"] is None
-    assert found["strided"]["word_perplexity"] is None
-
-
 @torch.no_grad()
 def test_llama_cpp_protocol_by_hand(source):
     made = make_text(texts(2), tokenizer(), protocol="llama.cpp", context=64)
@@ -291,7 +265,7 @@ def test_llama_cpp_protocol_by_hand(source):
         for position in range(32, 63):
             total -= float(logits[position, chunk[position + 1]])
             count += 1
-    found = perplexity(score(ChunkedHead(source), made.windows, batch_size=4), made)
+    found = perplexity(score(ChunkedHead(source), made.windows, batch_size=4).nats, made)
     assert (found["tokens"], found["token_perplexity"]) == (count, pytest.approx(math.exp(total / count), rel=1e-5))
 
 
@@ -307,28 +281,6 @@ def test_attention_errors(source, directory, text):
     assert found[3]["accumulated"] == pytest.approx(0.5, rel=1e-5)
 
 
-def test_attention_errors_of_a_conversion_grow_with_depth(source, grouped, text):
-    found = attention_errors(source, grouped, text.windows[:4])
-    assert all(0.1 < e["own"] < 1.5 for e in found)
-    assert found[0]["own"] == pytest.approx(found[0]["accumulated"])
-    assert found[-1]["accumulated"] > found[-1]["own"]
-
-
-def test_encoder_decoder(directory):
-    """Loss on pairs is that of the class with labels."""
-    tiny = TINY["t5gemma"]
-    model = build(tiny, 2)
-    windows = [Window((2, 5, 9, 11, 7), 4, 0, (3, 4, 5)), Window((2, 8, 6), 2, 1, (9, 10, 11, 12, 13))]
-    found = score(ChunkedHead(model), windows, batch_size=2)
-    expected = []
-    for window in windows:
-        ids = torch.tensor([window.ids])
-        with torch.no_grad():
-            output = model(input_ids=torch.tensor([window.source]), decoder_input_ids=ids[:, :-1])
-        expected.append(torch.nn.functional.cross_entropy(output.logits[0], ids[0, 1:], reduction="none"))
-    assert np.allclose(found.nats, torch.cat(expected), atol=1e-5)
-
-
 def test_a_text_with_bos_in_front_gets_no_second_one():
     adding = deepcopy(tokenizer())
     bos, number = adding.bos_token, adding.bos_token_id
@@ -341,8 +293,9 @@ def test_a_text_with_bos_in_front_gets_no_second_one():
 def test_measure_quality_of_several(directory, text):
     names = [str(SOURCE), str(converted(directory, 4)), str(converted(directory, 2))]
     plain, compared = open_subjects(names), open_subjects(names)
-    measure_quality(plain, text, EvaluateOptions(precision="float32"))
-    measure_quality(compared, text, EvaluateOptions(precision="float32", kl=True))
+    part = replace(text, windows=text.windows[:5])
+    measure_quality(plain, part, EvaluateOptions(precision="float32"))
+    measure_quality(compared, part, EvaluateOptions(precision="float32", kl=True))
     for one, other in zip(plain, compared, strict=True):
         assert one.record["quality"]["nats"] == pytest.approx(other.record["quality"]["nats"], rel=1e-6)
     ratios = [one.record["against_baseline"]["ratio"] for one in compared[1:]]

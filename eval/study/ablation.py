@@ -217,9 +217,9 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
         batch_size=options.eval_batch, precision=options.dtype, device=options.devices[0], kl=options.kl,
         baseline_cache=work / BASELINE if options.kl else None,
     )  # fmt: skip
-    scores = evaluate.measure_quality([subject], study.text, how)
+    nats = evaluate.measure_quality([subject], study.text, how)
     key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
-    bench, told = Bench(options, work, study.text, np.asarray(scores.nats), key, study.steps, options.devices[0]), {}
+    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, options.devices[0]), {}
     if options.recall is not False:
         try:
             bench.probe = evaluate.make_probe(subject, study.text, study.text.context, how)

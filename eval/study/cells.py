@@ -30,7 +30,7 @@ from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode
 from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
 from gqa.eval.report import recalled
-from gqa.eval.scoring import Scores, score
+from gqa.eval.scoring import score
 from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study.directory import Row, UnwrittenError
 from gqa.eval.study.study import UNMERGED, Cell, StudyOptions
@@ -88,7 +88,7 @@ class Bench:
         """Columns of what a model predicts."""
         start, text, head = time.perf_counter(), self.text, ChunkedHead(model)
         scores = score(head, text.windows, batch_size=self.options.eval_batch, baseline=self.baseline)
-        found = summary(scores, text, Scores(self.source_nats))
+        found = summary(scores, text, self.source_nats)
         own, against = found["quality"], found["against_baseline"]
         return {
             "loss": own["nats_per_token"],
@@ -123,7 +123,6 @@ class Bench:
         copies = chain.from_iterable(one.windows for one in self.probe.asked if one.kind == "text")
         firsts = [Window(copy.ids[: copy.scored + 2], copy.scored) for copy in copies]
         hits = score(head, firsts, batch_size=self.options.eval_batch).hits
-        assert hits is not None
         return {"recall_first_reading": float(hits.mean())}
 
     def merge_errors(self, model: PreTrainedModel) -> Row:

@@ -12,7 +12,7 @@ import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import write_text
-from gqa.eval.page import PAGE, figures, made_aside, no_pictures, page
+from gqa.eval.page import PAGE, Page, made_aside, no_pictures
 from gqa.eval.report import measured_with, verdict
 from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
@@ -186,11 +186,9 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
     found = list(_tables(results))
     lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
     foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}{commit}."])
-    html = page(
-        title=title, verdicts=verdicts, lead=lead, tables=found, figures=figures(pictures, directory), commands=made,
-        foot=foot,
-    )  # fmt: skip
-    write_text(directory / PAGE, html)
+    Page(title=title, verdicts=verdicts, lead=lead, pictures=pictures, tables=found, commands=made, foot=foot).write(
+        directory
+    )
     pasted = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
     listed = "\n".join(f"    {line}".rstrip() for line in made)
     text = [f"# {title}", *verdicts, lead, *pasted, *(one.markdown() for one in found), listed, foot]
