@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from gqa.checkpoint.console import (
     CONTEXT_SETTINGS,
     Choice,
     Command,
-    Count,
-    Decorator,
-    Option,
-    Precision,
     option,
     progress_bar,
     run,
@@ -27,8 +21,10 @@ from gqa.checkpoint.console import (
     with_options,
 )
 from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.checkpoint.options import OptionsOf
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement, Watcher
-from gqa.convert.methods import ALIGNING, GROUPINGS, LAYERWISE, METHODS, Method
+from gqa.convert.method_option import OF_DRAWS, OF_MAPS, refuse_unused
+from gqa.convert.methods import ALIGNING, LAYERWISE
 
 if TYPE_CHECKING:
     from gqa.convert.recast.targets import Target
@@ -36,48 +32,39 @@ if TYPE_CHECKING:
 _LOG_SECONDS = 30.0  # between two lines
 
 
-class MethodOption(Option):
-    """An option that not every method uses: `used_by` says of one whether it does."""
-
-    def __init__(self, *names: Any, used_by: Callable[[Method], bool], **attributes: Any) -> None:
-        super().__init__(*names, **attributes)
-        self.used_by = used_by
-
-
-def option_of(used_by: Callable[[Method], bool], *names: str, **attributes: Any) -> Decorator:
-    """An option that only those methods use."""
-    return option(*names, cls=MethodOption, used_by=used_by, **attributes)
-
-
-def is_given(name: str) -> bool:
-    """Whether a parameter of the command that runs was given, rather than left at its default."""
-    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
-
-
-def refuse_unused(methods: Iterable[str], where: str) -> None:
-    """Raises RefusedError for an option of the command that is given and that none of `methods` uses; `where` says in
-    words what was asked for instead.
+class MapsWords:
+    """How maps are found, as options of a command. One whose --tokens, --context ... are of something else gives them a
+    `prefix`, and says itself on which text and where.
     """
-    known = [METHODS[name] for name in methods]
-    for found in click.get_current_context().command.params:
-        if isinstance(found, MethodOption) and is_given(str(found.name)) and not any(map(found.used_by, known)):
-            users = ", ".join(name for name, method in METHODS.items() if found.used_by(method))
-            told = f"it goes with --method {users}" if known else "leave one of the two out"
-            raise RefusedError(f"{found.opts[0]} is not used by {where}; {told}")
+
+    def __init__(self, prefix: str = "") -> None:
+        own = {"sources": "data", "tokens": "tokens", "length": "context", "dtype": "precision"}
+        flags = {name: f"--{prefix}{word}" for name, word in own.items()}
+        flags |= {"repeats": f"--{prefix}repeats/--no-{prefix}repeats", "autocast": "--refine-precision"}
+        flags |= {name: f"--refine-{name.replace('_', '-')}" for name in ("steps", "batch", "learning_rate")}
+        self._text, self._refinement = OptionsOf(CalibrationText, **flags), OptionsOf(Refinement, **flags)
+        self._how = OptionsOf(MapsOptions, **flags)
+        self.decorators = [
+            *OptionsOf(CalibrationText, ("tokens", "length", "repeats") if prefix else (), **flags).decorators(),
+            *OptionsOf(MapsOptions, ("grouping", "ridge"), **flags).decorators(),
+            *self._refinement.decorators(),
+            *OptionsOf(MapsOptions, ("dtype",), **flags).decorators(),
+            *([] if prefix else [option("--device", **OF_MAPS)]),
+        ]
+
+    def read(self, words: Mapping[str, Any], seed: int, device: str | None, **text: Any) -> MapsOptions:
+        """What the options of the command say; `text` that they do not."""
+        from gqa.checkpoint.devices import find_device
+
+        precision = words["refine_precision"]
+        autocast = None if precision is None else precision == "bfloat16"
+        refinement = self._refinement.read(words, seed=seed, autocast=autocast)
+        found = self._text.read(words, seed=seed, **text)
+        return self._how.read(words, text=found, refinement=refinement, device=find_device(device))
 
 
-of_text = partial(option_of, lambda method: method.reads_text)
-of_maps = partial(option_of, lambda method: method.aligns)
-of_draws = partial(option_of, lambda method: method.draws)
-_of_refined = partial(option_of, lambda method: method.refines)
-
-_TEXT = [
-    of_text("--data", "calibration", aliases="--calibration", default=("self",), help="Text for calibrated and "
-            "refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data set, stdlib:train; "
-            "several times, or with commas, for a mixture (SOURCE@WEIGHT)."),
-]  # fmt: skip
-_DEVICE = [of_maps("--device")]
-_TARGET = [
+MAPS = MapsWords()
+TARGET = [  # about the class that a model is written for
     option("--remote-code/--no-remote-code", default=None, help="Whether a model whose class cannot have fewer heads "
            "gets custom modelling code.  [default: where no class of transformers will do]"),
     option("--attention", metavar="KIND[,...]", help="Whose heads become fewer, in an encoder-decoder that gets such a "
@@ -85,36 +72,12 @@ _TARGET = [
 ]  # fmt: skip
 
 
-def _search(prefix: str) -> list[Decorator]:
-    """How maps are found. `prefix` is for a command whose --tokens, --context ... are of something else."""
-
-    def own(name: str, old: str, no: str = "", **how: Any) -> Decorator:
-        names, aliases = (f"--{word}{no and '/--no-'}{no and word}" for word in (prefix + name, f"calibration-{old}"))
-        return of_text(names, f"calibration_{name}", aliases=aliases, **how)
-
-    return [
-        own("tokens", "tokens", type=Count(), default="65536", metavar="COUNT",
-            help="Tokens of text in all, shared by SOURCE@WEIGHT."),
-        own("context", "length", type=Count(2), default="256", metavar="COUNT", help="Tokens of one block of text."),
-        own("repeats", "repeats", "no", default=True, help="Let half of the blocks repeat themselves, which keeps a "
-            "model able to look things up; not those of self:plain."),
-        of_maps("--grouping", type=Choice(GROUPINGS), default="contiguous",
-               help="Which heads share: neighbours, or those that lose least by it."),
-        of_text("--ridge", type=click.FloatRange(min=0), default=0.03, help="How strongly the refit of the "
-                "output projection is held to the original."),
-        _of_refined("--refine-steps", type=click.IntRange(min=1), default=200, help="Training steps "
-                    "of each layer."),
-        _of_refined("--refine-batch", type=click.IntRange(min=1), default=16, help="Blocks of one such step."),
-        _of_refined("--refine-learning-rate", type=click.FloatRange(min=0, min_open=True), default=0.02,
-               help="Their learning rate, relative to the size of each tensor; it falls linearly to zero."),
-        _of_refined("--refine-precision", type=Precision("float32", "bfloat16"), help="What they multiply in.  "
-               "[default: bfloat16 where the device multiplies it natively]"),
-        own("precision", "dtype", type=Precision("float32", "bfloat16", "float16"), default="float32",
-            help="What layers are run in; 16 bits blur what the converted layers lack."),
-    ]  # fmt: skip
+def read_maps(options: Mapping[str, Any]) -> MapsOptions:
+    """What the options of gqa-convert and gqa-calibrate say."""
+    return MAPS.read(options, options["seed"], options["device"])
 
 
-def read_target(options: dict[str, Any]) -> Target:
+def read_target(options: Mapping[str, Any]) -> Target:
     """What the options say. Raises RefusedError for a kind of attention that does not exist."""
     from gqa.convert.heads.family import KINDS
     from gqa.convert.recast.targets import Target
@@ -123,32 +86,6 @@ def read_target(options: dict[str, Any]) -> Target:
     if options["attention"] is not None and not (named and set(named) <= set(KINDS)):
         raise RefusedError(f"--attention {options['attention']!r} is not known; choose {', '.join(KINDS)}")
     return Target(options["remote_code"], tuple(kind for kind in KINDS if kind in named) or None)
-
-
-maps_options = with_options(_TEXT, _search(""), _DEVICE)  # of finding maps
-search_options = with_options(_search("calibration-"))  # those of them that say neither on which text nor where
-target_options = with_options(_TARGET)  # about the class that a model is written for
-
-
-def read_options(options: dict[str, Any]) -> MapsOptions:
-    """What the options say."""
-    from gqa.checkpoint.devices import find_device
-
-    seed, field, tokens = options["seed"], options.get("field", "text"), options["calibration_tokens"]
-    precision = options["refine_precision"]
-    return MapsOptions(
-        CalibrationText(
-            options["calibration"], tokens, options["calibration_context"], seed, field, options["calibration_repeats"]
-        ),
-        ridge=options["ridge"],
-        refinement=Refinement(
-            options["refine_steps"], options["refine_batch"], options["refine_learning_rate"],
-            autocast=None if precision is None else precision == "bfloat16", seed=seed,
-        ),
-        device=find_device(options["device"]),
-        dtype=options["calibration_precision"],
-        grouping=options["grouping"],
-    )  # fmt: skip
 
 
 class Bar(Watcher):
@@ -232,9 +169,8 @@ Examples:
 @option("--groups", help="How many key/value heads to keep.")
 @option("-o", "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write.")
 @option("--method", type=Choice(ALIGNING), default="calibrated", help="How the heads of a group become one.")
-@maps_options
-@target_options
-@of_draws("--seed", help="The seed of random draws and samples.")
+@with_options(MAPS.decorators, TARGET)
+@option("--seed", help="The seed of random draws and samples.", **OF_DRAWS)
 @option("--revision")
 @option("--overwrite", help="Replace FILE, and forget an unfinished run of other options.")
 @option("--verbose")
@@ -261,7 +197,7 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
         raise RefusedError(f"{output.parent} is no directory; give a file in one that exists")
     start = time.monotonic()
     with Bar(options["quiet"]) as bar:
-        how = read_options(options)
+        how = read_maps(options)
         say_device(how.device, options["quiet"])
         find_maps(plan, output, how, bar, overwrite=options["overwrite"])
     if not options["quiet"]:

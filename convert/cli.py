@@ -23,17 +23,8 @@ from gqa.checkpoint.console import (
 )
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
-from gqa.convert.calibrate_cli import (
-    Bar,
-    is_given,
-    maps_options,
-    of_draws,
-    option_of,
-    read_options,
-    read_target,
-    refuse_unused,
-    target_options,
-)
+from gqa.convert.calibrate_cli import MAPS, TARGET, Bar, read_maps, read_target
+from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
 from gqa.convert.methods import AUTO, AUTOMATIC, LAYERWISE, METHODS
 
 if TYPE_CHECKING:
@@ -72,13 +63,13 @@ _MERGING = [
     option("--groups", help="Key/value heads of the result: a divisor of the model's own, or a multiple to expand."),
     option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
-    option_of(lambda method: True, "--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a "
-              "group become one: see below."),
+    option("--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a group become one: see "
+           "below.", **only_for(lambda method: True)),
     option("--maps", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="Apply what gqa-calibrate "
            "wrote, instead of --method."),
 ]  # fmt: skip
 _WRITING = [
-    of_draws("--seed", help="The seed of random draws and samples."),
+    option("--seed", help="The seed of random draws and samples.", **OF_DRAWS),
     option("--dtype", type=Choice(["float32", "float16", "bfloat16", "float64"]), help="Store all weights so.  "
            "[default: as they are]"),
     option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]"),
@@ -101,10 +92,7 @@ _WRITING = [
 
 @click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
-@with_options(_MERGING)
-@maps_options
-@target_options
-@with_options(_WRITING)
+@with_options(_MERGING, MAPS.decorators, TARGET, _WRITING)
 @version_option
 def command(model: str, groups: int, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
@@ -139,7 +127,7 @@ def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
     out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan)
     quiet, start = options["quiet"], time.monotonic()
     # What finds maps runs models, whose imports take seconds.
-    calibration = read_options(options) if plan.lacks_maps else None
+    calibration = read_maps(options) if plan.lacks_maps else None
     if calibration:
         say_device(calibration.device, quiet)
     with Bar(quiet, plan.total_bytes) as bar:
@@ -197,13 +185,11 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 
 def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:
     """Says what every method would take here, or after a conversion what a better one would; seconds by method."""
-    from gqa.checkpoint.devices import find_device
-    from gqa.convert.estimate import Work, estimates
+    from gqa.convert.estimate import estimates
     from gqa.convert.summary import size
 
-    device = find_device(options["device"])
-    asked = ("calibration_tokens", "calibration_context", "refine_steps", "refine_batch")
-    found = estimates(plan, device, Work(*(options[name] for name in asked)))
+    how = read_maps(options)
+    device, found = how.device, estimates(plan, how)
     for each in found if result is None else []:
         beside = f", {size(each.beside)} beside it meanwhile" if each.beside else ""
         about = f"about {each.time} on {device}, {size(each.disk)} on disk{beside}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from gqa.convert.align.options import MapsOptions
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.heads.symmetries import Symmetry
@@ -21,18 +22,8 @@ _BENCHMARK_SECONDS = 0.5
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 _PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
 _WIDE = 2.0  # products in float64 take so many times as long
-_TRAINING = 3.0  # forward passes that a step of training takes
+TRAINING = 3.0  # forward passes that a step of training takes
 _MUON = 5  # iterations for each matrix and step
-
-
-@dataclass(frozen=True)
-class Work:
-    """What text methods are asked for: tokens in blocks of `length`, and `steps` of `batch` blocks a layer."""
-
-    tokens: int = 65_536
-    length: int = 256
-    steps: int = 200
-    batch: int = 16
 
 
 @dataclass(frozen=True)
@@ -66,14 +57,14 @@ def allowed(plan: Plan) -> Iterator[Method]:
             yield method
 
 
-def estimates(plan: Plan, device: str, work: Work) -> list[Estimate]:
-    """Of every method that the model allows; half a second is spent on finding out how fast `device` is."""
-    speed = products_a_second(device, plan.config.text.hidden_size)
-    width = int(plan.config.text.hidden_size)
+def estimates(plan: Plan, how: MapsOptions) -> list[Estimate]:
+    """Of every method that the model allows; half a second is spent on finding out how fast the device is."""
+    width, disk = int(plan.config.text.hidden_size), plan.total_bytes
+    speed = products_a_second(how.device, width)
     return [
         Estimate(
-            method, operations(plan, method, work) / speed + plan.total_bytes / _BYTES_A_SECOND, plan.total_bytes,
-            8 * work.tokens * width if method.reads_text else 0,
+            method, operations(plan, method, how) / speed + disk / _BYTES_A_SECOND, disk,
+            8 * how.text.tokens * width if method.reads_text else 0,
         )
         for method in allowed(plan)
     ]  # fmt: skip
@@ -93,10 +84,11 @@ def products_a_second(device: str, width: int) -> float:
     return 2 * 2048 * width**2 / fastest
 
 
-def operations(plan: Plan, method: Method, work: Work) -> float:
+def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
     """Multiplications and additions in float32, those in float64 counted twice."""
     if not method.aligns:
         return 0.0
+    text, training = how.text, how.refinement
     modules = [m for m in attention_modules(plan.checkpoint, plan.config) if plan.changes_of(m)]
     width, attention, found = int(plan.config.text.hidden_size), 0, 0.0
     for module in modules:
@@ -109,14 +101,14 @@ def operations(plan: Plan, method: Method, work: Work) -> float:
         found += _WIDE * 40 * groups * merged**3  # eigenvectors of each group's moments
         if method.reads_text:
             joined = heads.query * heads.value_dim
-            found += _WIDE * 2 * work.tokens * (merged**2 * (2 * groups + heads.query) + 2 * joined**2)
+            found += _WIDE * 2 * text.tokens * (merged**2 * (2 * groups + heads.query) + 2 * joined**2)
         else:
             found += 2 * width**2 * (rows + 2 * width)
         if method.refines:
-            seen = work.steps * work.batch * work.length
-            scores = 4 * work.length * heads.query * heads.key_dim
-            found += _TRAINING * seen * (2 * own + scores) + work.steps * _MUON * 6 * own * width
+            seen = training.steps * training.batch * text.length
+            scores = 4 * text.length * heads.query * heads.key_dim
+            found += TRAINING * seen * (2 * own + scores) + training.steps * _MUON * 6 * own * width
     beside = plan.parameters_before - attention - int(plan.config.text.vocab_size) * width  # nearly all of it is MLPs
     if method.reads_text:
-        return found + _PASSES * 2 * work.tokens * (attention + beside)
+        return found + _PASSES * 2 * text.tokens * (attention + beside)
     return found + (4 * width * max(beside, 0) if method.guesses else 0)

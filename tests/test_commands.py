@@ -125,8 +125,8 @@ def test_what_all_commands_have(program: str) -> None:
 @pytest.mark.parametrize(
     ("program", "words", "name", "value"),
     [
-        ("gqa-convert", "--tokens 64k", "calibration_tokens", 64_000),
-        ("gqa-convert", "--data a.txt@2,self --data b", "calibration", ("a.txt@2", "self", "b")),
+        ("gqa-convert", "--tokens 64k", "tokens", 64_000),
+        ("gqa-convert", "--data a.txt@2,self --data b", "data", ("a.txt@2", "self", "b")),
         ("gqa-convert", "--refine-precision bf16", "refine_precision", "bfloat16"),
         ("gqa-convert", "--max-shard-size 5GB", "max_shard_size", 5 * 10**9),
         ("gqa-uptrain", "--tokens 1M", "tokens", 10**6),

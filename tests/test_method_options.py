@@ -11,7 +11,8 @@ from checkpoints import leftovers, llama, run
 
 from gqa.checkpoint.console import Count
 from gqa.convert import cli, convert_checkpoint, plan_conversion
-from gqa.convert.calibrate_cli import MethodOption, command
+from gqa.convert.calibrate_cli import command
+from gqa.convert.method_option import MethodOption
 from gqa.convert.methods import METHODS
 
 OPTIONS = {option.opts[0]: option for option in cli.command.params if isinstance(option, MethodOption)}

@@ -16,7 +16,7 @@ from tiny_models import QUERY_HEADS, TINY, Tiny, build, config
 from torch import Tensor
 
 from gqa.convert import plan_conversion
-from gqa.convert.align.alignment import shared_key, slow_dims, unturned
+from gqa.convert.align.alignment import slow_dims, unturned
 from gqa.convert.align.pair import Pair
 from gqa.convert.heads.families.table import find_family
 from gqa.convert.heads.symmetries import Rotary, Symmetry
@@ -127,23 +127,3 @@ def test_queries_and_keys_are_turned_back(name: str, length: int, tmp_path: Path
 def _spread(heads: Tensor) -> float:
     """(B, H, T, d): how much positions differ from one another."""
     return float((heads - heads[:, :, :1]).abs().max())
-
-
-def test_slow_pairs_share_what_one_frequency_each_cannot() -> None:
-    """Keys of two heads that lie in four dimensions, but not frequency by frequency: nothing is lost, scores stay."""
-    generator = torch.Generator().manual_seed(0)
-    dim, heads = 4, 2
-    seeds = torch.randn(500, dim, dtype=torch.float64, generator=generator)
-    mixing = torch.randn(dim, heads * dim, dtype=torch.float64, generator=generator)
-    keys = seeds @ mixing
-    queries = torch.eye(dim, dtype=torch.float64).expand(heads, dim, dim)
-    moments, means = keys.T @ keys / len(keys), torch.zeros(heads * dim, dtype=torch.float64)
-
-    def lost(rotary: Rotary) -> float:
-        found = shared_key(moments, queries, means, rotary)
-        shared = keys @ found.merge.T
-        back = torch.cat([shared @ found.back[head] for head in range(heads)], 1)  # q'^T k' = q^T M^T C k
-        return float((back - keys).square().sum() / keys.square().sum())
-
-    assert lost(Rotary(dim, slow=(0.0,) * (dim // 2))) < 1e-10
-    assert lost(Rotary(dim)) > 0.01

@@ -7,8 +7,9 @@ the logits stay, `mean` destroys the model, and a method that aligns heads bring
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps
-from gqa.convert.methods import Merging
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
 RECOVERED = 1e-4
@@ -90,23 +90,15 @@ def scrambled(tiny: Tiny, place: Path, pairing: str | None = None) -> tuple[Path
     return directory, logits(tiny, model, inputs(tiny)), kv
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """Maps of all modules, not on disk."""
-
-    maps: dict[str, HeadMaps]
-    names: frozenset[str] = frozenset()
-
-    def of(self, module: str, meta: bool = False) -> HeadMaps | None:
-        return self.maps[module]
-
-    def tensor(self, name: str, meta: bool = False) -> Tensor:
-        raise KeyError(name)
+def by(plan: Plan, method: str) -> Plan:
+    """The same by another method, of which every tensor that it changes is in the plan."""
+    return replace(plan, merging=replace(plan.merging, method=method))
 
 
 def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = None) -> Tensor:
-    """Of the model that a plan makes, without writing it."""
-    merging, read = Merging(plan.merging.method, maps=InMemory(dict(maps)) if maps else None), plan.checkpoint.read
+    """Of the model that a plan makes, without writing it; `maps` of all modules need not be on disk."""
+    held: Any = maps and SimpleNamespace(of=lambda module, meta: maps[module], names=())
+    merging, read = replace(plan.merging, maps=held), plan.checkpoint.read
     tensors, stored = dict[str, Tensor](), all_tensors(plan.checkpoint.directory)
     for tensor in plan.tensors:
         if tensor.change:
@@ -141,32 +133,31 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     directory, expected, kv = scrambled(tiny, tmp_path)
     model = load(tiny, directory, attention(tiny))
     assert relative(logits(tiny, model, inputs(tiny)), expected) < SAME, "the table allows what changes the model"
-    check_gains(tiny, model, plan_conversion(directory, kv))
-    plans = {method: plan_conversion(directory, kv, method=method) for method in ("mean", "aligned", "calibrated")}
-    assert relative(merged_logits(tiny, plans["mean"]), expected) > CONTROL
-    aligned = dict(plans["aligned"].merging.how.find(plans["aligned"], search=False))
-    assert relative(merged_logits(tiny, plans["aligned"], aligned), expected) < RECOVERED
-    ids = Ids(high=tiny.tokens).ids()
-    if tiny.model_type not in UNSERVED:
-        check_calibrated(tiny, model, plans["calibrated"], expected, ids)
-    else:
+    plan = plan_conversion(directory, kv, method="aligned")
+    assert relative(merged_logits(tiny, by(plan, "mean")), expected) > CONTROL
+    check_gains(tiny, model, plan)
+    assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan))), expected) < RECOVERED
+    plan = by(plan, "calibrated")
+    if tiny.model_type in UNSERVED:
         with pytest.raises(RefusedError, match="cannot be run layer by layer"):
-            Calibrator(plans["calibrated"], ids, on_ids())
-    symmetry = plans["aligned"].config.symmetry
-    if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plans["aligned"].config.text):
+            calibrated(tiny, plan)
+    else:
+        calibrator, maps = calibrated(tiny, plan)
+        hidden = after_layers(tiny, model, calibrator.pair.source.prefix, Ids(high=tiny.tokens).ids())
+        assert relative(calibrator.streams.source, hidden) < SAME
+        assert relative(calibrator.streams.converted, hidden) < RECOVERED
+        assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
+    symmetry = plan.config.symmetry
+    if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text):
         check_places(tiny, directory, expected)
 
 
-def check_calibrated(tiny: Tiny, model: PreTrainedModel, plan: Plan, expected: Tensor, ids: Tensor) -> None:
-    """What went through the layers one at a time is the model's own, and the heads are recovered."""
-    calibrator = Calibrator(plan, ids, on_ids())
+def calibrated(tiny: Tiny, plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:
+    """What has gone through all layers, and the maps, which lose nothing."""
+    calibrator = Calibrator(plan, Ids(high=tiny.tokens).ids(), on_ids(**options))
     results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
     assert all(result.error < 1e-8 for result in results)
-    hidden = after_layers(tiny, model, calibrator.pair.source.prefix, ids)
-    assert relative(calibrator.streams.source, hidden) < SAME
-    assert relative(calibrator.streams.converted, hidden) < RECOVERED
-    calibrated = {result.module.path: result.maps for result in results}
-    assert relative(merged_logits(tiny, plan, calibrated), expected) < RECOVERED
+    return calibrator, {result.module.path: result.maps for result in results}
 
 
 def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
@@ -175,17 +166,13 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
     moved = load(tiny, directory, attention(tiny))
     assert relative(logits(tiny, moved, inputs(tiny)), expected) < SAME, "something that belongs to a head stayed"
     plan = plan_conversion(directory, 2, method="aligned")
-    assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan, search=False))), expected) > CONTROL
     found = dict(plan.merging.how.find(plan, search=True))
     assert relative(merged_logits(tiny, plan, found), expected) < RECOVERED
     assert any(maps.order for maps in found.values())
-    if tiny.name not in SEVERAL:
-        return
-    plan, ids = plan_conversion(directory, 2, method="calibrated"), Ids(high=tiny.tokens).ids()
-    calibrator = Calibrator(plan, ids, on_ids(grouping="search"))
-    results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
-    calibrated = {result.module.path: result.maps for result in results}
-    assert relative(merged_logits(tiny, plan, calibrated), expected) < RECOVERED
+    if tiny.name in SEVERAL:
+        assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan))), expected) > CONTROL
+        maps = calibrated(tiny, by(plan, "calibrated"), grouping="search")[1]
+        assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
 
 
 @pytest.mark.parametrize(
@@ -261,15 +248,15 @@ def test_heads_that_are_equal_lose_nothing(name: str, tmp_path: Path) -> None:
     directory = convert_checkpoint(
         write_checkpoint(model, tmp_path / "source"), 4, tmp_path / "equal", method="mean"
     ).out
-    before, expected = all_tensors(directory), logits(tiny, model, inputs(tiny))
+    expected = logits(tiny, model, inputs(tiny))
     for method in ("procrustes", "aligned", "calibrated"):
         out = convert_checkpoint(directory, 2, tmp_path / method, method=method, calibration=on_ids()).out
         merged = load(tiny, out, attention(tiny))
         assert relative(logits(tiny, merged, inputs(tiny)), expected) < RECOVERED, method
-        same = convert_checkpoint(directory, 4, tmp_path / f"{method}4", method=method, calibration=on_ids()).out
-        after = all_tensors(same)
-        assert before.keys() == after.keys()
-        assert all(torch.equal(tensor, after[tensor_name]) for tensor_name, tensor in before.items())
+    same = convert_checkpoint(directory, 4, tmp_path / "same", method="calibrated", calibration=on_ids()).out
+    before, after = all_tensors(directory), all_tensors(same)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[tensor_name]) for tensor_name, tensor in before.items())
 
 
 def test_procrustes_undoes_rotations(tmp_path: Path) -> None:

@@ -130,8 +130,9 @@ def _put_complex(targets: Tensor, factors: Tensor, real: Tensor, imaginary: Tens
 
 
 def _energy_back(before: Tensor, after: Tensor) -> Tensor:
-    """The factor that gives heads of the energy `after` that of `before`; 1 where nothing is left."""
-    return (before / after.clamp_min(1e-300)).sqrt().where(after > 0, torch.ones_like(after))
+    """The factor that gives heads of the energy `after` that of `before`; 1 where either is nothing."""
+    found = (before.clamp_min(0) / after.clamp_min(1e-300)).sqrt()
+    return found.where((found > 0) & (after > 0), torch.ones_like(found))
 
 
 def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: Tensor) -> None:
@@ -153,7 +154,7 @@ def _plain_key(keys: Tensor, queries: Tensor, dims: Tensor, key: Tensor, query: 
         left, _, right = torch.linalg.svd(unsize @ before @ covariance @ combine.T)
         combine, restore = size @ left @ right @ combine, restore @ (left @ right).T @ unsize
     else:
-        scale = _balance(covariance, combine, heads)
+        scale = _energy_back(covariance.trace() / heads, (combine @ covariance @ combine.T).trace())
         combine, restore = combine * scale, restore / scale
     key[dims[:, None], stacked] = combine
     for head in range(heads):
@@ -167,13 +168,6 @@ def root_and_inverse(matrix: Tensor, floored: bool = False) -> tuple[Tensor, Ten
     kept = values > (-torch.inf if floored else least)
     values, vectors = values[kept].clamp_min(least).sqrt(), vectors[:, kept]
     return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
-
-
-def _balance(covariance: Tensor, combine: Tensor, heads: int) -> Tensor:
-    """The factor that gives what is combined the mean energy of what it is combined of; 1 where that is nothing."""
-    after = (combine @ covariance @ combine.T).trace()
-    scale = (covariance.trace().clamp_min(0) / heads / after.clamp_min(1e-300)).sqrt()
-    return scale.where(scale > 0, torch.ones_like(scale))
 
 
 def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -> GroupMaps:
@@ -208,7 +202,7 @@ def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -
             break
         project = project + slope / bend * move
         restore = _ways_back(project, seen, crossed)
-    scale = _balance(values, project, heads)
+    scale = _energy_back(values.trace() / heads, (project @ values @ project.T).trace())
     return GroupMaps(project * scale, restore / scale)
 
 

@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import click
+
+from gqa.checkpoint.console import Choice, Count, Precision
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.options import option_field
+from gqa.convert.method_option import OF_MAPS, OF_REFINED, OF_TEXT
 from gqa.convert.methods import GROUPINGS
 from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight
 
@@ -26,12 +31,29 @@ class CalibrationText:
     (`gqa.corpus.repeats`), but those of `self:plain`.
     """
 
-    sources: tuple[str, ...] = ("self",)
-    tokens: int = 65_536
-    length: int = 256
+    sources: tuple[str, ...] = option_field(
+        ("self",),
+        "Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data "
+        "set, stdlib:train; several times, or with commas, for a mixture (SOURCE@WEIGHT).",
+        aliases="--calibration",
+        **OF_TEXT,
+    )
+    tokens: int = option_field(
+        65_536, "Tokens of text in all, shared by SOURCE@WEIGHT.", aliases="--calibration-tokens", type=Count(),
+        metavar="COUNT", **OF_TEXT,
+    )  # fmt: skip
+    length: int = option_field(
+        256, "Tokens of one block of text.", aliases="--calibration-length", type=Count(2), metavar="COUNT", **OF_TEXT
+    )
     seed: int = 0
     field: str = "text"
-    repeats: bool = True
+    repeats: bool = option_field(
+        True,
+        "Let half of the blocks repeat themselves, which keeps a model able to look things up; not those of "
+        "self:plain.",
+        aliases="--calibration-repeats/--no-calibration-repeats",
+        **OF_TEXT,
+    )
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
@@ -90,11 +112,22 @@ class Refinement:
     linearly to zero.
     """
 
-    steps: int = 200
-    batch: int = 16
-    learning_rate: float = 0.02
+    steps: int = option_field(200, "Training steps of each layer.", type=click.IntRange(1), **OF_REFINED)
+    batch: int = option_field(16, "Blocks of one such step.", type=click.IntRange(1), **OF_REFINED)
+    learning_rate: float = option_field(
+        0.02,
+        "Their learning rate, relative to the size of each tensor; it falls linearly to zero.",
+        type=click.FloatRange(0, min_open=True),
+        **OF_REFINED,
+    )
     heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
-    autocast: bool | None = None  # bfloat16 products; None: where the device is faster at them
+    autocast: bool | None = option_field(  # bfloat16 products; the option is their name
+        None,
+        "What they multiply in.  [default: bfloat16 where the device multiplies it natively]",
+        is_flag=False,
+        type=Precision("float32", "bfloat16"),
+        **OF_REFINED,
+    )
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -114,12 +147,26 @@ class MapsOptions:
     """
 
     text: CalibrationText = field(default_factory=CalibrationText)
-    ridge: float = 0.03
+    grouping: str = option_field(
+        "contiguous",
+        "Which heads share: neighbours, or those that lose least by it.",
+        type=Choice(GROUPINGS),
+        **OF_MAPS,
+    )
+    ridge: float = option_field(
+        0.03, "How strongly the refit of the output projection is held to the original.", type=click.FloatRange(0),
+        **OF_TEXT,
+    )  # fmt: skip
     refinement: Refinement = field(default_factory=Refinement)
+    dtype: str = option_field(
+        "float32",
+        "What layers are run in; 16 bits blur what the converted layers lack.",
+        aliases="--calibration-dtype",
+        type=Precision(*DTYPES),
+        **OF_TEXT,
+    )
     device: str = field(default_factory=_default_device)
-    dtype: str = "float32"
     batch: int = 8
-    grouping: str = "contiguous"
 
     def __post_init__(self) -> None:
         for name, value, known in (("dtype", self.dtype, DTYPES), ("grouping", self.grouping, GROUPINGS)):

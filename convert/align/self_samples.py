@@ -106,7 +106,8 @@ def sampled_blocks(
             stream.truncate(4 * size * batch * have)  # a batch that was not finished
             for number in range(have, wanted):
                 # A batch has a seed of its own: those before need not be sampled again.
-                ids = samples(model, size + lead, seed=_hash_seed(seed, number), batch=batch)[:, lead:]
+                own = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
+                ids = samples(model, size + lead, seed=own, batch=batch)[:, lead:]
                 stream.seek(0, 2)
                 stream.write(ids.numpy().astype(np.int32).tobytes())
                 stream.flush()
@@ -129,11 +130,6 @@ def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
     cache = checkpoint_cache(checkpoint)
     each = cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
     return max(1, min(_BATCH, _CACHE_BYTES // each))
-
-
-def _hash_seed(seed: int, number: int) -> int:
-    """The seed of one batch."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
 
 
 def first_token(config: Any, name: str) -> int:

@@ -48,12 +48,6 @@ class Inputs:
         guessed = by_lower(weights.to(self.factor), self.factor).cpu()
         return torch.cat([(1 - self.share) ** 0.5 * guessed, self.share**0.5 * weights.float()], 1)
 
-    @property
-    def moments(self) -> Tensor:
-        """E[x x^T] itself, (D, D)."""
-        rows = self.through(torch.eye(self.width)).double()
-        return rows @ rows.mT
-
 
 class Stream:
     """E[x x^T] of what attention layers are given, one layer after another: (D, D), with a trace of D.

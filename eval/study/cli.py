@@ -28,7 +28,8 @@ from gqa.checkpoint.console import (
     with_options,
 )
 from gqa.checkpoint.errors import one_line
-from gqa.convert.calibrate_cli import is_given, of_text, read_options, refuse_unused, search_options
+from gqa.convert.calibrate_cli import MapsWords
+from gqa.convert.method_option import OF_TEXT, is_given, refuse_unused
 from gqa.convert.methods import METHODS
 from gqa.eval.study.study import AUTO, SCOPES, TEACHERS
 from gqa.uptrain.cli import command as uptrain_command
@@ -80,12 +81,13 @@ _DATA = [
     option("--data", help="Text to train on, as for gqa-uptrain; several times, or with commas, for several."),
     option("--precision", default="float32", type=Precision("float32", "bfloat16", "float16", accelerate=True),
            help="What training computes in; weights and optimiser stay in float32."),
-    of_text("--calibration", **SHARED["--data"], help="Text for calibrated and refined, as gqa-convert's --data.  "
-           "[default: the data]"),
+    option("--calibration", **SHARED["--data"], **OF_TEXT, help="Text for calibrated and refined, as gqa-convert's "
+           "--data.  [default: the data]"),
 ]  # fmt: skip
 _OF_UPTRAIN = ("field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "schedule", "warmup",
                "batch_size",
                "micro_batch", "block_size", "optimizer", "weight_decay")  # fmt: skip
+_MAPS = MapsWords("calibration-")
 _MEASURE = [
     option("--eval-tokens", type=Count(), metavar="COUNT", help="Held-out tokens to measure on: whole "
            "documents, until they are so many.  [default: all]"),
@@ -125,9 +127,7 @@ _RUN = [
 
 @click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="[MODEL]", required=False)
-@with_options(_GRID, _DATA)
-@search_options
-@with_options(_MEASURE, _RUN)
+@with_options(_GRID, _DATA, _MAPS.decorators, _MEASURE, _RUN)
 @version_option
 def command(model: str | None, output: Path, quiet: bool, **options: Any) -> None:
     """Which method, how many groups, how much further training? Measures every combination for MODEL.
@@ -185,7 +185,7 @@ def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[Study
     refuse_unused(methods, f"--methods {','.join(methods)}")
     grid = Grid(methods, **of(("groups", "alphas", "train", "teachers", "seeds")))
     text = options["calibration"] or options["data"]
-    maps = read_options(options | {"calibration": text, "seed": 0, "device": None})  # each cell has its own
+    maps = _MAPS.read(options, seed=0, device=None, sources=text, field=options["field"])  # each cell has its own
     training = TrainOptions(model, output, **of((*TRAINING, "micro_batch", "save_minutes")))
     return StudyOptions(training, maps, **of(StudyOptions.__dataclass_fields__)), grid
 

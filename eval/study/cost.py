@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from gqa.checkpoint.loading import load_model
-from gqa.convert.heads.modules import attention_modules
+from gqa.convert.estimate import TRAINING, operations
 from gqa.convert.methods import METHODS
+from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.eval.recall import DISTANCES, READ
 from gqa.eval.scoring import score
@@ -17,8 +18,7 @@ from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell
 from gqa.eval.tables import Table, table
 
-# Forward passes that something takes for each token. A backward pass is two; calibrating runs both models, and solves.
-TRAINING, TEACHING, CALIBRATING = 3.0, 1.0, 5.0
+TEACHING = 1.0  # forward passes for each token that is trained on
 
 
 def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
@@ -26,9 +26,9 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     conversion, and each cell of a training for the tokens since the one before.
     """
     found, measuring = {}, study.text.tokens + _asking(study)
-    for (method, _), some in groupby(cells, key=lambda cell: (cell.method, cell.conversion)):
-        converting = _converting(study, method)
-        for run in study.options.runs(list(some)):
+    for _, some in groupby(cells, key=lambda cell: cell.conversion):
+        converting = _converting(study, (group := list(some))[0])
+        for run in study.options.runs(group):
             before = 0
             for cell in run:
                 tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
@@ -44,19 +44,13 @@ def _asking(study: Study) -> int:
     return 3 * READ * sum(distance <= study.text.context for distance in DISTANCES)
 
 
-def _converting(study: Study, method: str) -> float:
-    """Tokens of forward passes of the whole model that a method takes; those of what looks at weights alone are 0."""
-    maps, tokens, how = study.options.maps, 0.0, METHODS.get(method)
-    if how and how.needs == "text":
-        tokens += CALIBRATING * maps.text.tokens
-    if how and how.refines:  # attention modules alone, forwards and backwards
-        modules = attention_modules(study.subject.checkpoint, study.config)
-        share = (
-            sum(spec.numel for module in modules for spec in module.tensors.values())
-            / study.subject.checkpoint.parameters
-        )
-        tokens += TRAINING * share * maps.refinement.steps * maps.refinement.batch * maps.text.length
-    return tokens
+def _converting(study: Study, cell: Cell) -> float:
+    """Tokens of forward passes of the whole model that a conversion takes, as `gqa-convert --dry-run` estimates it."""
+    if cell.method not in METHODS:  # nothing is merged
+        return 0.0
+    checkpoint = study.subject.checkpoint
+    plan = make_plan(checkpoint, cell.groups, cell.method)
+    return operations(plan, METHODS[cell.method], study.options.maps) / (2 * checkpoint.parameters)
 
 
 def forward_rate(study: Study) -> float:
@@ -84,7 +78,7 @@ def cost_table(study: Study) -> Table:
         f"{len(left)} of {len(records)} cells to measure, about "
         f"{sum(left.values()) / rate / study.options.jobs / 60:.1f} minutes and the source's evaluation; from "
         f"{rate:,.0f} tokens/s of a forward pass timed now: training counts {TRAINING:g} passes (a teacher "
-        f"{TEACHING:g} more), measuring 1, calibrating {CALIBRATING:g}"
+        f"{TEACHING:g} more), measuring 1, converting as gqa-convert --dry-run says"
     )
     columns = CELL | {"train tokens": "{tokens:,}", "seconds": "{seconds:,.0f}"}
     return table(f"Study of {study.subject.name}", columns, records, note)

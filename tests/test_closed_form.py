@@ -1,0 +1,163 @@
+"""The closed forms on numbers alone: what heads share is nearly the best there is, and what is dead loses nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gqa.convert.align import alignment
+from gqa.convert.align.alignment import ridge, shared_key, shared_value
+from gqa.convert.align.closed_form import output_roots, position_weights, significance_of
+from gqa.convert.heads.symmetries import Rotary
+
+HEADS, REPEAT, DIM = 3, 2, 6
+OWNER = torch.arange(HEADS).repeat_interleave(REPEAT)
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def made(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What query heads see (some directions more than others, each somewhat in its own way), all values, W_O^T W_O."""
+    generator, width = torch.Generator().manual_seed(seed), HEADS * DIM
+    spread = normal(generator, width, width) + normal(generator, HEADS * REPEAT, width, width)
+    spread = spread * (normal(generator, width) / 2).exp()
+    seen, w_o = spread @ spread.mT, normal(generator, HEADS * REPEAT, DIM, 8 * DIM)
+    return seen, seen.mean(0), w_o @ w_o.mT
+
+
+def left(project: Tensor, restore: Tensor, seen: Tensor, outputs: Tensor) -> Tensor:
+    """The share of the energy of outputs that is lost, straight from the definition."""
+    lost, whole = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for head, back in enumerate(restore):
+        pick = torch.zeros(DIM, HEADS * DIM, dtype=torch.float64)
+        pick[:, int(OWNER[head]) * DIM : (int(OWNER[head]) + 1) * DIM] = torch.eye(DIM)
+        off = pick - back @ project
+        lost = lost + (outputs[head] @ off @ seen[head] @ off.T).trace()
+        whole = whole + (outputs[head] @ pick @ seen[head] @ pick.T).trace()
+    return lost / whole
+
+
+def descended(project: Tensor, restore: Tensor, seen: Tensor, outputs: Tensor) -> float:
+    """What quasi-Newton steps on both make of it."""
+    weights = [project.clone().requires_grad_(), restore.clone().requires_grad_()]
+    optimizer = torch.optim.LBFGS(weights, max_iter=400, line_search_fn="strong_wolfe", tolerance_change=1e-14)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = left(*weights, seen, outputs)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return float(left(*weights, seen, outputs).detach())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_most_of_what_gradients_would_gain_is_gained(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, values, outputs = made(seed)
+    found = shared_value(seen, values, outputs, OWNER)
+    monkeypatch.setattr(alignment, "_ROUNDS", 0)
+    start = shared_value(seen, values, outputs, OWNER)
+    least = descended(found.merge, found.back, seen, outputs)
+    before, after = (float(left(maps.merge, maps.back, seen, outputs)) for maps in (start, found))
+    assert least < 0.75 * before  # there is something to gain
+    assert after - least < 0.2 * (before - least)
+
+
+def test_values_that_are_one_lose_nothing() -> None:
+    """Each head's value is an invertible map of the first one's; and of what is zero the maps are numbers."""
+    seen, _, outputs = made(0)
+    copies = normal(torch.Generator().manual_seed(1), HEADS * DIM, DIM)
+    seen = copies @ seen[:, :DIM, :DIM] @ copies.T
+    found = shared_value(seen, seen.mean(0), outputs, OWNER)
+    assert float(left(found.merge, found.back, seen, outputs)) < 1e-12
+    energy = (found.merge @ seen.mean(0) @ found.merge.T).trace()
+    assert energy == pytest.approx(float(seen.mean(0).trace()) / HEADS)  # it keeps the size of what it stands for
+    nothing = shared_value(0 * seen, 0 * seen[0], outputs, OWNER)
+    assert nothing.merge.isfinite().all()
+    assert nothing.back.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "rotary", [Rotary(0), Rotary(DIM), Rotary(2), Rotary(DIM, slow=(0.01, 0.001))], ids=["none", "all", "some", "slow"]
+)
+@pytest.mark.parametrize("dead", ["keys", "queries", "constant keys"])
+def test_keys_that_carry_nothing(rotary: Rotary, dead: str) -> None:
+    """What stands for them fits into float16 with weights of the usual size."""
+    rows = normal(torch.Generator().manual_seed(0), 50, 2 * DIM)
+    rows = rows[:1].expand(50, -1) if dead == "constant keys" else rows * (dead != "keys")
+    queries = torch.eye(DIM, dtype=torch.float64).expand(2, DIM, DIM) * (dead != "queries")
+    found = shared_key(rows.T @ rows / 50, queries, rows.mean(0), rotary)
+    for maps in (found.merge, found.back):
+        assert maps.isfinite().all()
+        assert maps.abs().max() < 1e4
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1.0])
+def test_slow_pairs_share_what_one_frequency_each_cannot(size: float) -> None:
+    """Keys of two heads that lie in four dimensions, but not frequency by frequency: nothing is lost, scores stay; also
+    where rotation frequency by frequency would find few of them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    mixing = normal(generator, 4, 8) * torch.tensor([1, size, 1, size] * 2)  # the second pair of either head
+    keys = normal(generator, 500, 4) @ mixing
+    queries, means = torch.eye(4, dtype=torch.float64).expand(2, 4, 4), torch.zeros(8, dtype=torch.float64)
+
+    def lost(rotary: Rotary) -> float:
+        found = shared_key(keys.T @ keys / 500, queries, means, rotary)
+        back = torch.cat([keys @ found.merge.T @ found.back[head] for head in range(2)], 1)  # q'^T k' = q^T M^T C k
+        return float((back - keys).square().sum() / keys.square().sum())
+
+    assert lost(Rotary(4, slow=(0.0, 0.0))) < (1e-10 if size == 1 else 1e-5)
+    assert lost(Rotary(4)) > 0.01
+
+
+def test_a_ridge_where_inputs_are_nothing_stays_at_its_start() -> None:
+    start = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    nothing = torch.zeros(4, 4, dtype=torch.float64)
+    for strength in (0.0, 0.03):
+        assert torch.allclose(ridge(nothing, nothing, start, strength), start)
+    inputs = torch.diag(torch.tensor([2.0, 1.0, 0.0, 0.0], dtype=torch.float64))
+    found = ridge(inputs, inputs, start, 0.0)
+    assert torch.allclose(found[:, :2], torch.eye(4, dtype=torch.float64)[:, :2])
+    assert torch.allclose(found[:, 2:], start[:, 2:])
+
+
+def test_what_an_error_of_scores_does_without_a_mask() -> None:
+    """Causal layers are given no mask either; in others the first query sees all keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 4, 8, generator=generator) for _ in range(3))
+    roots = output_roots(torch.randn(2, 8, 8, generator=generator))
+    everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    for causal in (True, False):
+        mask = everything.tril() if causal else everything
+        assert torch.equal(
+            significance_of(q, k, v, None, 0.3, roots, causal), significance_of(q, k, v, mask, 0.3, roots)
+        )
+    assert significance_of(q, k, v, None, 0.3, roots)[0, :, 0].abs().max() < 1e-6  # one key takes all
+    assert significance_of(q, k, v, None, 0.3, roots, False)[0, :, 0].min() > 1e-6
+
+
+def test_scores_count_by_what_they_move() -> None:
+    """The sum over keys of |a W_O (v - o)|^2, from its parts; a hidden key counts nothing."""
+    torch.manual_seed(0)
+    q, k, v, w_o = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6), torch.randn(4, 6, 16)
+    mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
+    mask[1, :, 3:, 0] = False
+    found = significance_of(q, k, v, mask, 0.3, output_roots(w_o))
+    for head in range(4):
+        keys, values = k[:, head // 2], v[:, head // 2] @ w_o[head]
+        paid = (0.3 * q[:, head] @ keys.mT).masked_fill(~mask[:, 0], -torch.inf).softmax(-1)
+        away = (values[:, None] - (paid @ values)[:, :, None]).square().sum(-1)
+        torch.testing.assert_close(found[:, head], (paid.square() * away).sum(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_an_error_counts_by_the_size_of_the_stream() -> None:
+    stream = torch.randn(3, 7, 16)
+    stream[:, 0] *= 100
+    counts = position_weights(stream)
+    assert float(counts.mean()) == pytest.approx(1.0)
+    assert torch.allclose(counts * stream.square().mean(-1), (counts * stream.square().mean(-1))[0, 0])
