@@ -1,11 +1,11 @@
-"""Records as tables: aligned in a terminal, as Markdown, or for a page."""
+"""Records as tables: aligned in a terminal, or for a page."""
 
 from __future__ import annotations
 
 import math
 import string
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,6 @@ class Table:
         lines = [line.rstrip() for one in [*blocks, block] for line in one]
         return "\n".join([_cut(self.title, WIDTH), *lines, *filter(None, [wrapped(self.note)])])
 
-    def markdown(self) -> str:
-        def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(map(_escaped, cells)) + " |"
-
-        rule = "|" + "---|" + "---:|" * (len(self.header) - 1)
-        parts = [f"## {_escaped(self.title)}", "", line(self.header), rule, *(line(row) for row in self.rows)]
-        return "\n".join([*parts, *(["", _escaped(self.note)] if self.note else [])])
-
 
 def wrapped(text: str, indent: str = "") -> str:
     """In lines of a terminal, those after the first indented; what is in per cent stays on one line."""
@@ -70,11 +62,6 @@ def _cut(text: str, length: int) -> str:
     """Without its middle, where it is longer; more of the end is left, where names of conversions differ."""
     tail = (length - 2) * 2 // 3
     return text if len(text) <= length else f"{text[: length - 2 - tail]}..{text[-tail:]}"
-
-
-def _escaped(text: str) -> str:
-    """Names of models and files as they are, in Markdown."""
-    return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in text)
 
 
 class _Formats(string.Formatter):

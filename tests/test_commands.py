@@ -145,7 +145,7 @@ def test_what_all_commands_have(program: str) -> None:
         ("gqa-ablate", "--precision bf16 --dtype bf16", "dtype", "bfloat16"),
         ("gqa-ablate", "--precision bf16 --dtype bf16", "precision", "bf16"),
         ("gqa-ablate", "--context 64 --train-context 32", "context", 64),
-        ("gqa-ablate", "--context 64 --train-context 32", "block_size", 32),
+        ("gqa-ablate", "--context 64 --train-context 32", "train_context", 32),
     ],
 )
 def test_values(program: str, words: str, name: str, value: object) -> None:

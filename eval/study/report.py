@@ -11,7 +11,6 @@ from typing import Any
 import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
-from gqa.checkpoint.write import write_text
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
 from gqa.eval.report import measured_with, verdict
 from gqa.eval.study.checks import checks
@@ -161,7 +160,7 @@ def _budgets(results: Results) -> Table:
 
 
 def write_study_report(results: Results, bounds: Bounds) -> list[str]:
-    """report.html, report.md and, where matplotlib is installed, pictures beside the rows; returns all names.
+    """report.html and, where matplotlib is installed, pictures beside the rows; returns all names.
 
     All are made aside first. Raises OutputError where they cannot be written; the rows are not touched.
     """
@@ -183,16 +182,12 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
         made += ["", "# what is recommended", *advised.commands]
     commit = f", commit {last['git']}" if last.get("git") else ""
     title, verdicts = f"{results.name}: methods, groups and training", _verdicts(results, advised)
-    found = list(_tables(results))
     lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
     foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}{commit}."])
-    Page(title=title, verdicts=verdicts, lead=lead, pictures=pictures, tables=found, commands=made, foot=foot).write(
+    tables = list(_tables(results))
+    Page(title=title, verdicts=verdicts, lead=lead, pictures=pictures, tables=tables, commands=made, foot=foot).write(
         directory
     )
-    pasted = [f"## {caption}\n\n![{caption}]({name}.svg)" for name, caption in pictures]
-    listed = "\n".join(f"    {line}".rstrip() for line in made)
-    text = [f"# {title}", *verdicts, lead, *pasted, *(one.markdown() for one in found), listed, foot]
-    write_text(directory / PAGE.replace("html", "md"), "\n\n".join(text) + "\n")
 
 
 def _verdicts(results: Results, advised: Recommendation) -> list[str]:

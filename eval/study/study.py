@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
+import click
+
+from gqa.checkpoint.console import Choice, Count, Precision, Several
+from gqa.checkpoint.options import OptionsOf, option_field
 from gqa.checkpoint.provenance import without_place
+from gqa.convert.align.options import MapsOptions
 from gqa.convert.methods import METHODS
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
 
-if TYPE_CHECKING:
-    from gqa.convert.align.options import MapsOptions
-
+_POSITIVE = click.IntRange(min=1)
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -24,6 +27,19 @@ TRAINING = ("data", "field", "heldout", "heldout_fraction", "pretraining_tokens"
             "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
 # Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
 _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
+
+
+class _Seeded(click.ParamType[tuple[str, int | None]]):
+    """A method, and how many seeds of it where that is said: `random:3`."""
+
+    name = "method"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
+        method, colon, count = str(value).partition(":")
+        Choice(tuple(METHODS)).convert(method, param, ctx)
+        if colon and not (count.isdigit() and int(count)):
+            self.fail(f"{count!r} is no number of seeds; give them like random:3", param, ctx)
+        return method, int(count) if colon else None
 
 
 class Cell(NamedTuple):
@@ -70,12 +86,39 @@ class Cell(NamedTuple):
 class Grid:
     """Every combination is a cell. `methods`: how many seeds each has; `groups`: none until they are `settled`."""
 
-    methods: Mapping[str, int]
-    groups: tuple[int, ...] | None
-    alphas: tuple[float, ...]
-    train: tuple[str, ...] = (AUTO,)
-    teachers: tuple[str, ...] = ("source",)
-    seeds: int = 1
+    methods: Mapping[str, int] = option_field(
+        MISSING,
+        "How heads are merged: those of the default as far as MODEL can have them, or any; random is a control. "
+        "METHOD:N for N seeds of one.",
+        aliases="--method", type=Several(_Seeded()), metavar="METHOD[,...]", multiple=False,
+        default="mean,first,aligned,calibrated,refined",
+    )  # fmt: skip
+    groups: Sequence[int] | None = option_field(
+        None,
+        "How many key/value heads are kept.  [default: a half, a quarter and one of MODEL's; all, as the control, with "
+        "--teachers none]",
+        type=Several(_POSITIVE), metavar="G[,...]", required=False,
+    )  # fmt: skip
+    alphas: Sequence[float] = option_field(
+        (0.0, 0.05),
+        "Shares of the data to train on; 0: none.",
+        aliases="--alpha", type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.05",
+    )  # fmt: skip
+    train: Sequence[str] = option_field(
+        (AUTO,),
+        "Which weights train: all, attention, kv, lora; auto: attention where the method aligns heads, else all.",
+        type=Several(Choice((AUTO, *SCOPES))), metavar="NAME[,...]", default=AUTO,
+    )  # fmt: skip
+    teachers: Sequence[str] = option_field(
+        ("source",),
+        "source: learn MODEL's predictions; none: learn from text alone.",
+        aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="source",
+    )  # fmt: skip
+    seeds: int = option_field(
+        1,
+        "How many seeds of random and calibrated heads, and of the order of the data: 0 to N - 1.",
+        type=_POSITIVE,
+    )  # fmt: skip
 
     def settled(self, heads: int) -> tuple[int, ...]:
         """The numbers of groups for a source with so many key/value heads: unless others are given, its two largest
@@ -84,7 +127,7 @@ class Grid:
         """
         divisors = [groups for groups in range(1, heads) if heads % groups == 0]
         control = [heads] if (any(self.alphas) and "none" in self.teachers) or not divisors else []
-        return self.groups or tuple(sorted({*divisors[:1], *divisors[-2:], *control}))
+        return tuple(self.groups or sorted({*divisors[:1], *divisors[-2:], *control}))
 
     def cells(self, heads: int) -> list[Cell]:
         """In order, for a source with so many key/value heads. Where none is merged all methods are the same one."""
@@ -110,17 +153,37 @@ class StudyOptions:
 
     training: TrainOptions
     maps: MapsOptions
-    eval_tokens: int | None = None
-    context: int | None = None
-    eval_batch: int = 8
-    dtype: str = "auto"
-    kl: bool = True
-    recall: bool | None = None  # where it can be
-    decode: bool = True
-    decode_batch: int = 8
-    decode_context: int | None = None
-    jobs: int = 1
-    devices: tuple[str, ...] = ()
+    eval_tokens: int | None = option_field(
+        None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]",
+        type=Count(), metavar="COUNT",
+    )  # fmt: skip
+    context: int | None = option_field(
+        None, "Tokens of a window.  [default: the model's positions, 2048 at most]", type=Count(4)
+    )
+    eval_batch: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
+    dtype: str = option_field(
+        "auto", "What is measured in; auto: as stored.", "--eval-precision",
+        aliases="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"),
+    )  # fmt: skip
+    kl: bool = option_field(
+        True, "Compare predictions with MODEL's, which are kept meanwhile (2 bytes x vocabulary x tokens).",
+        "--kl/--no-kl",
+    )  # fmt: skip
+    recall: bool | None = option_field(
+        None, "Ask for what stands in the context, as gqa-eval does.  [default: where the model can be asked]",
+        "--recall/--no-recall",
+    )  # fmt: skip
+    decode: bool = option_field(True, "Time decoding.", "--decode/--no-decode")
+    decode_batch: int = option_field(8, "How many sequences --decode times at once.", type=_POSITIVE)
+    decode_context: int | None = option_field(
+        None, "How long the prompts of --decode are.  [default: the model's positions, 4096 at most]",
+        type=Count(), metavar="COUNT",
+    )  # fmt: skip
+    jobs: int = option_field(1, "Conversions side by side.", type=_POSITIVE)
+    devices: Sequence[str] = option_field(
+        (), "cpu, or cuda:0,cuda:1 ...: jobs take them in turn.  [default: a GPU where there is one]",
+        "--device", aliases="--devices", type=Several(str), metavar="NAME[,...]",
+    )  # fmt: skip
 
     @property
     def model(self) -> str:
@@ -179,3 +242,6 @@ class StudyOptions:
         return replace(
             maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed), device=device
         )
+
+
+GRID, STUDY = OptionsOf(Grid), OptionsOf(StudyOptions)
