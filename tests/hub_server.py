@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -15,14 +16,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest import mock
 from urllib.parse import unquote, urlsplit
 
-from checkpoints import Result, check_refused
+from checkpoints import Result, check_refused, run
+from huggingface_hub import close_session, constants
+
+from gqa.checkpoint.hub import push
 
 _CONTROLLED = re.compile(r"HF_|HUGGING|TRANSFORMERS_|XDG_|.*_PROXY$", re.IGNORECASE)
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".onnx", ".pth")
@@ -306,23 +311,40 @@ def hub_server() -> Iterator[Hub]:
 
 
 class Machine:
-    """A fresh machine: an empty hub cache, a working directory, and the command in a process of its own."""
+    """A fresh machine: an empty hub cache, a working directory, and this process or one of its own on it."""
 
     def __init__(self, root: Path, endpoint: str) -> None:
         self.home, self.work, self.endpoint = root / "hf", root / "work", endpoint
         self.work.mkdir()
 
-    def run(self, *words: object, **environment: str) -> Result:
-        """`gqa-convert WORDS`."""
-        return self.python("-m", "gqa.convert.cli", *words, **environment)
-
-    def python(self, *words: object, **environment: str) -> Result:
-        """A process of its own: huggingface_hub reads its environment when it is imported."""
+    def _environment(self, given: dict[str, str]) -> dict[str, str]:
         clean = {key: value for key, value in os.environ.items() if not _CONTROLLED.match(key)}
         ours = {"HF_HOME": str(self.home), "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
+        return clean | ours | given
+
+    @contextmanager
+    def entered(self, **environment: str) -> Iterator[None]:
+        """This process on the machine: what huggingface_hub reads when it is imported, it reads again."""
+        before = vars(constants).copy()
+        try:
+            with mock.patch.dict(os.environ, self._environment(environment), clear=True), chdir(self.work):
+                importlib.reload(constants)
+                close_session()
+                yield
+        finally:
+            vars(constants).update(before)
+            close_session()
+
+    def run(self, *words: object, program: str = "gqa-convert", **environment: str) -> Result:
+        """`PROGRAM WORDS` in this process."""
+        with self.entered(**environment):
+            return run(*words, program=program)
+
+    def python(self, *words: object, **environment: str) -> Result:
+        """`python WORDS`, a process of its own."""
         done = subprocess.run(
-            [sys.executable, *map(str, words)],
-            cwd=self.work, env=clean | ours | environment, capture_output=True, text=True, timeout=120, check=False,
+            [sys.executable, *map(str, words)], cwd=self.work, env=self._environment(environment),
+            capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         return Result(done.returncode, done.stdout, done.stderr)
 
@@ -334,15 +356,12 @@ class Machine:
 
     def push(self, directory: Path, repo: str, private: bool = True, **environment: str) -> str:
         """What `gqa.checkpoint.hub.push` returns or raises, as one text."""
-        code = (
-            "import sys; from pathlib import Path; from gqa.checkpoint.hub import push\n"
-            "try: print(push(Path(sys.argv[1]), sys.argv[2], private=bool(int(sys.argv[3]))))\n"
-            "except Exception as error: print(type(error).__name__, error)"
-        )
-        done = self.python("-c", code, directory, repo, int(private), **({"HF_TOKEN": "hf_write"} | environment))
-        assert (done.code, done.err) == (0, "")
-        return done.out
+        with self.entered(**({"HF_TOKEN": "hf_write"} | environment)):
+            try:
+                return push(directory, repo, private=private)
+            except OSError as error:
+                return str(error)
 
     def blobs(self) -> dict[str, str]:
         """Every cached file with the hash of its content."""
-        return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in self.home.rglob("blobs/*")}
+        return {str(p): _sha256(p) for p in self.home.rglob("blobs/*")}
