@@ -25,7 +25,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,50 +38,30 @@ SHARD_BYTES = 1 << 30
 # ------------------------------------------------------------------------------------------------- checkpoints
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a Llama checkpoint is made of; all weights bfloat16."""
+def llama(layers: int, hidden: int = HIDDEN, heads: int = HEADS, intermediate: int = INTERMEDIATE) -> Any:
+    """The config of a Llama checkpoint in bfloat16."""
+    from transformers import LlamaConfig
 
-    layers: int
-    hidden: int = HIDDEN
-    heads: int = HEADS
-    intermediate: int = INTERMEDIATE
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor, in the order of the names as transformers saves them."""
-        hidden, wide = self.hidden, self.intermediate
-        yield "model.embed_tokens.weight", (VOCABULARY, hidden)
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}"
-            yield f"{prefix}.input_layernorm.weight", (hidden,)
-            yield f"{prefix}.mlp.down_proj.weight", (hidden, wide)
-            yield f"{prefix}.mlp.gate_proj.weight", (wide, hidden)
-            yield f"{prefix}.mlp.up_proj.weight", (wide, hidden)
-            yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-            for name in "koqv":
-                yield f"{prefix}.self_attn.{name}_proj.weight", (hidden, hidden)
-        yield "model.norm.weight", (hidden,)
-        yield "lm_head.weight", (VOCABULARY, hidden)
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-            "hidden_size": self.hidden, "initializer_range": 0.02, "intermediate_size": self.intermediate,
-            "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": self.heads,
-            "num_hidden_layers": self.layers, "num_key_value_heads": self.heads, "rms_norm_eps": 1e-05,
-            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.31.0",
-            "vocab_size": VOCABULARY,
-        }  # fmt: skip
+    return LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=4096, dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
 
 
-def write_checkpoint(directory: Path, shape: Shape, shard_bytes: int, content: bool = True) -> None:
+def write_checkpoint(directory: Path, config: Any, shard_bytes: int, content: bool = True) -> None:
     """A sharded checkpoint in which K and V of a layer lie in different shards; without `content` sparse files."""
+    import torch
+    from transformers import LlamaForCausalLM
+
     from gqa.checkpoint.headers import byte_size, format_header
 
     directory.mkdir()
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     shards: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     size = 0
-    for name, dims in shape.tensors():
+    for name, dims in shapes.items():
         shards[-1][name] = ("BF16", dims)
         size += byte_size("BF16", dims)
         if size > shard_bytes * 0.8 and ".k_proj" in name:  # the break falls between K and V
@@ -101,9 +80,9 @@ def write_checkpoint(directory: Path, shape: Shape, shard_bytes: int, content: b
                 _write_weights(stream, weights, byte_size(*entry), position)
             if not content:
                 stream.truncate(len(header) + total)
-    index = {"metadata": {"total_size": 2 * sum(math.prod(d) for _, d in shape.tensors())}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": 2 * sum(map(math.prod, shapes.values()))}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    (directory / "config.json").write_text(json.dumps(shape.config(), indent=2))
+    config.save_pretrained(directory)
     (directory / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}\n')
     (directory / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}\n')
     vocabulary = {f"token{i}": i for i in range(VOCABULARY)}  # about as large as a real tokenizer.json
@@ -302,12 +281,15 @@ K and V as transformers'  {figures["agreement"]}
 dry run of a 70B shape    {figures["dry_run_seconds"]:.2f} s after imports""")
 
 
-def compare(work: Path, shape: Shape, groups: int, jobs: int, repeats: int) -> dict[str, Any]:
+def compare(work: Path, config: Any, groups: int, jobs: int, repeats: int) -> dict[str, Any]:
     """All runs, round by round, so that whatever else the machine does hits all alike."""
     source = work / "source"
-    write_checkpoint(source, shape, SHARD_BYTES)
+    write_checkpoint(source, config, SHARD_BYTES)
     size = sum(path.stat().st_size for path in source.iterdir())
-    print(f"{size / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, {shape.layers} layers", flush=True)
+    print(
+        f"{size / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, {config.num_hidden_layers} layers",
+        flush=True,
+    )
     options = {"groups": groups, "jobs": jobs, "sums": False}
     contestants: dict[str, tuple[Callable[..., Callable[[], object]], dict[str, Any]]] = {
         "cp -r + fsync": (cp, options),
@@ -350,7 +332,7 @@ def compare(work: Path, shape: Shape, groups: int, jobs: int, repeats: int) -> d
 
 def time_dry_run(work: Path) -> float:
     """Seconds for a checkpoint of 70B proportions with 64 KV heads: real headers, sparse files."""
-    write_checkpoint(work / "big", Shape(80, 8192, 64, 28672), 5 << 30, content=False)
+    write_checkpoint(work / "big", llama(80, 8192, 64, 28672), 5 << 30, content=False)
     return min(measure(dry_run, work / "big", None, {}, before=os.sync)[0].seconds for _ in range(3))
 
 
@@ -372,9 +354,9 @@ def main(
     json_file: Path | None,
 ) -> None:
     one = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
-    shape = Shape(layers or math.ceil((gigabytes * 1e9 - 4 * VOCABULARY * HIDDEN) / one))
+    config = llama(layers or math.ceil((gigabytes * 1e9 - 4 * VOCABULARY * HIDDEN) / one))
     with scratch(directory) as work:
-        figures = compare(work, shape, groups, jobs, repeats)
+        figures = compare(work, config, groups, jobs, repeats)
         figures["dry_run_seconds"] = time_dry_run(work)
     report(figures)
     write_json(figures, json_file)

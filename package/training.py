@@ -48,8 +48,8 @@ def uptrain_model(
         StoppedError: A signal (an interrupt of the kernel) asked for the end; with `resume=True` the run goes on.
         OutputError: The result could not be written or did not verify.
     """
+    from gqa.checkpoint.hub import beside
     from gqa.uptrain.cli import command
-    from gqa.uptrain.defaults import default_output
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
@@ -66,7 +66,7 @@ def uptrain_model(
         loaded = teacher is not None and in_memory(teacher)
         given = {"data": data, "teacher": name_of(teacher) if loaded else teacher, **options}
         name = name_of(model) if in_memory(model) else os.fspath(model)
-        goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else default_output(name)
+        goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else beside(name, "-uptrained")
         context, words = asked(command, [name], given | {"output": goal}, _OF_TERMINALS)
         known = TrainOptions.__dataclass_fields__
         read = {option: value for option, value in context.params.items() if option in known}

@@ -13,7 +13,6 @@ import torch
 from tiny_models import TINY, build
 from training import Runs, difference, losses, material, options_for, training_model
 
-from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
@@ -112,8 +111,3 @@ def test_half_of_the_blocks_repeat_themselves(streaming: bool) -> None:
     assert np.array_equal(np.concatenate(batches(mixed, 5)), after[10:])
     ranks = [np.concatenate(batches(mixed, 0, rank, 2)) for rank in range(2)]
     assert np.array_equal(np.stack(ranks, 1).reshape(-1, 64), after)
-
-
-def test_documents_and_repeats_do_not_go_together() -> None:
-    with pytest.raises(RefusedError, match="--repeats makes blocks without documents"):
-        options_for(repeats=True, mask_documents=True).check(1)

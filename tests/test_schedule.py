@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tiny_models import TINY, build
@@ -14,7 +14,7 @@ from training import training_model
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TrainOptions, differences
-from gqa.uptrain.schedule import SCHEDULES, Schedule, rate_factor, warmup_steps
+from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
 from gqa.uptrain.scope import decay_groups
 
 
@@ -48,14 +48,14 @@ def test_shares_are_exact() -> None:
 
 
 def test_rates_are_within_bounds_and_never_zero() -> None:
-    for schedule, steps, warmup in product(SCHEDULES, (1, 2, 7), (0, 1, 9)):
+    for schedule, steps, warmup in product(get_args(Schedule), (1, 2, 7), (0, 1, 9)):
         assert all(0 < rate <= 1 for rate in rates(schedule, steps, warmup=warmup))
 
 
 def test_warmup_by_default() -> None:
     assert [warmup_steps(None, "cosine", steps) for steps in (19, 20, 1000, 5000)] == [0, 1, 50, 100]
     assert warmup_steps(None, "constant", 5000) == 0
-    assert [warmup_steps(7, schedule, 5000) for schedule in SCHEDULES] == [7] * 4
+    assert [warmup_steps(7, schedule, 5000) for schedule in get_args(Schedule)] == [7] * 4
 
 
 def names_of(model: nn.Module, group: dict[str, Any]) -> set[str]:
@@ -103,6 +103,7 @@ def options(**given: Any) -> TrainOptions:
         ({"match": "hidden", "teacher": "none"}, 1, "need --teacher"),
         ({"match": "hidden", "compile": True}, 1, "drop --compile"),
         ({"learning_rate": math.inf}, 1, "--learning-rate is inf; give a finite number"),
+        ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
         ({"keep_adapter": True, "train": "all"}, 1, "--train all has no adapter"),
     ],
 )

@@ -12,9 +12,10 @@ from checkpoints import Result, run
 from training import load, material, tiny_checkpoint
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.hub import beside
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.uptrain.defaults import TOKENS, default_output, settle
+from gqa.uptrain.defaults import TOKENS, settle
 from gqa.uptrain.options import TrainOptions
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -141,10 +142,9 @@ def test_how_long_and_which_weights(converted: Path) -> None:
 def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
-    assert default_output(str(tmp_path / "a")) == tmp_path / "a-uptrained"
-    assert default_output(str(tmp_path / "a") + "/") == tmp_path / "a-uptrained"
-    assert default_output(".") == tmp_path / "a-uptrained"
-    assert default_output("lab/model") == Path("model-uptrained")
+    for model in (str(tmp_path / "a"), f"{tmp_path / 'a'}/", "."):
+        assert beside(model, "-uptrained") == tmp_path / "a-uptrained"
+    assert beside("lab/model", "-uptrained") == Path("model-uptrained")
 
 
 def test_a_teacher_of_another_conversion_is_still_refused(converted: Path, tmp_path: Path) -> None:

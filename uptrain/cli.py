@@ -55,8 +55,8 @@ def command(
     """
     import transformers
 
+    from gqa.checkpoint.hub import beside
     from gqa.checkpoint.loading import ranks
-    from gqa.uptrain.defaults import default_output
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
@@ -64,7 +64,7 @@ def command(
 
     transformers.utils.logging.set_verbosity_error()
     check_pushing(push_to_hub, public, dry_run or not ranks().is_main_process)
-    setup = prepare(TRAINING.read(options, model=model, output=options["output"] or default_output(model)))
+    setup = prepare(TRAINING.read(options, model=model, output=options["output"] or beside(model, "-uptrained")))
     main = setup.accelerator.is_main_process
 
     def say(text: str) -> None:

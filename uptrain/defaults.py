@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.hub import beside, open_model
+from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.provenance import PROVENANCE, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.methods import METHODS
@@ -15,11 +15,6 @@ from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, TrainOptions
 
 TOKENS = 512_000  # to train on where nothing says how many
-
-
-def default_output(model: str) -> Path:
-    """`MODEL-uptrained` beside a local model, in the working directory for a hub id."""
-    return beside(model, "-uptrained")
 
 
 def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions, str]:

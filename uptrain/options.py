@@ -5,7 +5,9 @@ be continued. Imports no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,12 +69,9 @@ class TrainOptions:
         None, "What alpha is a fraction of.  [default: the data's]", type=Count()
     )
     block_size: int | None = option_field(
-        None,
-        "Tokens of one block.  [default: the model's positions, 2048 at most]",
-        "--context",
-        aliases="--block-size",
-        type=Count(2),
-    )
+        None, "Tokens of one block.  [default: the model's positions, 2048 at most]", "--context",
+        aliases="--block-size", type=Count(2),
+    )  # fmt: skip
     repeats: bool | None = option_field(
         None,
         "Let half of the blocks repeat themselves, as those of self do, which keeps what finds things again.  "
@@ -144,12 +143,9 @@ class TrainOptions:
     keep_last: int = option_field(2, "How many states to keep.", type=_FROM_ONE, free=True)
     keep_state: bool = option_field(False, "Keep DIR-state after the end.", free=True)
     eval_every: int | None = option_field(
-        None,
-        "Measure the held-out loss after so many steps.  [default: four times]",
-        type=_FROM_ONE,
-        metavar="STEPS",
+        None, "Measure the held-out loss after so many steps.  [default: four times]", type=_FROM_ONE, metavar="STEPS",
         free=True,
-    )
+    )  # fmt: skip
     patience: int = option_field(
         10, "Give up after so many steps in a row that are not finite.", type=_FROM_ONE, free=True
     )
@@ -173,63 +169,55 @@ class TrainOptions:
         """The teacher where there is one."""
         return () if self.teacher == NO_TEACHER else (self.teacher,)
 
-    def check(self, ranks: int) -> int:
-        """Blocks of one forward pass on one of `ranks`; raises RefusedError where options do not go together."""
-        self._check_length()
-        self._check_teaching()
-        self._check_data()
-        for name, value in asdict(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise RefusedError(f"--{name.replace('_', '-')} is {value}; give a finite number")
-        if self.keep_adapter and self.train != "lora":
-            raise RefusedError(f"--keep-adapter is of --train lora; --train {self.train or 'all'} has no adapter")
-        if self.batch_size % ranks:
-            raise RefusedError(
-                f"--batch-size {self.batch_size} cannot be shared by {ranks} processes; give a multiple of {ranks}"
-            )
-        share = self.batch_size // ranks
-        micro = self.micro_batch or share
-        if share % micro:
-            raise RefusedError(
-                f"--micro-batch {micro} does not divide the {share} blocks that a process has in a batch"
-            )
-        return micro
-
     @property
     def lengths(self) -> list[str]:
         """Which of the three ways to say how long training is are used."""
         return [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
 
-    def _check_length(self) -> None:
-        """Before any data is read; how much data there is decides the rest."""
-        if len(given := self.lengths) > 1:
-            raise RefusedError(
-                f"the length is given by {' and '.join(given)}; give one of --alpha, --tokens and --steps"
-            )
-        if self.alpha is not None and not 0 < self.alpha <= 1:
-            raise RefusedError(f"--alpha is {self.alpha:g}; it is a fraction of the data, above 0 and at most 1")
-        if self.pretraining_tokens is not None and self.alpha is None:
-            raise RefusedError("--pretraining-tokens is what --alpha is a fraction of; give both")
+    def check(self, ranks: int) -> int:
+        """Blocks of one forward pass on one of `ranks`; raises RefusedError where options do not go together."""
+        for told in chain(self._conflicts(), self._data_conflicts(), self._batch_conflicts(ranks)):
+            raise RefusedError(told)
+        return self.micro_batch or self.batch_size // ranks
 
-    def _check_data(self) -> None:
+    def _conflicts(self) -> Iterator[str]:
+        """What is refused before any data is read; how much data there is decides the rest."""
+        if len(given := self.lengths) > 1:
+            yield f"the length is given by {' and '.join(given)}; give one of --alpha, --tokens and --steps"
+        if self.alpha is not None and not 0 < self.alpha <= 1:
+            yield f"--alpha is {self.alpha:g}; it is a fraction of the data, above 0 and at most 1"
+        if self.pretraining_tokens is not None and self.alpha is None:
+            yield "--pretraining-tokens is what --alpha is a fraction of; give both"
+        if not self.teachers and (self.match or self.distill != 1.0):
+            yield "--distill and --match need --teacher, the model before conversion"
+        if self.match and self.compile:
+            yield "--match reads outputs of modules, which a compiled model has none of; drop --compile"
+        if self.keep_adapter and self.train != "lora":
+            yield f"--keep-adapter is of --train lora; --train {self.train or 'all'} has no adapter"
+        for name, value in asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"--{name.replace('_', '-')} is {value}; give a finite number"
+
+    def _data_conflicts(self) -> Iterator[str]:
         if self.repeats and self.mask_documents:
-            raise RefusedError("--repeats makes blocks without documents, which --mask-documents would keep apart")
+            yield "--repeats makes blocks without documents, which --mask-documents would keep apart"
         if not any(map(is_self, self.data)):
             return
         if self.repeats is not None:
-            raise RefusedError("--repeats is for text of yours; --data self repeats itself, and self:plain does not")
+            yield "--repeats is for text of yours; --data self repeats itself, and self:plain does not"
         if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
-            raise RefusedError("--data self:TOKENS stands alone: no other source, stream, documents or held-out share")
+            yield "--data self:TOKENS stands alone: no other source, stream, documents or held-out share"
         if not self.teachers:
-            raise RefusedError("--data self is what the --teacher writes; give the model before conversion")
+            yield "--data self is what the --teacher writes; give the model before conversion"
         if parse_self(self.data[0]).tokens is None and self.alpha is not None:
-            raise RefusedError("--alpha is a fraction of the data; say how much of --data self there is, like self:1M")
+            yield "--alpha is a fraction of the data; say how much of --data self there is, like self:1M"
 
-    def _check_teaching(self) -> None:
-        if not self.teachers and (self.match or self.distill != 1.0):
-            raise RefusedError("--distill and --match need --teacher, the model before conversion")
-        if self.match and self.compile:
-            raise RefusedError("--match reads outputs of modules, which a compiled model has none of; drop --compile")
+    def _batch_conflicts(self, ranks: int) -> Iterator[str]:
+        share = self.batch_size // ranks
+        if self.batch_size % ranks:
+            yield f"--batch-size {self.batch_size} cannot be shared by {ranks} processes; give a multiple of {ranks}"
+        elif share % (self.micro_batch or share):
+            yield f"--micro-batch {self.micro_batch} does not divide the {share} blocks that a process has in a batch"
 
 
 TRAINING = OptionsOf(TrainOptions)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,20 +49,13 @@ def uptrain(
 
     `words` are those of the command. Raises what `train` raises, and OutputError.
     """
-    with held(setup):
+    with setup.states.held():
         progress, weights = train(setup, quiet=quiet, after_step=after_step)
         record = finite(record_of(setup, progress, words))
         if setup.accelerator.is_main_process:
             _export(setup, weights, record)
         setup.accelerator.wait_for_everyone()
     return progress, record
-
-
-@contextmanager
-def held(setup: Setup) -> Iterator[None]:
-    """The states' directory is there, and no other run uses it. Raises RefusedError where one does."""
-    with setup.states.held() if setup.accelerator.is_main_process else nullcontext():
-        yield
 
 
 def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:

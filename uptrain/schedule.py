@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Literal
 
 Schedule = Literal["constant", "linear", "cosine", "wsd"]
-SCHEDULES: tuple[Schedule, ...] = ("constant", "linear", "cosine", "wsd")
 
 
 def warmup_steps(given: int | None, schedule: Schedule, steps: int) -> int:

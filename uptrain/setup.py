@@ -248,12 +248,9 @@ def _check_teacher(
 ) -> None:
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
     if ours != theirs:
-        raise RefusedError(
-            f"the teacher {checkpoint.name} predicts {theirs:,} tokens, the model {ours:,}; give the checkpoint from "
-            "which the model was converted"
-        )
-    if load_tokenizer(checkpoint, options.trust_remote_code).get_vocab() != tokenizer.get_vocab():
-        raise RefusedError(
-            f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's; give the checkpoint "
-            "from which the model was converted"
-        )
+        odd = f"the teacher {checkpoint.name} predicts {theirs:,} tokens, the model {ours:,}"
+    elif load_tokenizer(checkpoint, options.trust_remote_code).get_vocab() != tokenizer.get_vocab():
+        odd = f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's"
+    else:
+        return
+    raise RefusedError(f"{odd}; give the checkpoint from which the model was converted")

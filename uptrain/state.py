@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
+from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
 from gqa.uptrain.options import differences
 
@@ -44,8 +45,11 @@ class States:
     @contextmanager
     def held(self) -> Iterator[None]:
         """The directory is there, no other run uses it meanwhile, and no half of a state is left from one that was
-        killed. Raises RefusedError where another run does use it.
+        killed; the main process sees to that. Raises RefusedError where another run does use it.
         """
+        if not ranks().is_main_process:
+            yield
+            return
         self.directory.mkdir(parents=True, exist_ok=True)
         using = f"another run is using {self.directory}; wait for it or give another output with -o"
         with locked(self.directory / "lock", using):

@@ -38,7 +38,6 @@ from gqa.eval.subjects import Subject
 from gqa.eval.text import Text
 from gqa.uptrain.loop import DivergedError, StoppedError, Weights, train
 from gqa.uptrain.lora import merged
-from gqa.uptrain.run import held
 from gqa.uptrain.setup import prepare
 
 STEPS, REPEATS = 32, 5  # of decoding
@@ -233,7 +232,7 @@ def train_along(
         if due := [cell for cell in cells if bench.options.along and bench.steps[cell.alpha] == step]:
             measure(due, weights(), record["tokens"])
 
-    with held(setup):
+    with setup.states.held():
         progress, weights = train(setup, after_step=after_step)
         if not bench.options.along:
             measure(cells, merged(weights) or load_model(str(directory), dtype="auto").state_dict(), progress.tokens)
