@@ -30,6 +30,7 @@ from gqa.checkpoint.modelling.text import MODELS, text_of
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import convert_checkpoint, plan_conversion
+from gqa.convert.recast.targets import ANY
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,13 +39,24 @@ def file_of(name: str) -> str:
     return f"modeling_gqa_{name}.py"
 
 
+def write_tokenizer(directory: Path) -> None:
+    """Of GPT-2's kind, one token a character, and nothing that names its class: as the first GPT-2 checkpoints."""
+    letters = ["Ġ", *(chr(code) for code in range(33, 122))]
+    vocabulary = {"<pad>": 0, "<s>": 1, "<|endoftext|>": 2} | {letter: 3 + i for i, letter in enumerate(letters)}
+    (directory / "vocab.json").write_text(json.dumps(vocabulary))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every source with two key/value heads."""
+    """Every source with two key/value heads; GPT-2 with a tokenizer."""
     made = {}
     for name, tiny in THEIRS.items():
         place = tmp_path_factory.mktemp(name)
         directory = write_checkpoint(build(tiny, QUERY_HEADS), place / "source")
+        if name == "gpt2":
+            write_tokenizer(directory)
         made[name] = convert_checkpoint(directory, 2, place / "out", target=CUSTOM_CODE, method="mean").out
     return made
 
@@ -114,6 +126,12 @@ LOADING = """
 import json, sys, torch, transformers
 from pathlib import Path
 copies = json.loads(sys.argv[1])
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2])
+    raise AssertionError("it ran without trust")
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error), error
+assert not list(Path("modules").rglob("modeling_gqa*"))
 for place in map(Path, sys.argv[2:]):
     config = json.loads((place / "config.json").read_text())
     given, main = torch.load(place.parent / "given.pt"), config["architectures"][0]
@@ -131,12 +149,14 @@ assert not [name for name in sys.modules if name == "gqa" or name.startswith("gq
 
 
 def test_every_auto_class_in_a_fresh_process(converted: dict[str, Path], tmp_path: Path) -> None:
-    """With trust_remote_code alone, from the file beside the weights: our logits. (Of copies, the one class.)"""
+    """Without trust nothing is run: no class of transformers takes the weights for its own and computes something else.
+    With trust_remote_code alone, from the file beside the weights: our logits. (Of copies, the one class.)
+    """
     for name, out in converted.items():
         torch.save(inputs(THEIRS[name]), out.parent / "given.pt")
     words = [json.dumps(list(COPIES)), *map(str, converted.values())]
     subprocess.run(
-        [sys.executable, "-c", LOADING, *words], check=True, cwd=tmp_path,
+        [sys.executable, "-c", LOADING, *words], check=True, cwd=tmp_path, input="n\n", text=True,
         env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     for name, out in converted.items():
@@ -149,18 +169,6 @@ def test_every_auto_class_in_a_fresh_process(converted: dict[str, Path], tmp_pat
         assert {auto: made.rpartition("--")[2] for auto, made in saved["auto_map"].items()} == json.loads(
             (out / "config.json").read_text()
         )["auto_map"]
-
-
-def test_without_trust_nothing_is_run(converted: dict[str, Path], tmp_path: Path) -> None:
-    """A new model type: no class of transformers takes the weights for its own and computes something else."""
-    script = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(converted["gpt2"])], capture_output=True, text=True, input="n\n",
-        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "trust_remote_code=True" in done.stderr
-    assert not list((tmp_path / "modules").rglob("modeling_gqa*"))
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -211,48 +219,25 @@ def test_training(name: str, converted: dict[str, Path], tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------ our commands
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Of GPT-2's kind, one token a character, and nothing that names its class: as the first GPT-2 checkpoints."""
-    letters = ["Ġ", *(chr(code) for code in range(33, 122))]
-    vocabulary = {"<pad>": 0, "<s>": 1, "<|endoftext|>": 2} | {letter: 3 + i for i, letter in enumerate(letters)}
-    (directory / "vocab.json").write_text(json.dumps(vocabulary))
-    (directory / "merges.txt").write_text("#version: 0.2\n")
-    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 checkpoint with a tokenizer."""
-    place = tmp_path_factory.mktemp("commands")
-    directory = write_checkpoint(build(THEIRS["gpt2"], QUERY_HEADS), place / "model")
-    write_tokenizer(directory)
-    return directory
-
-
-def test_our_commands_need_no_trust(gpt2: Path, tmp_path: Path) -> None:
-    """Convert, verify by loading, evaluate, train and convert again, all without --trust-remote-code."""
-    done = run("--groups", 2, "--method", "mean", "--verify-load", "-o", tmp_path / "two", gpt2)
-    assert (done.code, ours(tmp_path / "two").name) == (0, "gqa_gpt2"), done.err
-    assert "trust_remote_code=True" in done.err
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    data = ("--data", tmp_path / "text.txt")
-    done = run(tmp_path / "two", *data, "--json", program="gqa-eval")
-    assert done.code == 0, done.err
-    done = run(
-        tmp_path / "two", *data, "--steps", 1, "--context", 16, "-o", tmp_path / "trained", program="gqa-uptrain"
+def test_our_commands_need_no_trust(converted: dict[str, Path], tmp_path: Path) -> None:
+    """Evaluate, train and convert again, verified by loading, all without --trust-remote-code; the tokenizer is carried
+    along, and where only the model type said which it is, the config says it now.
+    """
+    two = converted["gpt2"]
+    before, after = (
+        load_tokenizer(read_checkpoint(place))("a dog").input_ids for place in (two.with_name("source"), two)
     )
-    assert done.code == 0, done.err
-    assert (tmp_path / "trained" / "modeling_gqa_gpt2.py").is_file()
-    done = run("--groups", 1, "--method", "mean", "--verify-load", "-o", tmp_path / "one", tmp_path / "trained")
-    assert done.code == 0, done.err
-    assert ours(tmp_path / "one").name == "gqa_gpt2"
-
-
-def test_the_tokenizer_is_carried(gpt2: Path, tmp_path: Path) -> None:
-    """Where only the model type said which tokenizer it is, the config says it now."""
-    out = convert_checkpoint(gpt2, 2, tmp_path / "out", method="mean").out
-    before, after = (load_tokenizer(read_checkpoint(place))("a dog").input_ids for place in (gpt2, out))
     assert before == after != []
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    data, trained = ("--data", tmp_path / "text.txt"), tmp_path / "trained"
+    done = run(two, *data, "--json", program="gqa-eval")
+    assert done.code == 0, done.err
+    done = run(two, *data, "--steps", 1, "--context", 16, "-o", trained, program="gqa-uptrain")
+    assert done.code == 0, done.err
+    assert (trained / "modeling_gqa_gpt2.py").is_file()
+    done = run("--groups", 1, "--method", "mean", "--verify-load", "-o", tmp_path / "one", trained)
+    assert (done.code, ours(tmp_path / "one").name) == (0, "gqa_gpt2"), done.err
+    assert "trust_remote_code=True" in done.err
 
 
 # ------------------------------------------------------------------------------------------------ bad input
@@ -277,12 +262,11 @@ def test_refused(case: str, converted: dict[str, Path]) -> None:
     assert says in refusal(converted[name].with_name("source"), "--groups", 2, "--method", "mean", *words)
 
 
-def test_native_first(gpt2: Path, tmp_path: Path) -> None:
+def test_native_first(converted: dict[str, Path]) -> None:
     """GPT-2 with one head is a class of transformers, unless asked otherwise."""
-    for words, expected in (((), "gpt_bigcode"), (("--remote-code",), "gqa_gpt2")):
-        done = run("--groups", 1, "--method", "mean", *words, "-o", tmp_path / expected, gpt2)
-        assert done.code == 0, done.err
-        assert json.loads((tmp_path / expected / "config.json").read_text())["model_type"] == expected
+    for target, expected in ((ANY, "gpt_bigcode"), (CUSTOM_CODE, "gqa_gpt2")):
+        plan = plan_conversion(converted["gpt2"].with_name("source"), 1, target=target)
+        assert plan.new_config["model_type"] == expected
 
 
 def test_a_config_that_names_odd_kinds(converted: dict[str, Path], tmp_path: Path) -> None:
@@ -328,11 +312,11 @@ assert not added, added
 """
 
 
-def test_transformers_registries_stay(gpt2: Path, tmp_path: Path) -> None:
+def test_transformers_registries_stay(converted: dict[str, Path], tmp_path: Path) -> None:
     """Neither importing every module of ours nor loading our classes makes any known to transformers' Auto classes.
 
     The installed code is what runs, not the file beside the weights, whatever that says.
     """
-    out = convert_checkpoint(gpt2, 2, tmp_path / "out", method="mean").out
+    out = shutil.copytree(converted["gpt2"], tmp_path / "out")
     (out / "modeling_gqa_gpt2.py").write_text("raise RuntimeError('run')")
     subprocess.run([sys.executable, "-c", REGISTRIES, ROOT, out], check=True, cwd=tmp_path)

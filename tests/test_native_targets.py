@@ -127,18 +127,6 @@ def test_generation_with_and_without_cache(name: str, checkpoint: Callable[[str]
     assert held == result.plan.cache_after.bytes_at(6) == result.plan.cache_before.bytes_at(6) // 4
 
 
-def test_first_and_random(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """The other ways to merge also go through: `first` keeps the folded heads 0 and 2, `random` draws new ones."""
-    whole = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 4, tmp_path / "whole", method="mean").out)
-    first = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 2, tmp_path / "first", method="first").out)
-    drawn = all_tensors(convert_checkpoint(checkpoint("gpt_neox"), 2, tmp_path / "random", method="random").out)
-    for name in (f"model.layers.1.self_attn.{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")):
-        heads = whole[name].unflatten(0, (4, -1))
-        assert torch.equal(first[name], heads[::2].flatten(0, 1))
-        assert not torch.equal(drawn[name], first[name])
-    assert float(drawn["model.layers.1.self_attn.k_proj.weight"].std()) == pytest.approx(0.02, rel=0.2)
-
-
 # ------------------------------------------------------------------------------------------- how it is written
 
 

@@ -241,15 +241,13 @@ VARIANTS: tuple[Tiny, ...] = (
     *(
         _variant(base, "bias", **BIAS)
         for base in (
-            "apertus", "cohere", "cohere2", "diffllama", "doge", "flex_olmo", "gemma", "gemma3_text", "gemma4_text",
-            "glm4_moe", "granite", "granitemoe", "helium", "hunyuan_v1_dense", "llama", "mimo_v2_flash",
-            "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phimoe", "qwen3", "qwen3_5_text", "qwen3_moe",
-            "recurrent_gemma", "step3p5",
+            "cohere", "diffllama", "doge", "gemma4_text", "llama", "mimo_v2_flash", "nemotron", "olmo2",
+            "qwen3_5_text", "recurrent_gemma", "step3p5",
         )
     ),
-    *(_variant(base, "bias", use_bias=True) for base in ("ernie4_5", "ernie4_5_moe", "paddleocr_vl_text")),
-    *(_variant(base, "wide", head_dim=16) for base in ("llama", "mistral", "qwen3", "gemma", "gpt_oss")),
-    *(_variant(base, "tied", tie_word_embeddings=True) for base in ("llama", "qwen2", "phi3", "granite")),
+    _variant("ernie4_5", "bias", use_bias=True),
+    *(_variant(base, "wide", head_dim=16) for base in ("llama", "gpt_oss")),
+    *(_variant(base, "tied", tie_word_embeddings=True) for base in ("llama", "qwen2")),
     _variant("cohere", "qk_norm", use_qk_norm=True),
     _variant("doge", "moe", is_moe=True),
     _variant("falcon", "new_bias", bias=True, num_ln_in_parallel_attn=1),
@@ -266,7 +264,6 @@ VARIANTS: tuple[Tiny, ...] = (
     _variant("gemma4_text", "moe", enable_moe_block=True, top_k_experts=2),
     _variant("gemma4_unified_text", "k_eq_v", attention_k_eq_v=True),
     _variant("embedding_gemma2_text", "global_kv", kv=_fewer_global_kv, kv_counts=(4, 2)),
-    _variant("internlm3", "bias", **BIAS, mlp_bias=True),
     _variant("glm4_moe", "qk_norm", use_qk_norm=True),
     _variant("gpt_oss", "no_bias", attention_bias=False),
     _variant("granitemoehybrid", "nope", position_embedding_type=None),

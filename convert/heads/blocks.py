@@ -61,7 +61,7 @@ def find_mlp(
     norms = [name for name in norms if name.removesuffix(".weight") not in symmetry.norms]
     names = next((names for names in _MLPS if set(names) - {None} == matrices.keys()), None)
     acts = [getattr(config, field, None) for field in _ACTIVATIONS]
-    act = next((act for act in acts if act in ACT2FN), None)
+    act = next((act for act in acts if isinstance(act, str) and act in ACT2FN), None)
     if names is None or act is None or len(norms) > 1 or any(len(spec.shape) != 2 for spec in matrices.values()):
         return None
     gate, up, down = names
