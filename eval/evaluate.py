@@ -29,7 +29,7 @@ from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
-from gqa.eval.memory import what_fits
+from gqa.eval.memory import fit
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import nearest
 from gqa.eval.positions import by_context, long_windows, runs
@@ -152,11 +152,8 @@ def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> 
             raise RefusedError(told) from None
         if not options.compile:
             raise
-        raise RefusedError(f"{name} cannot be compiled: {_first_line(error)}; leave --compile out") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in map(str.strip, str(error).splitlines()) if line), explain(error))
+        line = (str(error).strip() or explain(error)).splitlines()[0].strip()
+        raise RefusedError(f"{name} cannot be compiled: {line}; leave --compile out") from None
 
 
 def measure_quality(
@@ -254,22 +251,6 @@ def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[s
         compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, nats, baseline)
     read = by_context(nats, text.windows, baseline, clusters)
     return {"quality": perplexity(nats, text), "by_context": read, "against_baseline": compared}
-
-
-def fit(subjects: Sequence[Subject], memory: int, devices: int, context: int) -> dict[str, Any]:
-    """Add to each record the largest batch and context that fit into the memory of each of `devices` that share it."""
-    for subject in subjects:
-        if not subject.cache:
-            continue
-        batch, longest, refused = None, None, {}
-        try:
-            if (query := subject.record["heads"]["query"]) % devices:
-                raise RefusedError(f"{devices} ranks are not possible for {query} query heads: they must divide them")
-            batch, longest = what_fits(subject.cache, subject.weight_bytes, memory, context, devices)
-        except RefusedError as error:  # of this conversion; the ranks may suit another
-            refused = {"impossible": str(error)}
-        subject.record["kv_cache"]["fits"] = {"batch": batch, "longest": longest, **refused}
-    return {"bytes": memory, "ranks": devices, "context": context}
 
 
 def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, steps: int) -> tuple[int, ...]:

@@ -81,8 +81,7 @@ def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, f
     share of texts that it does not leave. `hits`: of each scored token of `windows`, whether it is the most probable.
     """
     ends = np.cumsum([window.scored for window in windows])[:-1]
-    right = [own if own.all() else own[: own.argmin()] for own in np.split(hits, ends)]
-    lengths = np.array([len(own) for own in right], float)
+    lengths = np.array([np.append(own, False).argmin() for own in np.split(hits, ends)], float)
     whole = np.array([window.scored for window in windows])
     mean, low, high = mean_interval(lengths, np.arange(len(lengths)))
     return {

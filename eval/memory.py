@@ -7,17 +7,36 @@ so what fits here is an upper bound.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert.heads.kv_cache import KVCache
+from gqa.eval.subjects import Subject
+
+
+def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int) -> dict[str, Any]:
+    """Add to each record the largest batch and context that fit into the memory of each of `ranks` that share it."""
+    for subject in subjects:
+        if not subject.cache:
+            continue
+        batch, longest, refused = None, None, {}
+        try:
+            if (query := subject.record["heads"]["query"]) % ranks:
+                raise RefusedError(f"{ranks} ranks are not possible for {query} query heads: they must divide them")
+            batch, longest = what_fits(subject.cache, subject.weight_bytes, memory, context, ranks)
+        except RefusedError as error:  # of this conversion; the ranks may suit another
+            refused = {"impossible": str(error)}
+        subject.record["kv_cache"]["fits"] = {"batch": batch, "longest": longest, **refused}
+    return {"bytes": memory, "ranks": ranks, "context": context}
 
 
 def rank_cache(cache: KVCache, ranks: int) -> KVCache:
     """What one of `ranks` tensor-parallel ranks holds of a KV cache.
 
     Every layer's KV heads are split where `ranks` divides them and replicated, one a rank, where they divide `ranks`
-    (as vLLM does it). That `ranks` divides the query heads is for `gqa.convert.summary.tensor_parallel` to say.
+    (as vLLM does it). That `ranks` divides the query heads is for `fit` to say.
     Raises RefusedError where neither holds.
     """
     for layer in cache.layers:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import embedded
 import pytest
 from embedded import SOURCE
+from evaluations import place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TINY, build
@@ -31,11 +30,9 @@ LLAMA_2_7B_WEIGHTS = 2 * 6_738_415_616
 GB = 10**9
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def converted(groups: int) -> Path:
     """stdlib-mha with G heads."""
-    directory = tmp_path_factory.mktemp("converted")
-    return lambda groups: SOURCE if groups == 8 else embedded.converted(directory, groups)
+    return SOURCE if groups == 8 else place() / f"gqa{groups}"
 
 
 def stored(directory: Path) -> KVCache:
@@ -43,29 +40,29 @@ def stored(directory: Path) -> KVCache:
     return checkpoint_cache(read_checkpoint(directory))
 
 
-@pytest.mark.parametrize("groups", [1, 8])
-def test_formula_is_what_transformers_holds(converted: Callable[[int], Path], groups: int) -> None:
+@pytest.mark.parametrize("groups", [2, 8])
+def test_formula_is_what_transformers_holds(groups: int) -> None:
     promised, model = stored(converted(groups)), load_model(str(converted(groups)))
     assert promised.bytes_per_token == LAYERS * groups * 2 * DIM * 2
     assert promised.remark is None
     for tokens, batch in ((1, 1), (7, 3), (40, 2)):
         held = measured_cache_bytes(model, tokens, batch)
         assert held == batch * promised.bytes_at(tokens) == batch * tokens * LAYERS * groups * 2 * DIM * 2
-        assert held != batch * stored(converted(8 if groups == 1 else 1)).bytes_at(tokens)  # another G is caught
+        assert held != batch * stored(converted(10 - groups)).bytes_at(tokens)  # another G is caught
 
 
-def test_bytes_of_a_loaded_model_are_of_its_dtype(converted: Callable[[int], Path]) -> None:
-    model, promised = load_model(str(converted(1))).float(), stored(converted(1))
+def test_bytes_of_a_loaded_model_are_of_its_dtype() -> None:
+    model, promised = load_model(str(converted(2))).float(), stored(converted(2))
     assert measured_cache_bytes(model, 9, 2) == 2 * in_dtype(promised, model).bytes_at(9) == 4 * promised.bytes_at(9)
 
 
-def test_no_weights_are_read(converted: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> None:
         raise AssertionError("weights were read")
 
-    place = converted(1)  # which may be made only now
+    path = converted(4)  # which may be made only now
     monkeypatch.setattr(Checkpoint, "read", read)
-    assert stored(place).bytes_per_token == LAYERS * 2 * DIM * 2
+    assert stored(path).bytes_per_token == LAYERS * 4 * 2 * DIM * 2
 
 
 # Falcon's new architecture; windows in all layers and in some; attention in some layers; shared keys and values; layers

@@ -96,7 +96,9 @@ def test_what_is_asked_is_what_counts(questions: list[Questions]) -> None:
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return results("SRC G2 --recall --context 256 --batch-size 4 --precision float32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gqa.eval.recall.READ", 512)  # few questions
+        return results("SRC G2 --recall --context 256 --batch-size 4 --precision float32")
 
 
 def test_recall_needs_no_text(report: dict[str, Any]) -> None:
@@ -114,7 +116,8 @@ def test_recall_needs_no_text(report: dict[str, Any]) -> None:
     assert source["greedy"]["tokens"] == source["greedy"]["longest"] == converted["greedy"]["longest"]
 
 
-def test_a_report_asks_unless_told_not_to(tmp_path: Path) -> None:
+def test_a_report_asks_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa.eval.recall.READ", 256)
     text = "SRC --data TEXT --context 128 --tokens 300"
     shown = done(text, "-o", tmp_path / "with").out
     assert "Recall from the context" in shown

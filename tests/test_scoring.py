@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from embedded import SOURCE, UNIFORM_VOCABULARY, converted, copy_source, load, texts, tokenizer
-from safetensors.torch import load_file, save_file
+from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
+from evaluations import place
 from tiny_models import TINY, build, inputs
 from tokenizers.processors import TemplateProcessing
 
@@ -26,7 +26,7 @@ from gqa.eval.positions import read_before
 from gqa.eval.scoring import live_baseline, score
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import open_subjects
-from gqa.eval.text import count_words, encode, make_text, perplexity
+from gqa.eval.text import encode, make_text, perplexity
 
 TEXTS = texts(4, 1800)
 
@@ -42,8 +42,8 @@ def source():
 
 
 @pytest.fixture(scope="module")
-def grouped(directory):
-    return load(converted(directory, 2))
+def grouped():
+    return load(place() / "gqa2")
 
 
 @pytest.fixture(scope="module")
@@ -81,24 +81,6 @@ def test_scores_are_cross_entropy_of_the_plain_model(source, text, scores):
         start += window.scored
 
 
-def test_scores_are_the_harness(source, text, scores):
-    """Word and byte perplexity and bits per byte of lm-evaluation-harness on the same documents."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
-    from lm_eval.models.huggingface import HFLM
-
-    harness = HFLM(pretrained=source, tokenizer=tokenizer(), max_length=128, batch_size=1)
-    requests = [Instance("loglikelihood_rolling", {}, (t,), i) for i, t in enumerate(TEXTS)]
-    likelihoods = harness.loglikelihood_rolling(requests, disable_tqdm=True)
-    found = perplexity(scores.nats, text)
-    words = [(value, count_words(t)) for value, t in zip(likelihoods, TEXTS, strict=True)]
-    sizes = [(value, len(t.encode())) for value, t in zip(likelihoods, TEXTS, strict=True)]
-    assert found["word_perplexity"] == pytest.approx(weighted_perplexity(words), rel=1e-5)
-    assert found["byte_perplexity"] == pytest.approx(weighted_perplexity(sizes), rel=1e-6)
-    assert found["bits_per_byte"] == pytest.approx(bits_per_byte(sizes), rel=1e-6)
-    assert found["word_perplexity"] != pytest.approx(weighted_perplexity(sizes), rel=1e-1)
-
-
 @pytest.mark.parametrize(("batch_size", "numbers"), [(1, None), (64, None), (4, 1), (3, 100_000)])
 def test_any_batch_size_and_chunk_give_the_same(source, text, scores, monkeypatch, batch_size, numbers):
     if numbers:
@@ -107,18 +89,6 @@ def test_any_batch_size_and_chunk_give_the_same(source, text, scores, monkeypatc
     other = score(ChunkedHead(source), text.windows, batch_size=batch_size)
     assert np.allclose(other.nats, scores.nats, atol=2e-5)
     assert other.nats.sum(dtype="float64") == pytest.approx(scores.nats.sum(dtype="float64"), rel=1e-7)
-
-
-def test_float32_logits_are_never_held_for_a_whole_batch(source, text, monkeypatch):
-    """Neither the model's nor ours: the largest float32 tensor of width V that the head makes is a chunk's."""
-    monkeypatch.setattr(gqa.corpus.likelihood, "CHUNK_NUMBERS", 1)
-    monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 16)
-    head, rows = ChunkedHead(source), []
-    score(head, text.windows[:1], batch_size=1)  # the check of the first input
-    handle = source.lm_head.register_forward_hook(lambda m, i, output: rows.append(output.shape[:-1].numel()))
-    score(head, text.windows[:8], batch_size=8)
-    handle.remove()
-    assert max(rows) <= 16 < sum(window.scored for window in text.windows[:8]) <= sum(rows)
 
 
 @pytest.mark.parametrize(("free", "calls"), [(None, 4), (0, 4), (1 << 29, 2), (1 << 30, 1), (80 << 30, 1)])
@@ -137,12 +107,9 @@ def test_a_slice_of_logits_suits_the_memory_that_is_free(monkeypatch, free, call
         assert max(rows) * (1 << 14) * 4 * 16 <= free
 
 
-def test_uniform_predictions_have_the_vocabulary_as_perplexity(directory, text):
-    path = copy_source(directory, "uniform")
-    weights = load_file(path / "model.safetensors")
-    weights["model.norm.weight"].zero_()
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    model = load(path)
+def test_uniform_predictions_have_the_vocabulary_as_perplexity(text):
+    model = load(SOURCE)
+    model.model.norm.weight.data.zero_()
     found = perplexity(score(ChunkedHead(model), text.windows, batch_size=8).nats, text)
     assert found["token_perplexity"] == pytest.approx(UNIFORM_VOCABULARY, rel=1e-6)
 
@@ -177,11 +144,11 @@ def test_comparison_with_torch_on_whole_logits(source, grouped, text):
 
 def test_stored_baseline(source, grouped, text, directory):
     live = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=live_baseline(ChunkedHead(source)))
-    place, key = directory / "stored", fingerprint(str(SOURCE), text.windows, "float32")
-    assert StoredBaseline.open(place, key) is None
-    recorder = Recorder(place, key, text.tokens, UNIFORM_VOCABULARY)
+    kept, key = directory / "stored", fingerprint(str(SOURCE), text.windows, "float32")
+    assert StoredBaseline.open(kept, key) is None
+    recorder = Recorder(kept, key, text.tokens, UNIFORM_VOCABULARY)
     recorder.finish(score(ChunkedHead(source), text.windows, batch_size=8, record=recorder).nats)
-    stored = StoredBaseline.open(place, key)
+    stored = StoredBaseline.open(kept, key)
     found = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=stored)
     assert 0 < stored.record["kl_lost_mean"] < 1e-4
     assert np.allclose(stored.nats, live.baseline_nats, atol=2e-5)
@@ -195,7 +162,7 @@ def test_stored_baseline(source, grouped, text, directory):
 def test_stored_baseline_of_something_else_is_not_used(text, directory):
     key = fingerprint(str(SOURCE), text.windows, "float32")
     others = {
-        fingerprint(str(converted(directory, 4)), text.windows, "float32"),
+        fingerprint(str(place() / "gqa2"), text.windows, "float32"),
         fingerprint(str(SOURCE), text.windows[1:], "float32"),
         fingerprint(str(SOURCE), text.windows, "bfloat16"),
     }
@@ -290,8 +257,8 @@ def test_a_text_with_bos_in_front_gets_no_second_one():
     assert encode(adding, f"{bos}return 1") == ids
 
 
-def test_measure_quality_of_several(directory, text):
-    names = [str(SOURCE), str(converted(directory, 4)), str(converted(directory, 2))]
+def test_measure_quality_of_several(text):
+    names = [str(path) for path in (SOURCE, place() / "gqa4", place() / "gqa2")]
     plain, compared = open_subjects(names), open_subjects(names)
     part = replace(text, windows=text.windows[:5])
     measure_quality(plain, part, EvaluateOptions(precision="float32"))
