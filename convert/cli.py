@@ -185,14 +185,14 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 
 def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:
     """Says what every method would take here, or after a conversion what a better one would; seconds by method."""
-    from gqa.convert.estimate import estimates
+    from gqa.convert.estimate import duration, estimates
     from gqa.convert.summary import size
 
     how = read_maps(options)
     device, found = how.device, estimates(plan, how)
     for each in found if result is None else []:
         beside = f", {size(each.beside)} beside it meanwhile" if each.beside else ""
-        about = f"about {each.time} on {device}, {size(each.disk)} on disk{beside}"
+        about = f"about {duration(each.seconds)} on {device}, {size(each.disk)} on disk{beside}"
         _say(f"estimate    {each.method.name:12}{about}", options)
     best = found[-1]
     if result and best.method.name == plan.method:
@@ -200,7 +200,8 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         _say(f"better      training it on text that MODEL writes: {command}", options)
     elif result:
         command = f"gqa-convert --groups {plan.groups} --method {best.method.name} {options['model']}"
-        _say(f"better      {best.method.name}, {best.method.result}: about {best.time} on {device}: {command}", options)
+        about = f"about {duration(best.seconds)} on {device}"
+        _say(f"better      {best.method.name}, {best.method.result}: {about}: {command}", options)
     return {each.method.name: round(each.seconds, 1) for each in found}
 
 

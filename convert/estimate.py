@@ -35,10 +35,6 @@ class Estimate:
     disk: int
     beside: int
 
-    @property
-    def time(self) -> str:
-        return duration(self.seconds)
-
 
 def duration(seconds: float) -> str:
     """`2 s`, `3.5 min`, `2.1 h`."""

@@ -114,7 +114,7 @@ register(
     "weights",
     "seconds",
     "rotated to agree, then the mean",
-    finder="gqa.convert.align.aligned:procrustes",
+    finder="gqa.convert.align.aligned:from_weights",
 )(mean)
 register(
     "aligned",
@@ -122,7 +122,7 @@ register(
     "minutes",
     "the closed form on what the weights make layers expect",
     guesses=True,
-    finder="gqa.convert.align.aligned:aligned",
+    finder="gqa.convert.align.aligned:from_weights",
 )(mean)
 register("calibrated", "text", "three forward passes", "the closed form on what layers are given by text")(mean)
 register("refined", "text", "calibrated, and minutes a layer", "calibrated, then trained layer by layer", refines=True)(

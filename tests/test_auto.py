@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import llama, run, weights
-from embedded import SOURCE
 from safetensors.torch import save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
@@ -73,6 +72,7 @@ def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
     )
     assert record == other
     assert record["command"] == "gqa-convert --groups 2 --method aligned m"
+    assert convert_checkpoint(model, 1).out == tmp_path / "m-mqa-aligned", "the default of Python too"
 
 
 def test_the_last_resort_warns_first(tmp_path: Path) -> None:
@@ -125,8 +125,3 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "1 s"), (59.1, "60 s"), (150, "2.5 min"), (9000, "2.5 h")])
 def test_durations(seconds: float, text: str) -> None:
     assert estimate.duration(seconds) == text
-
-
-def test_auto_is_the_default_of_python_too(tmp_path: Path) -> None:
-    assert convert_checkpoint(llama(tmp_path / "m"), 1).out == tmp_path / "m-mqa-aligned"
-    assert plan_conversion(SOURCE, 2).method == "aligned"

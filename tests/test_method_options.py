@@ -35,29 +35,28 @@ def words(option: MethodOption) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("method", USED)
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "--method"])
-def test_an_option_is_refused_by_the_methods_that_do_not_use_it(name: str, method: str, tmp_path: Path) -> None:
-    """One that is used gets as far as the model, which is not there."""
-    said = run("--groups", 2, "--method", method, *words(OPTIONS[name]), tmp_path / "nothing").err
-    if name in USED[method]:
-        assert "is not used by" not in said
-        assert "nothing" in said
-    else:
-        users = ", ".join(name_of for name_of in METHODS if OPTIONS[name].used_by(METHODS[name_of]))
-        assert said == f"gqa-convert: {name} is not used by --method {method}; it goes with --method {users}\n"
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_maps_leave_no_method_to_choose(name: str, tmp_path: Path) -> None:
-    (tmp_path / "maps").touch()
-    said = run("--groups", 2, "--maps", tmp_path / "maps", *words(OPTIONS[name]), tmp_path / "nothing").err
-    assert said.startswith(f"gqa-convert: {name} is not used by --maps {tmp_path / 'maps'}, which holds what a method")
-
-
-def test_defaults_are_not_given(tmp_path: Path) -> None:
-    """An option with its default value in so many words was asked for, too; without any nothing is refused."""
+def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp_path: Path) -> None:
+    """One that is used gets as far as the model, which is not there. Without any option nothing is refused; one with
+    its default in so many words was asked for, too.
+    """
+    for name, option in OPTIONS.items():
+        given = words(option) if name != "--method" else ()
+        said = run("--groups", 2, "--method", method, *given, tmp_path / "nothing").err
+        if name in USED[method]:
+            assert "is not used by" not in said
+            assert "nothing" in said
+        else:
+            users = ", ".join(name_of for name_of in METHODS if option.used_by(METHODS[name_of]))
+            assert said == f"gqa-convert: {name} is not used by --method {method}; it goes with --method {users}\n"
     assert "--refine-steps is not used" in run("--groups", 2, "--refine-steps", 200, tmp_path / "nothing").err
-    assert "is not used" not in run("--groups", 2, tmp_path / "nothing").err
+
+
+def test_maps_leave_no_method_to_choose(tmp_path: Path) -> None:
+    (tmp_path / "maps").touch()
+    for name, option in OPTIONS.items():
+        said = run("--groups", 2, "--maps", tmp_path / "maps", *words(option), tmp_path / "nothing").err
+        found = f"gqa-convert: {name} is not used by --maps {tmp_path / 'maps'}, which holds what a method"
+        assert said.startswith(found)
 
 
 def test_the_other_commands_refuse_the_same(tmp_path: Path) -> None:

@@ -26,9 +26,14 @@ K = "model.layers.0.self_attn.k_proj.weight"
 V_BIAS = "model.layers.1.self_attn.v_proj.bias"
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path / "source")
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(build(TINY["llama+bias"], 4), tmp_path_factory.mktemp("source") / "model")
+
+
+def converted(source: Path, groups: int, place: Path, method: str = "mean", **options: Any) -> dict[str, Tensor]:
+    """The tensors of a conversion."""
+    return all_tensors(convert_checkpoint(source, groups, place / "out", method=method, overwrite=True, **options).out)
 
 
 def grouped(tensor: Tensor, groups: int) -> Tensor:
@@ -37,24 +42,21 @@ def grouped(tensor: Tensor, groups: int) -> Tensor:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("name", [K, V_BIAS])
-def test_mean_and_first(source: Path, tmp_path: Path, groups: int, name: str) -> None:
+def test_mean_and_first(source: Path, tmp_path: Path, groups: int) -> None:
     before = all_tensors(source)
-    mean = all_tensors(convert_checkpoint(source, groups, tmp_path / "mean", method="mean").out)
-    first = all_tensors(convert_checkpoint(source, groups, tmp_path / "first", method="first").out)
-    expected = grouped(before[name].double(), groups).mean(1).flatten(0, 1)
-    assert torch.allclose(mean[name].double(), expected, atol=1e-6, rtol=0)
-    assert torch.equal(first[name], grouped(before[name], groups)[:, 0].flatten(0, 1))
+    mean, first = (converted(source, groups, tmp_path, method) for method in ("mean", "first"))
+    for name in (K, V_BIAS):
+        expected = grouped(before[name].double(), groups).mean(1).flatten(0, 1)
+        assert torch.allclose(mean[name].double(), expected, atol=1e-6, rtol=0)
+        assert torch.equal(first[name], grouped(before[name], groups)[:, 0].flatten(0, 1))
     untouched = [n for n in before if "k_proj" not in n and "v_proj" not in n]
     assert len(untouched) > 10
     assert all(torch.equal(before[n], mean[n]) for n in untouched)
 
 
 def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) -> None:
-    def run(name: str, **options: int) -> dict[str, Tensor]:
-        return all_tensors(convert_checkpoint(source, 2, tmp_path / name, method="random", **options).out)
-
-    one, again, other = run("a", seed=1), run("b", seed=1, jobs=3, max_shard_bytes=4000), run("c", seed=2)
+    ways: tuple[dict[str, int], ...] = ({"seed": 1}, {"seed": 1, "jobs": 3, "max_shard_bytes": 4000}, {"seed": 2})
+    one, again, other = (converted(source, 2, tmp_path, "random", **way) for way in ways)
     assert all(torch.equal(one[n], again[n]) for n in one)
     assert not torch.equal(one[K], other[K])
     assert not torch.equal(one[K], one[K.replace("layers.0", "layers.1")])
@@ -68,10 +70,9 @@ def test_random_is_drawn_once_per_seed_and_tensor(source: Path, tmp_path: Path) 
 def test_random_keeps_the_norms_of_the_heads(tmp_path: Path) -> None:
     """A k norm of random numbers around zero would silence the keys: it is averaged instead."""
     source = write_checkpoint(build(TINY["olmo2"], 4), tmp_path / "source")
+    random, mean = (converted(source, 2, tmp_path, method) for method in ("random", "mean"))
     name = "model.layers.0.self_attn.k_norm.weight"
-    random = all_tensors(convert_checkpoint(source, 2, tmp_path / "out", method="random").out)[name]
-    mean = all_tensors(convert_checkpoint(source, 2, tmp_path / "mean", method="mean").out)[name]
-    assert torch.equal(random, mean)
+    assert torch.equal(random[name], mean[name])
 
 
 def stored_as(dtype: torch.dtype, place: Path) -> Path:
@@ -87,7 +88,7 @@ def test_pooling_rounds_once(dtype: torch.dtype, tmp_path: Path) -> None:
     """Averages of stored numbers are exact in float32 (float64) up to one rounding to the stored dtype."""
     source = stored_as(dtype, tmp_path / "source")
     before = all_tensors(source)[K]
-    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", method="mean").out)[K]
+    after = converted(source, 1, tmp_path)[K]
     exact = grouped(before.double(), 1).mean(1).flatten(0, 1)
     assert after.dtype == dtype
     if dtype in (torch.bfloat16, torch.float16):
@@ -102,7 +103,7 @@ def test_dtype_is_rounded_from_the_merged_numbers(tmp_path: Path) -> None:
     """bfloat16 stored as float32 keeps the average's own digits; untouched tensors are cast too."""
     source = stored_as(torch.bfloat16, tmp_path / "source")
     before = all_tensors(source)
-    after = all_tensors(convert_checkpoint(source, 1, tmp_path / "out", dtype="float32", method="mean").out)
+    after = converted(source, 1, tmp_path, dtype="float32")
     exact = grouped(before[K].float(), 1).mean(1).flatten(0, 1)
     assert torch.allclose(after[K], exact, atol=1e-7, rtol=0)
     assert not torch.equal(after[K], after[K].bfloat16().float())
@@ -183,8 +184,10 @@ def test_join_is_the_inverse_of_split(name: str) -> None:
         layout.split(torch.randn([size + 1 for size in shape]), heads)
 
 
-def test_a_method_is_registered_by_one_function(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`last`, added here, converts, is refused nothing, and is told of in the card."""
+def test_methods_are_registered_by_one_function(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`last`, added here, converts, is refused nothing, and is told of in the card; `turned` finds maps by the function
+    that its entry names, `second`, and no other file is told of it.
+    """
     monkeypatch.setattr(methods, "METHODS", dict(METHODS))
     monkeypatch.setattr(plan, "METHODS", methods.METHODS)
 
@@ -194,20 +197,11 @@ def test_a_method_is_registered_by_one_function(source: Path, monkeypatch: pytes
         weights[:, -1] = 1.0
         return HeadMaps(key=weights, value=weights)
 
-    out = convert_checkpoint(source, 2, tmp_path / "out", method="last").out
-    assert torch.equal(all_tensors(out)[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
-    assert "the last of each group (method last)" in (out / "README.md").read_text()
-
-
-def test_a_method_that_looks_at_weights_names_what_finds_its_maps(
-    source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """`turned` finds maps by the function that its entry names, `second`, and no other file is told of it."""
-    monkeypatch.setattr(methods, "METHODS", dict(METHODS))
-    monkeypatch.setattr(plan, "METHODS", methods.METHODS)
     methods.register("turned", "weights", "seconds", "the second", finder=f"{__name__}:second")(methods.mean)
-    out = convert_checkpoint(source, 2, tmp_path / "out", method="turned").out
-    assert torch.equal(all_tensors(out)[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+    for method in ("turned", "last"):
+        found = converted(source, 2, tmp_path, method)
+        assert torch.equal(found[K].view(2, DIM, -1), grouped(all_tensors(source)[K], 2)[:, 1])
+    assert "the last of each group (method last)" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_what_to_use_instead_is_read_off_the_methods(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
             return inputs
 
     monkeypatch.setattr(aligned, "Stream", Noted)
-    assert list(aligned.aligned(plan_conversion(source, groups, method="aligned")))
+    assert list(aligned.from_weights(plan_conversion(source, groups, method="aligned")))
     return found
 
 
@@ -119,23 +119,15 @@ def test_layers_come_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_fused_gate_is_the_first_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same model with two matrices and with one."""
-    model = build(TINY["phi3"], 4)
-    state = model.state_dict()
-    one = given(write_checkpoint(model, tmp_path / "one"), 2, monkeypatch)
-    llama = build(replace(TINY["llama"], options={"head_dim": None}), 4)
-    assert set(llama.state_dict()) > {"model.norm.weight"}
-    own = llama.state_dict()
-    for name in own:
-        layer = name.rpartition(".self_attn")[0] or name.rpartition(".mlp")[0]
-        heads, head = llama.config.num_attention_heads, own["model.layers.0.self_attn.k_proj.weight"].shape[0] // 4
-        if name in state:
-            own[name] = state[name]
-        elif "gate_proj" in name or "up_proj" in name:
-            own[name] = state[f"{layer}.mlp.gate_up_proj.weight"].chunk(2)["up_proj" in name]
-        else:
-            rows = state[f"{layer}.self_attn.qkv_proj.weight"].split([heads * head, 4 * head, 4 * head])
-            own[name] = rows["qkv".index(name.rpartition("_proj")[0][-1])]
-    llama.load_state_dict(own)
-    two = given(write_checkpoint(llama, tmp_path / "two"), 2, monkeypatch)
+    fused = build(TINY["phi3"], 4)
+    apart = build(replace(TINY["llama"], options={"head_dim": None}), 4)
+    one, own = given(write_checkpoint(fused, tmp_path / "one"), 2, monkeypatch), apart.state_dict()
+    for name, tensor in fused.state_dict().items():
+        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+        whole = name.split(".")[-2]
+        names = parts.get(whole, (whole,))
+        own |= {name.replace(whole, part): rows for part, rows in zip(names, tensor.chunk(len(names)), strict=True)}
+    apart.load_state_dict(own)
+    two = given(write_checkpoint(apart, tmp_path / "two"), 2, monkeypatch)
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b)

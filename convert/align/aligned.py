@@ -6,7 +6,7 @@ those that the layers before it write (`Stream`). `calibrated` measures instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,37 +14,30 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.alignment import GroupMaps, procrustes_key, procrustes_value
+from gqa.convert.align.alignment import procrustes_key, procrustes_value
 from gqa.convert.align.grouping import find_order
 from gqa.convert.align.moments import Moments, head_maps
 from gqa.convert.align.stream import Stream, gram, norm_gain
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import Change, attention_modules
-from gqa.convert.heads.symmetries import Rotary, Symmetry
+from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.plan import Plan
 
-# Moments of a layer, (H, e, D) of W_O transposed, what is rotated -> what its groups share.
-Solve = Callable[[Moments, Tensor, Rotary], tuple[list[GroupMaps], list[GroupMaps]]]
 
-
-def procrustes(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
-    """The maps of one attention module after another, of heads that are turned to agree and then averaged; `search` for
-    the best groups. Raises RefusedError where weights are no numbers.
+def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
+    """The maps of one attention module after another; `search` for the best groups. Where the method guesses what
+    layers are given, by the closed form on that; else, on independent inputs, heads are turned to agree and averaged.
+    Large products are made on `device`. Raises RefusedError where weights are no numbers.
     """
-    return _found(plan, search, _turned, guess=False, device=device)
-
-
-def aligned(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
-    """The same by the closed form, on what the weights make layers expect; large products are made on `device`."""
-    return _found(plan, search, _closed, guess=True, device=device)
-
-
-def _found(plan: Plan, search: bool, solve: Solve, guess: bool, device: str) -> Iterator[tuple[str, HeadMaps]]:
-    """By `solve`, from a `guess` of what layers are given or from independent inputs."""
-    checkpoint, text, symmetry, stream = plan.checkpoint, plan.config.text, plan.config.symmetry, None
+    checkpoint, text, symmetry, guess = (
+        plan.checkpoint,
+        plan.config.text,
+        plan.config.symmetry,
+        plan.merging.how.guesses,
+    )
     assert isinstance(symmetry, Symmetry)
-    free_keys = symmetry.free_keys(text)
+    free_keys, stream = symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
     changed = [(module, changes) for module in modules if (changes := plan.changes_of(module))]
     for module, changes in changed:
@@ -66,7 +59,13 @@ def _found(plan: Plan, search: bool, solve: Solve, guess: bool, device: str) -> 
         if order:
             places = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
             stored = {role: tensor[places[len(tensor)]] for role, tensor in stored.items()}
-        keys, values = solve(_guessed(stored, heads, groups), stored["output"], rotary)
+        moments, m = _guessed(stored, heads, groups), heads.kv // groups
+        if guess:
+            keys = moments.shared_keys(rotary)
+            values = moments.shared_values((of[None] for of in moments.values), stored["output"])
+        else:
+            keys = [procrustes_key(of, rotary, m) for of in moments.keys]
+            values = [procrustes_value(of, m, heads.query // heads.kv) for of in moments.values]
         yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order)
 
 
@@ -79,16 +78,6 @@ def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]
             parts = change.split([checkpoint.read(spec) for spec in change.sources])
             found |= {part + suffix: heads.double() for part, heads in parts.items() if part != "whole"}
     return found
-
-
-def _turned(moments: Moments, w_o: Tensor, rotary: Rotary) -> tuple[list[GroupMaps], list[GroupMaps]]:
-    m, repeat = len(moments.queries) // len(moments.keys), len(w_o) // len(moments.queries)
-    keys = [procrustes_key(of, rotary, m) for of in moments.keys]
-    return keys, [procrustes_value(of, m, repeat) for of in moments.values]
-
-
-def _closed(moments: Moments, w_o: Tensor, rotary: Rotary) -> tuple[list[GroupMaps], list[GroupMaps]]:
-    return moments.shared_keys(rotary), moments.shared_values((of[None] for of in moments.values), w_o)
 
 
 def _guessed(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Moments:

@@ -186,19 +186,14 @@ class MapsOptions:
 
 
 class Watcher:
-    """Is told how far it is; this one keeps it to itself."""
+    """Told of a stage that begins and of how many tokens it is; of tokens that are done; of a layer that is, with its
+    error (NaN where none was measured); and of what went otherwise than wanted. This one keeps it to itself.
+    """
 
-    def stage(self, name: str, tokens: int) -> None:
-        """What begins, and how many tokens it is about."""
-
-    def update(self, tokens: int) -> None:
-        """So many tokens further."""
-
-    def layer(self, index: int, layers: int, error: float) -> None:
-        """So many of the layers are done; NaN where no error was measured."""
-
-    def warn(self, text: str) -> None:
-        """What went otherwise than wanted."""
+    def stage(self, name: str, tokens: int) -> None: ...
+    def update(self, tokens: int) -> None: ...
+    def layer(self, index: int, layers: int, error: float) -> None: ...
+    def warn(self, text: str) -> None: ...
 
 
 SILENT = Watcher()

@@ -31,12 +31,11 @@ _BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of th
 @dataclass(frozen=True)
 class Inputs:
     """What a layer is given: E[x x^T] = `factor` `factor`^T with a lower triangle (D, D), float32 where products are
-    made; None where inputs are independent. Of a guess `share` is independent, for what it does not see.
+    made; None where inputs are independent. Of a guess `_SHARE` is independent, for what it does not see.
     """
 
     factor: Tensor | None
     width: int
-    share: float = _SHARE
 
     def through(self, weights: Tensor) -> Tensor:
         """(n, D) rows of weights -> (n, K) float32 rows on the CPU, whose products with each other are the moments of
@@ -46,7 +45,7 @@ class Inputs:
         if self.factor is None:
             return weights.float()
         guessed = by_lower(weights.to(self.factor), self.factor).cpu()
-        return torch.cat([(1 - self.share) ** 0.5 * guessed, self.share**0.5 * weights.float()], 1)
+        return torch.cat([(1 - _SHARE) ** 0.5 * guessed, _SHARE**0.5 * weights.float()], 1)
 
 
 class Stream:
