@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import check_refused, contents, leftovers, llama, run, snapshot, weights
+from checkpoints import MERGED, check_refused, contents, leftovers, llama, run, snapshot, weights
 from processes import Running, Server
 
 from gqa.checkpoint import shards
@@ -72,7 +72,7 @@ def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwr
     kept = tmp_path.with_name(tmp_path.name + "-kept")
     old, new = (contents(convert_checkpoint(model, groups, kept / str(groups), method="mean").out) for groups in (1, 2))
     before = snapshot(model)
-    words = ["--groups", 2, "--method", "mean", "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
+    words = [*MERGED, "-q", "-o", out, model, *(["--overwrite"] if overwrite else [])]
     states: list[str] = []
     for fatal in range(1, 400):
         if overwrite:
@@ -101,7 +101,7 @@ def test_old_result_is_put_back_by_the_next_run(tmp_path: Path) -> None:
     assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
     old = snapshot(out)
     out.rename(tmp_path / ".out.gqa-replaced")
-    check_refused(run("--groups", 2, "--method", "mean", "-o", out, model), "exists; choose another output")
+    check_refused(run(*MERGED, "-o", out, model), "exists; choose another output")
     assert snapshot(out) == old
     assert leftovers(tmp_path) == []
 
@@ -117,7 +117,7 @@ def stop(running: Running, seconds: float, number: int) -> int:
 def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, code: int, jobs: int) -> None:
     """Soon over, nothing left, and one line where somebody sits at the terminal."""
     out = tmp_path / "out"
-    words = ["--groups", 2, "--method", "mean", "-q", "--jobs", jobs, "-o", out, big]
+    words = [*MERGED, "-q", "--jobs", jobs, "-o", out, big]
     running = server.start(*words)
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".out.gqa-partial/model-00001*")):  # now it is at work
@@ -136,7 +136,7 @@ def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, cod
 def test_two_at_a_time(server: Server, big: Path, tmp_path: Path) -> None:
     """The second to come is refused and disturbs nothing."""
     out = tmp_path / "out"
-    first = server.start("--groups", 2, "--method", "mean", "-q", "-o", out, big)
+    first = server.start(*MERGED, "-q", "-o", out, big)
     while not (tmp_path / ".out.gqa-partial").exists():
         time.sleep(0.001)
     second = server.start("--groups", 1, "--method", "mean", "-q", "-o", out, big)
@@ -194,18 +194,13 @@ def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, ove
         assert run("--groups", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
     before, sound = snapshot(disk), snapshot(model)
     says = "are free at" if where == "plan" else "nothing was kept"
-    check_refused(
-        run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model),
-        "no space left",
-        "free some",
-        says,
-        code=1,
-    )
+    result = run(*MERGED, "--overwrite", "-o", out, model)
+    check_refused(result, "no space left", "free some", says, code=1)
     assert snapshot(disk) == before
     assert snapshot(model) == sound
     (model / "vocab.txt").unlink()
     if where == "side files":
-        assert run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model).code == 0
+        assert run(*MERGED, "--overwrite", "-o", out, model).code == 0
 
 
 @pytest.mark.parametrize("where", ["copy_range", "write_tensor", "write_bytes", "copy_file", "write_text", "verify"])
@@ -217,12 +212,12 @@ def test_error_of_the_disk_anywhere(tmp_path: Path, monkeypatch: Any, where: str
     model = llama(tmp_path / "m")
     monkeypatch.setattr(shards if where == "write_bytes" else rewrite, where, fail)
     says = "Input/output error" if number == errno.EIO else "no space left"
-    result = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model)
+    result = run(*MERGED, "-o", tmp_path / "out", model)
     assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
     assert says in result.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
     monkeypatch.undo()
-    assert run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model).code == 0
+    assert run(*MERGED, "-o", tmp_path / "out", model).code == 0
 
 
 def test_exception_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +270,7 @@ def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = llama(tmp_path / "m", shards=3)
     monkeypatch.setattr(rewrite, "copy_range", copy)
     start = time.monotonic()
-    result = run("--groups", 2, "--method", "mean", "--jobs", 2, "-o", tmp_path / "out", model)
+    result = run(*MERGED, "--jobs", 2, "-o", tmp_path / "out", model)
     assert (result.code, result.err.strip()) == (130, INTERRUPTED)
     assert time.monotonic() - start < 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]
@@ -299,11 +294,11 @@ def test_failed_second_rename_is_undone(
 
     monkeypatch.setattr(writer, "exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", fail)
-    assert run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model).code == 1
+    assert run(*MERGED, "--overwrite", "-o", out, model).code == 1
     monkeypatch.undo()
     if len(failing) > 1:
         assert not out.exists()
-        check_refused(run("--groups", 2, "--method", "mean", "-o", out, model), "exists; choose another output")
+        check_refused(run(*MERGED, "-o", out, model), "exists; choose another output")
     assert snapshot(tmp_path) == before
 
 

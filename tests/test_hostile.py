@@ -17,6 +17,7 @@ import torch
 from checkpoints import (
     INDEX,
     K0,
+    MERGED,
     SINGLE,
     V0,
     Tensors,
@@ -47,12 +48,12 @@ def check_untouched(model: Path, before: Mapping[str, str], out: Path) -> None:
     assert leftovers(out.parent) == []
 
 
-def refused(model: Path, *words: object, says: tuple[str, ...], code: int = 2) -> None:
+def refused(model: Path, says: tuple[str, ...]) -> None:
     """The command refuses the model, both to plan and to convert it."""
     before, out = snapshot(model), model.parent / "out"
-    check_refused(run(*words, "-o", out, model), *says, code=code)
+    check_refused(run(*MERGED, "-o", out, model), *says)
     check_untouched(model, before, out)
-    check_refused(run(*words, "--dry-run", "--json", model), *says, code=code)
+    check_refused(run(*MERGED, "--dry-run", "--json", model), *says)
 
 
 def header(change: Callable[[dict[str, Any]], Any], data: Callable[[bytes], bytes] = bytes) -> Break:
@@ -296,9 +297,9 @@ SHARDED: Cases = {
 def test_broken_checkpoint_is_refused(case: str, tmp_path: Path) -> None:
     breaks, says = (CASES | SHARDED)[case]
     model = llama(tmp_path / "m", shards=2 if case in SHARDED else 1)
-    assert run("--groups", 2, "--method", "mean", "--dry-run", model).code == 0
+    assert run(*MERGED, "--dry-run", model).code == 0
     breaks(model)
-    refused(model, "--groups", 2, "--method", "mean", says=says)
+    refused(model, says=says)
 
 
 class Bomb:
@@ -315,15 +316,13 @@ class Bomb:
 def test_pickle_is_never_executed(zipped: bool, tmp_path: Path) -> None:
     model, ran = llama(tmp_path / "m", shards=1), tmp_path / "ran"
     pickled(weights() | {"bomb": Bomb(ran)}, zipped=zipped)(model)
-    refused(model, "--groups", 2, "--method", "mean", says=("pytorch_model.bin", "as safetensors first"))
+    refused(model, says=("pytorch_model.bin", "as safetensors first"))
     assert not ran.exists()
 
 
 def test_too_large_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gqa.checkpoint.read.MAX_JSON_BYTES", 100)
-    refused(
-        llama(tmp_path / "m"), "--groups", 2, "--method", "mean", says=("config.json has", "at most 100 are allowed")
-    )
+    refused(llama(tmp_path / "m"), says=("config.json has", "at most 100 are allowed"))
 
 
 @pytest.mark.parametrize(
@@ -357,13 +356,11 @@ def test_hub_cache_links_are_followed_to_their_blobs_only(tmp_path: Path) -> Non
     for number, path in enumerate(sorted(snapshot_dir.iterdir())):
         path.rename(blobs / f"{number:040x}")
         path.symlink_to(f"../../blobs/{number:040x}")
-    assert run("--groups", 2, "--method", "mean", "-o", tmp_path / "good", snapshot_dir).code == 0
+    assert run(*MERGED, "-o", tmp_path / "good", snapshot_dir).code == 0
     other = tmp_path / "models--c--d" / "blobs"
     other.mkdir(parents=True)
     link = snapshot_dir / FIRST
     link.resolve().rename(other / "theirs")
     link.unlink()
     link.symlink_to(other / "theirs")
-    check_refused(
-        run("--groups", 2, "--method", "mean", "-o", tmp_path / "bad", snapshot_dir), FIRST, "link that leaves"
-    )
+    check_refused(run(*MERGED, "-o", tmp_path / "bad", snapshot_dir), FIRST, "link that leaves")

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import INDEX, SINGLE, Result, edit_json, llama, load, read_header, run, snapshot, weights, write_raw
+from checkpoints import (
+    INDEX,
+    MERGED,
+    SINGLE,
+    Result,
+    edit_json,
+    llama,
+    load,
+    read_header,
+    run,
+    snapshot,
+    weights,
+    write_raw,
+)
 from hub_server import Hub, Machine
 
 NAME = "lab/tiny-llama"
@@ -48,7 +61,7 @@ def plan(result: Result) -> dict[str, Any]:
 def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     source = model(tmp_path / "source")
     (source / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n", encoding="utf-8")
-    local = run("--groups", 2, "--method", "mean", source, "-o", tmp_path / "local")
+    local = run(*MERGED, source, "-o", tmp_path / "local")
     assert local.code == 0, local
     needed = {"config.json", "tokenizer.json", "chat_template.jinja", "generation_config.json", "modeling_mine.py"}
     for name in (
@@ -60,7 +73,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
         (source / name).write_bytes(b"never to be fetched" * 1000)
     repo = hub.repo(NAME, model(tmp_path / "main", shards=1, seed=1), token="hf_secret")
     commit = repo.add("side", source)
-    words = ("--groups", 2, "--method", "mean", "--revision", "side", NAME)
+    words = (*MERGED, "--revision", "side", NAME)
     result = machine.python("-m", "gqa.convert.cli", *words, HF_TOKEN="hf_secret")
     assert (result.code, result.err) == (0, ""), result.err
     out = machine.work / "tiny-llama-gqa2-mean"
@@ -107,8 +120,8 @@ def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine
     source = model(tmp_path / "source", shards=shards)
     header_bytes = {path.name: pad_header(path, padding) for path in source.glob("*.safetensors")}
     commit = hub.repo(NAME, source).add("side", source)
-    ours = plan(machine.run("--groups", 2, "--method", "mean", "--dry-run", "--json", "--revision", "side", NAME))
-    theirs = plan(run("--groups", 2, "--method", "mean", "--dry-run", "--json", source))
+    ours = plan(machine.run(*MERGED, "--dry-run", "--json", "--revision", "side", NAME))
+    theirs = plan(run(*MERGED, "--dry-run", "--json", source))
     assert (ours.pop("model"), ours.pop("revision")) == (NAME, commit)
     assert (theirs.pop("model"), theirs.pop("revision")) == ("source", None)
     assert ours.pop("estimates").keys() == theirs.pop("estimates").keys()  # how fast this device is just now
@@ -145,16 +158,16 @@ def test_bin_weights(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     said = machine.refused("--dry-run", NAME)
     assert f"{NAME} has no safetensors headers; without --dry-run its .bin weights are fetched" in said
     assert hub.fetched() == set()
-    result = machine.run("--groups", 2, "--method", "mean", NAME)
+    result = machine.run(*MERGED, NAME)
     assert (result.code, result.err) == (0, ""), result
-    assert run("--groups", 2, "--method", "mean", source, "-o", tmp_path / "local").code == 0
+    assert run(*MERGED, source, "-o", tmp_path / "local").code == 0
     assert same_weights(machine.work / "tiny-llama-gqa2-mean", tmp_path / "local")
 
 
 def test_local_directory_wins(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     hub.repo(NAME, model(tmp_path / "remote", shards=1))
     (machine.work / NAME).mkdir(parents=True)
-    assert f"{NAME} has no config.json" in machine.run("--groups", 2, "--method", "mean", NAME).err
+    assert f"{NAME} has no config.json" in machine.run(*MERGED, NAME).err
     assert "--revision is for hub ids; lab/tiny-llama is a local" in machine.run("-g2", "--revision", "main", NAME).err
     assert hub.requests == []
 
@@ -252,7 +265,7 @@ def test_broken_repository(tmp_path: Path, hub: Hub, machine: Machine, case: str
 def test_what_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("socket.socket.connect", lambda socket, address: pytest.fail("the network was asked"))
-    result = run("--groups", 2, "--method", "mean", *words)
+    result = run(*MERGED, *words)
     assert (result.code, result.out, result.err.count("\n")) == (2, "", 1)
     assert said in result.err
     assert list(tmp_path.iterdir()) == []
@@ -276,7 +289,7 @@ def test_push(tmp_path: Path, hub: Hub, machine: Machine, fails: bool) -> None:
     """A push that fails keeps the result."""
     hub.failing |= {"/api/models/me/pushed/commit": 403} if fails else {}
     source, out = model(tmp_path / "source"), tmp_path / "source-gqa2-mean"
-    words = ("--groups", 2, "--method", "mean", *(["-q"] if fails else []), "--push-to-hub", "me/pushed", source)
+    words = (*MERGED, *(["-q"] if fails else []), "--push-to-hub", "me/pushed", source)
     result = machine.run(*words, HF_TOKEN="hf_write")
     files = {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert load(out).keys() == load(source).keys()
@@ -316,12 +329,6 @@ def test_a_trained_model_is_pushed(tmp_path: Path, hub: Hub, machine: Machine, p
     assert b"\n- gqa\n" in files["README.md"]
 
 
-def test_public_is_about_a_repository(machine: Machine, tmp_path: Path) -> None:
-    assert "--public is about the repository of --push-to-hub" in machine.refused(
-        "--public", model(tmp_path / "source")
-    )
-
-
 def test_push_to_what_is_there(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     old = tmp_path / "old"
     llama(old, shards=1, side_files=False)
@@ -343,10 +350,11 @@ def test_push_to_what_is_there(tmp_path: Path, hub: Hub, machine: Machine) -> No
 def test_push_that_cannot_work_is_refused_before_converting(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     source = model(tmp_path / "source")
     hub.repo("me/public", source)
-    push = ("--groups", 2, "--method", "mean", "--push-to-hub")
+    push = (*MERGED, "--push-to-hub")
     assert "me/public is public; allow that" in machine.refused(*push, "me/public", source, HF_TOKEN="hf_write")
     assert "no token to use me/new with: log in" in machine.refused(*push, "me/new", source)
     assert "no repository name" in machine.refused(*push, "a/b/c", source, HF_TOKEN="hf_write")
+    assert "--public is about the repository of --push-to-hub" in machine.refused("--public", source)
     assert not (tmp_path / "source-gqa2-mean").exists()
 
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from checkpoints import INDEX, Result, check_refused, leftovers, llama, run, snapshot
+from checkpoints import INDEX, MERGED, Result, check_refused, leftovers, llama, run, snapshot
 
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.write import OutputDirectory
@@ -84,9 +84,7 @@ def test_unreadable_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     if os.geteuid() == 0:  # pytest's directory is closed to others
         root = Path(tempfile.gettempdir()) / f"gqa-unreadable-{os.getpid()}"
     model = llama(root / "m")
-    assert (
-        run("--groups", 2, "--method", "mean", "--dry-run", model).code == 0
-    )  # all is imported before the rights are gone
+    assert run(*MERGED, "--dry-run", model).code == 0  # all is imported before the rights are gone
     root.chmod(0o755)
     try:
         for closed, mode, says in (
@@ -99,13 +97,11 @@ def test_unreadable_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
         ):
             before = closed.stat().st_mode
             closed.chmod(mode)
-            result = as_nobody("--groups", 2, "--method", "mean", "-o", root / "out", model)
+            result = as_nobody(*MERGED, "-o", root / "out", model)
             closed.chmod(before)
             check_refused(result, says)
         root.chmod(0o555)
-        check_refused(
-            as_nobody("--groups", 2, "--method", "mean", "-o", root / "out", model), "cannot write beside", code=1
-        )
+        check_refused(as_nobody(*MERGED, "-o", root / "out", model), "cannot write beside", code=1)
         assert sorted(path.name for path in root.iterdir()) == ["m"]
     finally:
         shutil.rmtree(root)
@@ -139,7 +135,7 @@ def test_refused_outputs(model: Path) -> None:
     for name, (out, says) in cases.items():
         code = 1 if name in ("below a file", "too long") else 2
         for words in ([], ["--overwrite"]) if name != "exists" else ([],):
-            check_refused(run("--groups", 2, "--method", "mean", "-o", out, *words, model), says, code=code)
+            check_refused(run(*MERGED, "-o", out, *words, model), says, code=code)
             assert snapshot(model.parent) == before, name
 
 
@@ -150,11 +146,8 @@ def test_overwrite_removes_nothing_but_a_checkpoint(model: Path, tmp_path: Path)
         for file in files:
             (out / file).write_text("{}")
         before = snapshot(tmp_path)
-        check_refused(
-            run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model),
-            "holds no checkpoint",
-            "will not remove it",
-        )
+        result = run(*MERGED, "--overwrite", "-o", out, model)
+        check_refused(result, "holds no checkpoint", "will not remove it")
         assert snapshot(tmp_path) == before
         shutil.rmtree(out)
 
@@ -165,7 +158,7 @@ def test_mount_point_is_refused_before_the_work(model: Path, tmp_path: Path, mon
     out.mkdir()
     real = os.path.ismount
     monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == out or real(path))
-    check_refused(run("--groups", 2, "--method", "mean", "-o", out, model), "is a mount point; give a directory in it")
+    check_refused(run(*MERGED, "-o", out, model), "is a mount point; give a directory in it")
     assert leftovers(tmp_path) == []
 
 
@@ -175,18 +168,18 @@ def test_work_directory_that_is_a_link_is_not_followed(model: Path, tmp_path: Pa
     for name in ("partial", "replaced"):
         (tmp_path / f".out.gqa-{name}").symlink_to(victim)
     (tmp_path / ".out.gqa-lock").symlink_to(victim / "config.json")
-    result = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model)
+    result = run(*MERGED, "-o", tmp_path / "out", model)
     if result.code:  # a lock that is a link is refused, which is as good
         check_refused(result, "cannot write beside", code=1)
         (tmp_path / ".out.gqa-lock").unlink()
-        assert run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model).code == 0
+        assert run(*MERGED, "-o", tmp_path / "out", model).code == 0
     assert snapshot(victim) == before
     assert leftovers(tmp_path) == []
 
 
 def test_empty_output_directory_is_used(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model).code == 0
+    assert run(*MERGED, "-o", tmp_path / "out", model).code == 0
     assert (tmp_path / "out" / "config.json").is_file()
 
 
@@ -196,7 +189,7 @@ def test_output_with_dots(model: Path, tmp_path: Path, monkeypatch: pytest.Monke
     (model / "assets" / "a.txt").write_text("a")
     for out in ("out", "out/assets/..", "out/../out/."):
         monkeypatch.chdir(tmp_path)
-        assert run("--groups", 2, "--method", "mean", "--overwrite", "-o", out, model).code == 0, out
+        assert run(*MERGED, "--overwrite", "-o", out, model).code == 0, out
         assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
         assert (tmp_path / "out" / "assets" / "a.txt").is_file()
     monkeypatch.chdir(tmp_path / "out")
@@ -225,17 +218,6 @@ def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> N
 
 def test_one_real_process(model: Path, tmp_path: Path) -> None:
     name = os.fsdecode(b"no\xffutf\n8")
-    command = [
-        sys.executable,
-        "-m",
-        "gqa.convert.cli",
-        "--groups",
-        "2",
-        "--method",
-        "mean",
-        "-o",
-        tmp_path / name,
-        model,
-    ]
+    command = [sys.executable, "-m", "gqa.convert.cli", *map(str, MERGED), "-o", tmp_path / name, model]
     subprocess.run(command, check=True, timeout=120, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert (tmp_path / name / "config.json").is_file()
