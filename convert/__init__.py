@@ -13,16 +13,10 @@ if TYPE_CHECKING:
     from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError
     from gqa.convert.api import Conversion, Plan, Target, convert_checkpoint, plan_conversion
 
-__all__ = [
-    "Conversion",
-    "CorruptError",
-    "OutputError",
-    "Plan",
-    "RefusedError",
-    "Target",
-    "convert_checkpoint",
-    "plan_conversion",
-]
+__all__ = [  # noqa: RUF022 - functions, what they give and take, what they raise
+    "convert_checkpoint", "plan_conversion", "Conversion", "Plan", "Target",
+    "CorruptError", "OutputError", "RefusedError",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -148,6 +148,6 @@ def _numbers(plan: Plan) -> dict[str, tuple[str, str]]:
     if context := after.context:
         rows[f"KV cache at {context:,} tokens"] = size(before.bytes_at(context)), size(after.bytes_at(context))
     return rows | {
-        "parameters": (f"{plan.parameters_before:,}", f"{plan.parameters_after:,}"),
+        "parameters": (f"{plan.checkpoint.parameters:,}", f"{plan.parameters_after:,}"),
         "weights": (size(plan.checkpoint.nbytes), size(plan.total_bytes)),
     }

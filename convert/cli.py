@@ -118,13 +118,13 @@ def command(model: str, groups: int, **options: Any) -> None:
     if options["dry_run"]:
         _report(plan, None, options)
     else:
-        _convert(plan, model, options)
+        _convert(plan, options)
 
 
-def _convert(plan: Plan, model: str, options: dict[str, Any]) -> None:
+def _convert(plan: Plan, options: dict[str, Any]) -> None:
     from gqa.convert.api import convert_plan, default_output
 
-    out = options["output"] or default_output(plan.checkpoint.hub_id or model, plan)
+    out = options["output"] or default_output(plan.checkpoint.hub_id or options["model"], plan)
     quiet, start = options["quiet"], time.monotonic()
     # What finds maps runs models, whose imports take seconds.
     calibration = read_maps(options) if plan.lacks_maps else None

@@ -104,7 +104,9 @@ def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
             seen = training.steps * training.batch * text.length
             scores = 4 * text.length * heads.query * heads.key_dim
             found += TRAINING * seen * (2 * own + scores) + training.steps * _MUON * 6 * own * width
-    beside = plan.parameters_before - attention - int(plan.config.text.vocab_size) * width  # nearly all of it is MLPs
+    beside = (
+        plan.checkpoint.parameters - attention - int(plan.config.text.vocab_size) * width
+    )  # nearly all of it is MLPs
     if method.reads_text:
         return found + _PASSES * 2 * text.tokens * (attention + beside)
     return found + (4 * width * max(beside, 0) if method.guesses else 0)

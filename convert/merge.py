@@ -120,24 +120,22 @@ def _runs(shard: Shard, checkpoint: Checkpoint) -> Iterator[tuple[OutputTensor, 
 
 def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, source: TensorSpec) -> None:
     """An untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
-    checkpoint = job.plan.checkpoint
-    if not checkpoint.has_range(source):
-        pieces = iter(checkpoint.read(source).reshape(-1).split(CAST_CHUNK))
-    else:
-        size = source.nbytes // max(source.numel, 1)
-        pieces = (checkpoint.read(piece, job.buffer(piece.nbytes)) for piece in _slices(source, size))
-    for piece in pieces:
+    for piece in _pieces(job, source):
         cast = stored_as(piece, tensor.dtype)
         if cast.dtype != piece.dtype and not bool(cast.isfinite().all()) and bool(piece.isfinite().all()):
             raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
         write_tensor(target, cast, job.progress, job.stop)
 
 
-def _slices(spec: TensorSpec, size: int) -> Iterator[TensorSpec]:
-    for start in range(0, spec.numel, CAST_CHUNK):
-        count = min(CAST_CHUNK, spec.numel - start)
-        begin = spec.begin + start * size
-        yield replace(spec, shape=(count,), begin=begin, end=begin + count * size)
+def _pieces(job: _Job, spec: TensorSpec) -> Iterator[Tensor]:
+    checkpoint, size = job.plan.checkpoint, max(spec.nbytes, 1) // max(spec.numel, 1)
+    if not checkpoint.has_range(spec):
+        yield from checkpoint.read(spec).reshape(-1).split(CAST_CHUNK)
+        return
+    for start in range(spec.begin, spec.end, CAST_CHUNK * size):
+        end = min(start + CAST_CHUNK * size, spec.end)
+        piece = replace(spec, shape=((end - start) // size,), begin=start, end=end)
+        yield checkpoint.read(piece, job.buffer(piece.nbytes))
 
 
 def _compute(job: _Job, change: Change) -> dict[str, Tensor]:

@@ -92,10 +92,6 @@ class Plan:
         return sum(shard.nbytes for shard in self.shards)
 
     @property
-    def parameters_before(self) -> int:
-        return self.checkpoint.parameters
-
-    @property
     def parameters_after(self) -> int:
         return sum(math.prod(t.shape) for t in self.tensors)
 

@@ -63,9 +63,9 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "shards": [{"file": s.file, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards],
         "total_bytes": plan.total_bytes,
         "parameters": {
-            "before": plan.parameters_before,
+            "before": plan.checkpoint.parameters,
             "after": plan.parameters_after,
-            "saved": plan.parameters_before - plan.parameters_after,
+            "saved": plan.checkpoint.parameters - plan.parameters_after,
         },
         "kv_cache": {
             "bytes_per_token_before": before.bytes_per_token,

@@ -112,7 +112,7 @@ class ConvertedModel(_Checkpoint):
             "key/value heads": f"{plan.config.main.kv} -> {plan.groups} of {plan.config.main.query} query heads",
             "method": plan.method + (f": {plan.choice.why}" if plan.choice else ""),
             "KV cache": kv_line(plan),
-            "parameters": f"{plan.parameters_before:,} -> {plan.parameters_after:,}",
+            "parameters": f"{plan.checkpoint.parameters:,} -> {plan.parameters_after:,}",
             "took": f"{self.seconds:.1f} s",
         }
         if self.layer_errors:

@@ -130,6 +130,7 @@ def test_choice_of_attention(source: Path, tmp_path: Path) -> None:
         assert set(json.loads((out / "config.json").read_text())["grouped_attention"]) == kinds
         changed = {name for name, tensor in all_tensors(out).items() if not torch.equal(tensor, before[name])}
         assert kinds == {kind_of(name) for name in changed}
+        assert cached_heads(out) == ({2}, {2 if "cross" in kinds else 4})
 
 
 def kind_of(tensor: str) -> str:
@@ -219,14 +220,6 @@ def test_generation(pair: Pair) -> None:
 @families
 def test_the_cache_holds_fewer_heads(pair: Pair) -> None:
     assert cached_heads(pair.ours) == ({2}, {2} if theirs(pair.source).name in ENCODER_DECODERS else set())
-
-
-def test_cross_attention_that_keeps_its_heads(tmp_path: Path) -> None:
-    directory = write_checkpoint(build(THEIRS["bart"], QUERY_HEADS), tmp_path / "source")
-    out = convert_checkpoint(
-        directory, 2, tmp_path / "out", target=Target(attention=("decoder-self",)), method="mean"
-    ).out
-    assert cached_heads(out) == ({2}, {4})
 
 
 def cached_heads(directory: Path) -> tuple[set[int], set[int]]:

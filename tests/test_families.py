@@ -152,6 +152,8 @@ def test_conversion(name: str, tmp_path: Path) -> None:
     check_same_tensors(convert_checkpoint(source, QUERY_HEADS, tmp_path / "whole").out, source)
     groups = [g for g in valid_groups(plan_conversion(source, QUERY_HEADS).config) if g < QUERY_HEADS]
     assert groups, "a family that cannot be converted does not belong in the table"
+    if "+" in name or "" not in tiny.owners:  # the model that it varies or holds is converted to one head, too
+        groups = groups[-1:]
     for g, method in zip(groups, ("first", "mean"), strict=False):
         place = tmp_path / f"{method}{g}"
         merged, back = expand_back(tiny, model, source, g, place)

@@ -71,8 +71,10 @@ def test_layers_that_predict_further_tokens_are_converted_and_towers_not(
         assert rows < 32 or torch.equal(after[name], tensor)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "smollm3", "cohere2", "gpt_oss"])
-@pytest.mark.parametrize("method", ["procrustes", "aligned"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("llama", "procrustes"), *((name, "aligned") for name in ("qwen2", "smollm3", "cohere2", "gpt_oss"))],
+)
 def test_layers_that_predict_further_tokens_are_aligned(name: str, method: str, tmp_path: Path) -> None:
     """Configs list kinds of layers, and not of those."""
     source = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
@@ -97,7 +99,7 @@ def test_a_layer_without_keys_and_values_is_refused(source: Path) -> None:
         plan_conversion(source, 2)
 
 
-@pytest.mark.parametrize("method", ["procrustes", "aligned", "calibrated"])
+@pytest.mark.parametrize("method", ["procrustes", "calibrated"])
 def test_heads_without_the_output_projection_are_not_aligned(source: Path, method: str) -> None:
     change(source, {}, removed=("model.layers.1.self_attn.o_proj.weight",))
     plan_conversion(source, 2, method="mean")

@@ -1,7 +1,7 @@
 """Classes of transformers that compute what another class does and can have fewer key/value heads.
 
 Each entry is exact: with as many heads as before the target gives the source's logits (to rounding, where LayerNorms
-are folded). `tests/test_native.py` holds every entry against both classes.
+are folded). `tests/test_native_targets.py` holds every entry against both classes.
 """
 
 from __future__ import annotations
