@@ -94,6 +94,7 @@ def test_protocols(protocol: str, options: str) -> None:
     result = run(*words(f"SRC --data TEXT --context 64 {options} --json -v"), program="gqa-eval")
     found, whole = json.loads(result.out), protocol == "rolling"
     assert found["text"]["protocol"] == found["options"]["protocol"] == protocol
+    assert (found["text"]["tokens"] / found["text"]["windows"] < 33) != whole  # of 64; the rest is read before
     assert (found["models"][0]["quality"]["bits_per_byte"] is not None) == whole
     assert ("bits/byte" in result.err) == whole
     assert f"{protocol} windows of 64 tokens" in result.err
