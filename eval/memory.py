@@ -70,5 +70,4 @@ def what_fits(
     growth = held.bytes_at(window + 1) - held.bytes_at(window)
     if not growth and held.bytes_at(window) <= free:
         return batch, None
-    most = window + free // max(growth, 1) + 1  # surely too many
-    return batch, bisect_right(range(most + 1), free, key=held.bytes_at) - 1
+    return batch, bisect_right(range(free // max(growth, 1) + 1), free, key=held.bytes_at) - 1  # it grows no slower
