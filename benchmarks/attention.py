@@ -1,7 +1,7 @@
 """Multi-head, grouped-query and multi-query attention on this machine, beside two published measurements.
 
     python benchmarks/attention.py                                # about three minutes on two cores
-    python benchmarks/attention.py --batch 16 --repeats 20 --json figures.json --plot figures.svg
+    python benchmarks/attention.py --batch 16 --repeats 20 --json figures.json
 
 forward: a whole prompt through the attention of one Llama-3-8B layer, projections included, as Yue Shui measured it in
 January 2025 on two RTX 4090 (syhya.github.io/posts/2025-01-16-group-query-attention). The batch size is not given
@@ -34,7 +34,7 @@ from typing import Any
 import click
 import torch
 import transformers
-from harness import JSON_OPTION, MIB, PLOT_OPTION, peak_from_here, pyplot, write_json
+from harness import JSON_OPTION, MIB, peak_from_here, write_json
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -322,30 +322,6 @@ def report(
             print(f"  {name + ', ' + path:20}{slower}; they take {min(fewer):.2f} to {max(fewer):.2f} of its time")
 
 
-def plot(rows: Mapping[str, Sequence[Row]], file: Path) -> None:
-    """Both measurements relative to multi-head attention; colours of Okabe and Ito, a marker for each line."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes in (left, right):
-        axes.axhline(1, color="#999999", linewidth=0.8)
-    colours = {"grouped": "#0072B2", "repeated": "#D55E00", "packed": "#009E73", "layer": "#000000"}
-    for groups, marker in ((8, "o"), (1, "s")):
-        for path, own in by_path(rows["forward"]).items():
-            line = [(row.size, row.ratio) for row in own if row.groups == groups]
-            left.plot(*zip(*line, strict=True), marker=marker, color=colours[path], label=f"{NAMES[groups]}, {path}")
-        line = [(length, ms[groups][0] / ms[32][0]) for length, ms in PUBLISHED.items()]
-        left.plot(*zip(*line, strict=True), marker + ":", color="#999999", label=f"{NAMES[groups]}, published")
-    for (path, own), marker in zip(by_path(rows["decode"]).items(), "osD^", strict=True):
-        line = [(row.groups, row.ratio) for row in own]
-        right.plot(*zip(*line, strict=True), marker=marker, color=colours[path], label=path)
-    right.set(xscale="log", yscale="log", xlabel="groups", title="one token over a long cache")
-    right.set_xticks(ticks := sorted({row.groups for row in rows["decode"]}), map(str, ticks))
-    right.minorticks_off()
-    left.set(xlabel="tokens of the prompt", ylabel="time, multi-head = 1", title="forward", ylim=(0, None))
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    figure.savefig(file)
-
-
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--sequence", "lengths", type=int, multiple=True, default=(512, 1024, 1536), help="Tokens of a prompt.")
 @click.option("--batch", type=click.IntRange(1), default=1, help="Prompts at a time.")
@@ -355,10 +331,9 @@ def plot(rows: Mapping[str, Sequence[Row]], file: Path) -> None:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32")
 @click.option("--device", help="Default: a GPU where there is one.")
 @JSON_OPTION
-@PLOT_OPTION
 def main(
     lengths: tuple[int, ...], batch: int, keys: int, decode_batch: int, repeats: int, dtype: str, device: str | None,
-    json_file: Path | None, plot_file: Path | None,
+    json_file: Path | None,
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -379,8 +354,6 @@ def main(
     report(figures, rows, claims)
     made = {key: [asdict(item) for item in part] for key, part in (rows | claims).items()}
     write_json(figures | made, json_file)
-    if plot_file:
-        plot(rows, plot_file)
 
 
 if __name__ == "__main__":

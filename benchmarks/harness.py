@@ -24,22 +24,11 @@ SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied
 }
 SAMPLE_SECONDS = 0.003
 JSON_OPTION = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-PLOT_OPTION = click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw them (.svg, .png, .pdf).")
 
 
 def write_json(figures: Any, file: Path | None) -> None:
     if file:
         file.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def pyplot() -> Any:
-    """matplotlib's, which needs no screen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as found
-
-    return found
 
 
 def write_random(directory: Path, shape: str, dtype: str = "float32") -> str:

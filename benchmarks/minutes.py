@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from harness import EMBEDDED, JSON_OPTION, PLOT_OPTION, pyplot, write_json
+from harness import EMBEDDED, JSON_OPTION, write_json
 from quality import convert, nats, windows_of
 
 BATCH = 8  # blocks of a whole-model step
@@ -111,8 +111,10 @@ def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
 
 def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
     """Nats above the source against minutes, one panel a text."""
+    from matplotlib import pyplot
+
     colours = {"closed form": "#000000", "layer-wise": "#0072B2", "whole-model": "#D55E00", "both": "#009E73"}
-    figure, panels = pyplot().subplots(
+    figure, panels = pyplot.subplots(
         1, len(texts), figsize=(6.5 * len(texts), 4.2), layout="constrained", squeeze=False
     )
     for text, axes in zip(texts, panels[0], strict=True):
@@ -146,7 +148,7 @@ def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
 @click.option("--learning-rate", type=float, default=1e-3, help="Of the whole model.")
 @click.option("--precision", "precisions", multiple=True, default=("bf16", "no"), help="bf16, no, or both.")
 @JSON_OPTION
-@PLOT_OPTION
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw them (.svg, .png, .pdf).")
 def main(json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
     texts, found = options["texts"], []
     print(f"{'':12}{'steps':>6}{'':>6}{'minutes':>9}" + "".join(f"{Path(text).name[:22]:>24}" for text in texts))
