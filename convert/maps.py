@@ -38,7 +38,8 @@ class HeadMaps:
 
         Summed in float32 (float64 for F64) and rounded once.
         """
-        heads = self._ordered(role, heads)
+        if self.order is not None:
+            heads = heads[query_order(self.order, len(heads))]
         if role in QUERY_ROLES:
             return self._reshape(role, heads)
         weights = self.value if role == "value" else self.key
@@ -53,11 +54,6 @@ class HeadMaps:
             for j in range(groups):
                 merged[j] = _product(weights[j], members[j])
         return merged
-
-    def _ordered(self, role: Role, heads: Tensor) -> Tensor:
-        if self.order is None:
-            return heads
-        return heads[query_order(self.order, len(heads))]
 
     def _reshape(self, role: Role, heads: Tensor) -> Tensor:
         maps = self.query if role == "query" else self.output

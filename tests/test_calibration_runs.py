@@ -232,8 +232,8 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, str | None, str]] = {
             "words " * 99,
             f"layer {name[0]} computes NaN or Inf on the calibration text; the model is broken there",
         )
-        for name in ("0.self_attn.k_proj", "1.self_attn.o_proj", "0.mlp.down_proj")
-        for value in (torch.nan, torch.inf)
+        for name, value in (("0.self_attn.k_proj", torch.nan), ("0.self_attn.k_proj", torch.inf),
+                            ("1.self_attn.o_proj", torch.nan), ("0.mlp.down_proj", torch.inf))
     },
     "nan-self": (
         lambda directory: broken(directory, f"{LAST}.k_proj.weight", torch.nan), None,

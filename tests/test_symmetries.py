@@ -22,11 +22,13 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.names import parameter_names
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert.align.alignment import slow_dims, unturned
 from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.pair import Pair
 from gqa.convert.align.stream import norm_gain
 from gqa.convert.heads.families.table import FAMILIES
-from gqa.convert.heads.modules import attention_modules
-from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.heads.modules import AttentionModule, attention_modules
+from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
@@ -75,6 +77,23 @@ CASES: dict[str, Tiny] = {model_type: TINY[WITHIN.get(model_type, model_type)] f
     "llama+queries": _other("llama", "queries", num_attention_heads=8),
     "glm+queries": _other("glm", "queries", num_attention_heads=8),
 }  # fmt: skip
+
+
+# None of whose pairs of dimensions is turned slowly: all turn by more, or nobody knows how far they turn.
+FAST = {
+    "mimo_v2_flash": "one pair of a head is turned",
+    "stablelm": "one pair of a head is turned",
+    "recurrent_gemma": "its config says nothing of a longest text",
+    "recurrent_gemma+bias": "its config says nothing of a longest text",
+}
+_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+# Embeddings that are scaled, or choose their speeds by the length of the text: a model, its embedding, lengths.
+SCALED: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
+    "linear": ("llama", {}, (24,)),
+    "dynamic": ("llama", {}, (8, 24, 100)),
+    "yarn": ("qwen2", {"original_max_position_embeddings": 16}, (24,)),
+    "longrope": ("phi3", {"original_max_position_embeddings": 16, **_FACTORS}, (8, 24, 100)),
+}
 
 
 def attention(tiny: Tiny) -> str:
@@ -143,6 +162,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
             calibrated(tiny, plan)
     else:
         calibrator, maps = calibrated(tiny, plan)
+        check_slow_pairs(calibrator.pair, tiny.name, 16)
         hidden = after_layers(tiny, model, calibrator.pair.source.prefix, Ids(high=tiny.tokens).ids())
         assert relative(calibrator.streams.source, hidden) < SAME
         assert relative(calibrator.streams.converted, hidden) < RECOVERED
@@ -160,6 +180,28 @@ def calibrated(tiny: Tiny, plan: Plan, **options: Any) -> tuple[Calibrator, dict
     return calibrator, {result.module.path: result.maps for result in results}
 
 
+def check_slow_pairs(pair: Pair, name: str, length: int) -> None:
+    """A layer that is given the same at every position has the same queries and keys there, before they are turned."""
+    symmetry, text, found = pair.symmetry, pair.plan.config.text, list[tuple[AttentionModule, Rotary]]()
+    assert symmetry
+    for module in filter(None, map(pair.module_of, range(pair.plan.config.layers))):
+        found.append((module, symmetry.rotary(text, module.layer, pair.heads(module)[0].key_dim, length)))
+    slow = [(module, rotary) for module, rotary in found if rotary.slow]
+    turned = symmetry.free_keys(text) and any(rotary.dims for _, rotary in found)
+    assert bool(slow) == (turned and name not in FAST)
+    for module, rotary in slow[:1]:
+        same = torch.randn(pair.source.model.config.get_text_config(decoder=True).hidden_size).expand(1, length, -1)
+        (seen,) = pair.original(module.layer, module).observe(same, "heads")
+        pair.source.release(module.layer)
+        dims = slow_dims(rotary)
+        for heads in seen.heads[:2]:
+            back = unturned(heads, rotary)
+            before, after = ((h - h[:, :, :1])[..., dims].abs().max() for h in (back, heads))
+            assert before < 1e-4 * after
+            others = [dim for dim in range(heads.shape[-1]) if dim not in dims]
+            assert torch.equal(back[..., others], heads[..., others])
+
+
 def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
     """Heads that changed places are found again: which belong together is searched for, neighbours no longer do."""
     rearrange(directory)
@@ -173,6 +215,40 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
         assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan))), expected) > CONTROL
         maps = calibrated(tiny, by(plan, "calibrated"), grouping="search")[1]
         assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
+
+
+@pytest.mark.parametrize("kind", [*SCALED, "wide"])
+def test_queries_and_keys_are_turned_back(kind: str, tmp_path: Path) -> None:
+    """Where speeds are not those of the types above; and where only a part of wide heads is turned."""
+    name, options, lengths = SCALED.get(kind, ("stablelm", {}, (24,)))
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | options
+    changed = {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    tiny = replace(TINY[name], options={"head_dim": 32, "hidden_size": 128} if kind == "wide" else changed)
+    directory = write_checkpoint(build(tiny, QUERY_HEADS, attention=attention(tiny)), tmp_path / "source")
+    for length in lengths:
+        pair = Pair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
+        pair.arrive(torch.full((1, length), 5))  # what layers are given besides
+        check_slow_pairs(pair, kind, length)
+
+
+@pytest.mark.parametrize(
+    ("base", "longest", "partial", "expected"),
+    [
+        (1e4, 4096, 1.0, 14),  # Llama-2: pair 50 of 64 turns by 3.07 over 4,096 tokens, pair 49 by 3.55
+        (1e5, 8192, 1.0, 20),
+        (1e4, 4096, 0.5, 7),
+        (1e4, None, 1.0, 0),
+        (None, 4096, 1.0, 0),
+    ],
+)
+def test_which_pairs_are_slow(base: float | None, longest: int | None, partial: float, expected: int) -> None:
+    rope = {"rope_theta": base, "rope_type": "default", "partial_rotary_factor": partial}
+    config = SimpleNamespace(model_type="llama", rope_parameters=rope, max_position_embeddings=longest)
+    symmetry = STATED["llama"]
+    assert isinstance(symmetry, Symmetry)
+    rotary = symmetry.rotary(config, 0, 128)
+    assert len(rotary.slow) == expected
+    assert len(slow_dims(rotary)) == 2 * expected
 
 
 @pytest.mark.parametrize(
