@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from gqa.convert.maps_file import MapsFile
     from gqa.convert.plan import Plan
+    from gqa.eval.tables import Table
 
 
 def html_table(title: str, rows: Iterable[Sequence[object]], header: Sequence[str] = (), note: str = "") -> str:
@@ -195,9 +196,7 @@ class Study:
 
     def text(self) -> str:
         """The table that gqa-ablate prints."""
-        from gqa.eval.study.report import open_results, short_table
-
-        return short_table(open_results(self.path)).text()
+        return self._table().text()
 
     def recommend(self, max_loss_increase: float = 0.1, max_recall_loss: float = 5.0) -> str:
         """The smallest KV cache within so many nats per token above the base model and so many points of recall below
@@ -214,10 +213,13 @@ class Study:
         return f"<Study {self.path}: {len(self.rows)} combinations{f', {failed} failed' if failed else ''}>"
 
     def _repr_html_(self) -> str:
+        one = self._table()
+        return html_table(one.title, one.rows, one.header, one.note)
+
+    def _table(self) -> Table:
         from gqa.eval.study.report import open_results, short_table
 
-        one = short_table(open_results(self.path))
-        return html_table(one.title, one.rows, one.header, one.note)
+        return short_table(open_results(self.path))
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -161,11 +161,11 @@ def test_models_in_memory_are_trained_and_compared(given: Path, loaded: Any, tmp
 def test_a_study_is_that_of_the_command(given: Path, tmp_path: Path, alone: None) -> None:
     rows = write_corpus(tmp_path / "text.jsonl", 8)
     heldout = write_corpus(tmp_path / "heldout.jsonl", 2, first=8)
-    how = {"methods": ["mean", "first"], "groups": [1, 2], "alphas": [0], "batch_size": 2, "device": "cpu"}
+    how = {"methods": ["mean", "first"], "groups": [1], "alphas": [0], "batch_size": 2, "device": "cpu"}
     how |= {"heldout": str(heldout), "decode": False, "recall": False, "kl": False, "context": 32}
     found = gqa.ablate(given / "teacher", str(rows), tmp_path / "study", progress=False, **how)
-    assert repr(found) == f"<Study {tmp_path}/study: 4 combinations>"
-    assert {(row["method"], row["groups"]) for row in found.rows} == {(m, g) for m in ("mean", "first") for g in (1, 2)}
+    assert repr(found) == f"<Study {tmp_path}/study: 2 combinations>"
+    assert {(row["method"], row["groups"]) for row in found.rows} == {("mean", 1), ("first", 1)}
     shown = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9, program="gqa-ablate").out
     assert shown.startswith(found.text())
     assert shown.rstrip().endswith(found.recommend(max_loss_increase=9).rstrip())
