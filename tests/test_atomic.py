@@ -64,8 +64,7 @@ def check_stopped(out: Path, *complete: dict[str, str]) -> str:
     return "new" if found == complete[0] else "old"
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(("overwrite", "exchange"), [(False, True), (True, True), (True, False)])
 def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwrite: bool, exchange: bool) -> None:
     """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
