@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class RefusedError(ValueError):
-    """A checkpoint, a text or an option that cannot be used; raised before a byte is written. Exit code 2."""
+    """A checkpoint, a text or an option that cannot be used; nothing is where the result would be. Exit code 2."""
 
 
 class CorruptError(RefusedError):

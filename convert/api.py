@@ -1,4 +1,4 @@
-"""The Python interface: the same two steps as the command, plan and convert."""
+"""What the command and `package/` convert by: the same two steps, plan and convert."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control. The
 others look at the model: their maps are found first (`gqa.convert.align.find_maps`) and then applied, and their
-function pools what maps do not cover (norms, gates, the keys and values of layers that predict further tokens).
+function pools the modules that have none (those of layers that predict further tokens).
 """
 
 from __future__ import annotations

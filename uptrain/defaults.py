@@ -18,8 +18,8 @@ TOKENS = 512_000  # to train on where nothing says how many
 
 
 def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions, str]:
-    """The options with nothing left open, and who teaches or why nobody does, for people. Raises RefusedError where
-    there is neither text nor a teacher that could write it.
+    """The options with the teacher, data, length, repeats and scope decided, and who teaches or why nobody does, for
+    people. Raises RefusedError where there is neither text nor a teacher that could write it.
     """
     record = read_record(checkpoint, PROVENANCE)
     conversion: dict[str, Any] = record if isinstance(record, dict) else {}

@@ -186,10 +186,10 @@ def _per_prediction(sums: Tensor) -> list[float]:
 
 def _evaluate(setup: Setup, model: Any, progress: TrainingProgress) -> dict[str, float]:
     """Note the held-out losses, and keep the weights where they are the best so far; returns what is told of a step."""
-    found, before = heldout_losses(setup, model), progress.heldout_after
-    if before is None:
+    found, best = heldout_losses(setup, model), progress.heldout_after
+    if best is None:
         progress.heldout_before = progress.heldout_after = found
-    elif math.isfinite(found["loss"]) and not found["loss"] >= before["loss"]:  # which need not be finite
+    elif math.isfinite(found["loss"]) and not found["loss"] >= best["loss"]:  # which need not be finite
         progress.heldout_after, progress.best_step = found, progress.step
         if progress.step < setup.dataloader.steps:  # the last are at hand when they are written
             own = weights(setup.accelerator, model)

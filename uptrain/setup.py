@@ -43,10 +43,10 @@ MAX_BLOCK = 2048
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that is ready to start: everything that can be refused has been checked.
+    """A run that is ready to start: all that is known before the first step has been checked.
 
-    `options`: with nothing left open. `taught`: who teaches or why nobody does, for people. `micro` is the number of
-    blocks of one forward pass on one process.
+    `options`: with the teacher, data, length, repeats and scope decided. `taught`: who teaches or why nobody does, for
+    people. `micro` is the number of blocks of one forward pass on one process.
     """
 
     options: TrainOptions

@@ -88,8 +88,9 @@ def without_means(keys: Tensor, means: Tensor) -> Tensor:
 
 
 def _rotated_key(keys: Tensor, queries: Tensor, rotary: Rotary, key: Tensor, query: Tensor) -> None:
-    """Per frequency, the complex combination that keeps most of the scores' energy: the top eigenvector of w S w, with
-    S[a, b] = E[k_a conj(k_b)] and w_a^2 the energy of head a's queries. A complex factor commutes with the rotation.
+    """Fills the maps `key` and `query` from the moments `keys` and `queries`. Per frequency, the complex combination
+    that keeps most of the scores' energy: the top eigenvector of w S w, with S[a, b] = E[k_a conj(k_b)] and w_a^2 the
+    energy of head a's queries. A complex factor commutes with the rotation.
     """
     heads, dim = queries.shape[:2]
     real, imaginary = pairs(rotary)

@@ -31,7 +31,7 @@ from gqa.convert.plan import Plan, check_grouping
 def find_maps(
     plan: Plan, path: Path, options: MapsOptions, watcher: Watcher = SILENT, *, overwrite: bool = False
 ) -> MapsFile:
-    """Write the maps of `plan` to `path` and open them. Raises RefusedError and CorpusError before anything is written.
+    """Write the maps of `plan` to `path` and open them. Raises RefusedError and CorpusError, with nothing at `path`.
 
     What a layer gave on text is kept beside `path` until all are done; the same call then goes on after the last layer.
     What weights alone gave is not.

@@ -139,7 +139,7 @@ class Refinement:
 
 @dataclass(frozen=True)
 class MapsOptions:
-    """How maps are found; of the weights-only methods only `grouping` matters.
+    """How maps are found; to methods that look at weights alone only `grouping` and `device` matter.
 
     ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
     batch: Blocks that go through a layer at a time.

@@ -106,7 +106,7 @@ class Family:
         found = self.symmetries[config.model_type]
         return found.rules if isinstance(found, Symmetry) else ()
 
-    def groups(self, config: Any, kind: Kind) -> bool:
+    def covers(self, config: Any, kind: Kind) -> bool:
         """Whether the KV heads that a config counts are those of a kind of attention; else it keeps all heads."""
         named = getattr(config, "grouped_attention", DEFAULT_KINDS)
         return kind in (named if isinstance(named, list | tuple) else DEFAULT_KINDS)  # any config may have such a key

@@ -90,14 +90,14 @@ class AttentionModule:
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:
     """The modules of the text stack that hold keys and values. Raises where it is not certain which they are."""
     family = config.family
-    cross = family.cross_attention if family.groups(config.text, "cross") else ()
+    cross = family.cross_attention if family.covers(config.text, "cross") else ()
     names = "|".join(re.escape(name) for name in (*family.attention, *cross))
     module = rf"(?P<stack>(?:.*\.)?)(?P<list>{_LAYERS})\.(?P<layer>\d+)\.(?:{names})"
     pattern = re.compile(rf"({module})\.(?P<tail>.+)", re.DOTALL)
     elsewhere = re.compile(rf"(?:.*\.)?(?:{names})\.(?P<tail>.+)", re.DOTALL)
     found: dict[tuple[str, str, int], dict[str, TensorSpec]] = defaultdict(dict)
     for name, spec in checkpoint.tensors.items():
-        encoder = family.groups(config.text, "encoder") and _ENCODER.search(name)
+        encoder = family.covers(config.text, "encoder") and _ENCODER.search(name)
         if _TOWERS.search(name) and not encoder:
             continue
         if match := pattern.fullmatch(name):
