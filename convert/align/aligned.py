@@ -30,14 +30,9 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
     layers are given, by the closed form on that; else, on independent inputs, heads are turned to agree and averaged.
     Large products are made on `device`. Raises RefusedError where weights are no numbers.
     """
-    checkpoint, text, symmetry, guess = (
-        plan.checkpoint,
-        plan.config.text,
-        plan.config.symmetry,
-        plan.merging.how.guesses,
-    )
+    checkpoint, text, symmetry = plan.checkpoint, plan.config.text, plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
-    free_keys, stream = symmetry.free_keys(text), None
+    guess, free_keys, stream = plan.merging.how.guesses, symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
     changed = [(module, changes) for module in modules if (changes := plan.changes_of(module))]
     for module, changes in changed:
