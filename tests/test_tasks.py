@@ -89,7 +89,7 @@ def own_tasks_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("file", "context"), [("several.jsonl", 512), ("several.jsonl", 200), ("one.txt", 512)])
 def test_rolling_perplexity_is_the_harness_on_the_same_documents(file: str, context: int) -> None:
-    """The issue asks for 1e-4 relative of the word perplexity. That of a conversion is another."""
+    """Word perplexity too. That of a conversion is another."""
     found = results(f"SRC G4 --data {tasks()}/{file} --precision float32 --context {context}")["models"]
     theirs = harness(SOURCE, file.partition(".")[0], max_length=context)["local_perplexity"]
     for name in METRICS:
