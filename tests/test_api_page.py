@@ -1,4 +1,4 @@
-"""docs/api.md: its blocks run in their order, and it names what is public."""
+"""docs/api.md and the README: blocks run in their order, and it names what is public."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import gqa
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/api.md"
-BLOCKS = [(token.map, token.content) for token in MarkdownIt().parse(PAGE.read_text()) if token.info == "python"]
+README = ROOT / "README.md"
+
+
+def blocks(page: Path) -> list[tuple[list[int] | None, str]]:
+    """The lines and the text of a page's Python."""
+    return [(token.map, token.content) for token in MarkdownIt().parse(page.read_text()) if token.info == "python"]
 
 
 def lacks(code: str) -> list[str]:
@@ -32,7 +37,7 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone
     monkeypatch.chdir(tmp_path)
     left_out, names = [], dict[str, object]()
     with fresh_accelerator():
-        for lines, code in BLOCKS:
+        for lines, code in blocks(PAGE):
             assert lines is not None
             if found := lacks(code):
                 left_out += found
@@ -41,6 +46,14 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone
     assert set(left_out) <= {"trl", "peft"}
     assert {"small", "two_heads", "refined", "plan", "trained", "found", "trainer"} <= names.keys()
     assert (tmp_path / "continued/model.safetensors").is_file()
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    ((_, code),) = blocks(README)
+    exec(compile(code.replace("tokens=20_000", "tokens=2_000"), README, "exec"), {})
+    assert "perplexity of stdlib-mha" in capsys.readouterr().out
 
 
 def test_lacking_libraries_are_seen() -> None:
