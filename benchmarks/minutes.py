@@ -52,7 +52,7 @@ def sample(options: dict[str, Any], tokens: int) -> float:
 def layer_wise(options: dict[str, Any], out: Path, steps: int, precision: str) -> float:
     """Seconds of converting, layer-wise where there are steps."""
     how = {
-        "calibration": "self", "calibration_length": options["length"], "grouping": "contiguous",
+        "calibration": "self", "calibration_length": options["length"], "grouping": "auto",
         "refine_steps": max(steps, 1), "refine_batch": 16, "refine_learning_rate": 0.02,
         "autocast": precision == "bf16",
     }  # fmt: skip
@@ -72,7 +72,7 @@ def train(options: dict[str, Any], start: Path, out: Path, steps: int, precision
     uptrain(prepare(TrainOptions(
         model=str(start), output=out, data=(f"self:{options['train_tokens']}",), steps=steps, teacher=options["model"],
         train="attention", block_size=options["length"], batch_size=BATCH, learning_rate=options["learning_rate"],
-        schedule="linear", warmup=5, precision=precision, heldout_tokens=options["length"], overwrite=True,
+        schedule="linear", warmup=5, precision=precision, overwrite=True,
     )))  # fmt: skip
     return time.perf_counter() - started
 

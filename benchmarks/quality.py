@@ -142,7 +142,7 @@ def report(figures: dict[str, Any]) -> None:
 @click.option("--refine-batch", type=int, default=16)
 @click.option("--refine-learning-rate", type=float, default=0.02)
 @click.option("--autocast/--no-autocast", default=None, help="Refine with products in bfloat16.")
-@click.option("--grouping", default="contiguous")
+@click.option("--grouping", default="auto")
 @JSON_OPTION
 def main(json_file: Path | None, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:

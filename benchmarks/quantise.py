@@ -95,17 +95,17 @@ def kl_divergence(p: Tensor, q: Tensor) -> float:
 def variants(work: Path, groups: int) -> Iterator[tuple[str, str, int | None, PreTrainedModel]]:
     """(heads, weights, bytes of the file, model) of every row."""
     source = convert_checkpoint(SOURCE, 8, work / "source", dtype="float32", method="mean").out
-    merged = convert_checkpoint(SOURCE, groups, work / "merged", dtype="float32", method="mean").out
+    merged = convert_checkpoint(SOURCE, groups, work / "merged", dtype="float32", method="aligned").out
     for heads, checkpoint in (("8", source), (f"{groups}", merged)):
         for outtype in OUTTYPES:
             file = write_gguf(checkpoint, outtype)
             yield heads, outtype, file.stat().st_size, load(checkpoint, file)
         yield heads, "q4_0", None, load(through_4_bits(checkpoint, work / f"{checkpoint.name}-q4_0"))
     quantised = as_checkpoint(load(source, source / "q8_0.gguf"), source, work / "q8_0")
-    early = convert_checkpoint(quantised, groups, work / "q8_0-merged", method="mean").out
+    early = convert_checkpoint(quantised, groups, work / "q8_0-merged", method="aligned").out
     file = write_gguf(early, "q8_0")
     yield f"8 -> {groups}", "q8_0, then q8_0", file.stat().st_size, load(early, file)
-    early = convert_checkpoint(work / "source-q4_0", groups, work / "q4_0-merged", method="mean").out
+    early = convert_checkpoint(work / "source-q4_0", groups, work / "q4_0-merged", method="aligned").out
     yield f"8 -> {groups}", "q4_0, then q4_0", None, load(through_4_bits(early, work / "q4_0-twice"))
 
 

@@ -19,7 +19,7 @@ from gqa.convert.card import model_card, provenance
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
 from gqa.convert.methods import METHODS
-from gqa.convert.plan import Plan, check_grouping, make_plan
+from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.recast.targets import ANY, Target
 from gqa.convert.verify import verify_load
 
@@ -41,7 +41,7 @@ def plan_conversion(
     groups: int,
     *,
     maps: str | os.PathLike[str] | MapsFile | None = None,
-    grouping: str = "contiguous",
+    grouping: str = "auto",
     revision: str | None = None,
     headers_only: bool = True,
     method: str = "auto",
@@ -58,7 +58,7 @@ def plan_conversion(
             section 2.1) or a multiple of Hk that divides the query heads H (repeating, exact). Query head i reads
             KV head i // (H // G).
         maps: A file that gqa-calibrate wrote for this model and G, applied instead of `method`.
-        grouping: How maps are going to be sought: `contiguous`, or `search` where heads may change places.
+        grouping: How maps are going to be sought: `contiguous`; `search`, where heads may change places; `auto`.
         revision: Branch, tag or commit of a hub id.
         headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
         method: One of `gqa.convert.methods.METHODS` (docs/methods.md); `auto` for the best of those that need nothing
@@ -82,7 +82,7 @@ def plan_conversion(
 
     def plan(checkpoint: Checkpoint) -> Plan:
         made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, found, target)
-        check_grouping(made, grouping)
+        searches(made, grouping)  # refuses
         return made
 
     # As `check` it refuses from the headers of a hub id, before weights are fetched; then it plans what was fetched.
@@ -150,7 +150,7 @@ def convert_checkpoint(
     `out` is the directory to make; default as `default_output` says. Raises what the two do.
     """
     writing = {name: options.pop(name) for name in signature(convert_plan).parameters if name in options}
-    grouping = calibration.grouping if calibration else "contiguous"
+    grouping = calibration.grouping if calibration else "auto"
     plan = plan_conversion(model, groups, grouping=grouping, headers_only=False, **options)
     place = default_output(plan.checkpoint.hub_id or os.fspath(model), plan) if out is None else Path(out)
     return convert_plan(plan, place, calibration=calibration, **writing)

@@ -45,7 +45,7 @@ def command(plan: Plan) -> str:
 
 def _calibration(told: Mapping[str, Any]) -> list[str]:
     """The options that made maps, as far as the maps say."""
-    words = ["--grouping", told["grouping"]] if told["grouping"] != "contiguous" else []
+    words = ["--grouping", told["grouping"]]
     if text := told.get("text"):
         sources = ",".join(map(without_place, text["sources"]))
         words += ["--data", sources, "--tokens", str(text["tokens"])]

@@ -23,6 +23,7 @@ from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, instead
 from gqa.convert.recast.targets import ANY, Target, recast
 
+_MOST_GROUPS = 100  # that heads can form, of a size: what one of them loses takes milliseconds
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 
@@ -177,21 +178,28 @@ def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ..
     return tuple(Rule(tensor, Untouched()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
 
-def check_grouping(plan: Plan, grouping: str) -> None:
-    """Raises RefusedError where heads cannot change places to be grouped."""
-    if grouping == "contiguous" or plan.groups >= plan.config.main.kv:
-        return
+def searches(plan: Plan, grouping: str) -> bool:
+    """Whether the groups that lose least are searched for; `auto` does where few can be formed (of 8 heads, of 12 in
+    pairs). Raises RefusedError where heads cannot change places to be grouped and it was asked for.
+    """
+    heads, symmetry = plan.config.main.kv, plan.config.symmetry
+    if grouping == "contiguous" or plan.groups >= heads:
+        return False
+    movable = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
+    if grouping == "auto":
+        few = 1 < math.comb(heads, heads // plan.groups) <= _MOST_GROUPS
+        return plan.merging.how.aligns and movable and few
     if not plan.merging.how.aligns:
         raise RefusedError(
             f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
             f"use --method {', '.join(ALIGNING)}"
         )
-    symmetry = plan.config.symmetry
-    if not isinstance(symmetry, Symmetry) or not symmetry.regroups(plan.config.text):
+    if not movable:
         raise RefusedError(
             f"--grouping search cannot move the heads of {plan.checkpoint.name}: the attention of "
             f"{plan.config.text.model_type} ties something to their places; use --grouping contiguous"
         )
+    return True
 
 
 def check_groups(config: ModelConfig, groups: int, name: str) -> None:

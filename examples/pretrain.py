@@ -1,6 +1,11 @@
 """Train the embedded checkpoint `examples/stdlib-mha`: a small multi-head Llama on Python's standard library.
 
-    python examples/pretrain.py --minutes 85 --out examples/stdlib-mha
+    python examples/pretrain.py --minutes 85 --context 512 --batch 16 --plain 1 --out first
+    python examples/pretrain.py --minutes 75 --start first --out second
+    python examples/pretrain.py --minutes 95 --peak 3e-3 --drawn 0.5 --start second --out examples/stdlib-mha
+
+From the second stage on half of the windows repeat themselves: so small a model does not learn from code alone to find
+things again in its context.
 
 Everything it needs is on the machine: the corpus is the running Python's own source (`gqa.corpus.stdlib`; held-out
 modules are never read here except to report the loss). Needs the `dev` extra for sentencepiece. The learning rate
@@ -14,6 +19,7 @@ import io
 import json
 import math
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -24,9 +30,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gqa.corpus.repeats import tiled
 from gqa.corpus.stdlib import stdlib_documents
 
 BOS, EOS = 1, 2
+LOG = "training_log.jsonl"
+TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 # Written by hand and not by `save_pretrained`: transformers 4 does not find the rotary base that version 5 writes.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +48,7 @@ CONFIG = {
     "hidden_size": 256,
     "initializer_range": 0.02,
     "intermediate_size": 688,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "mlp_bias": False,
     "model_type": "llama",
     "num_attention_heads": 8,
@@ -70,10 +79,13 @@ in bfloat16) that writes Python. It is there to be converted: real, trained, and
 
 - Data: the source of Python's standard library, as `gqa.corpus.stdlib` lists it; modules whose name hashes into the
   held-out split (`subprocess`, `json.decoder`, `urllib.parse`, ...) were never trained on.
-- Training: `python examples/pretrain.py` for {minutes:.0f} minutes on two shared CPU cores: {step:,} steps, {tokens:,}
-  tokens ({epoch} whole passes over the data) in windows of 512, bfloat16 autocast, Muon and AdamW.
-- Held-out loss: **{heldout_loss:.4f} nats per token** (uniform: 8.32) over disjoint windows of 512 tokens of all
-  held-out modules. `training_log.jsonl` has the whole run.
+- Training: `examples/pretrain.py` on two shared CPU cores, bfloat16 autocast, Muon and AdamW:
+{stages}
+- From the second stage on half of the windows repeat themselves (passages of their own once more, or random tokens, the
+  second copies of which are scored), so that the model finds things again in its context: of the second copies of 64
+  tokens of held-out text it has **{second_copies:.1%}** right.
+- Held-out loss: **{heldout_loss:.4f} nats per token** (uniform: 8.32) over disjoint windows of {context:,} tokens of
+  all held-out modules. `training_log.jsonl` has all of it.
 - Tokenizer: SentencePiece BPE of 4,096 pieces with byte fallback (`tokenizer.model`), the same as `tokenizer.json`.
 
 The standard library is under the Python Software Foundation License; the weights are under Apache-2.0.
@@ -125,6 +137,10 @@ def write_fast_tokenizer(processor: sentencepiece.SentencePieceProcessor, out: P
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
     )
     tokenizer.save(str(out / "tokenizer.json"))
+
+
+def write_settings(out: Path) -> None:
+    """What transformers reads beside tokenizer.json."""
     settings = {
         "add_bos_token": True,
         "add_eos_token": False,
@@ -168,16 +184,78 @@ def heldout_loss(model: LlamaForCausalLM, stream: torch.Tensor, context: int, de
     return nats / count
 
 
-def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+def repeating(
+    batch: torch.Tensor, plain: float, drawn: float, random: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of windows as it stands in a share `plain`, else repeating itself: input ids and labels, (B, T) each.
+
+    Of the others a share `drawn` are random tokens again and again, whose first copies are not scored. Of what is left
+    two thirds have one to four of their passages once more further on, and a third are their beginning again and again.
+    """
+    ids = batch.numpy().copy()
+    labels = ids.copy()
+    for row, draw in enumerate((random.random(len(ids)) - plain) / (1 - plain) if plain < 1 else []):
+        if 0 <= draw < (1 - drawn) * 2 / 3:
+            labels[row] = ids[row] = copied(ids[row], int(random.integers(1, 5)), random)
+        elif 0 <= draw < 1 - drawn:
+            labels[row] = ids[row] = tiled(ids[row], random)
+        elif draw >= 0:
+            ids[row], second = twice(random.choice(batch.flatten().numpy(), len(ids[row])), random)
+            labels[row] = np.where(second, ids[row], -100)
+    return torch.from_numpy(ids), torch.from_numpy(labels)
+
+
+def copied(block: np.ndarray, copies: int, random: np.random.Generator) -> np.ndarray:
+    """A window with `copies` of its passages inserted once more further on; what follows moves back. Shape (T,).
+
+    Lengths are uniform in their logarithm between 16 and a quarter of the window, places uniform.
+    """
+    length = len(block)
+    for _ in range(copies):
+        passage = round(math.exp(random.uniform(math.log(16), math.log(max(length // 4, 16)))))
+        start = random.integers(0, length - 2 * passage, endpoint=True)
+        place = random.integers(start + passage, length - passage, endpoint=True)
+        block = np.concatenate([block[:place], block[start : start + passage], block[place:]])[:length]
+    return block
+
+
+def twice(tokens: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Passages, each followed by itself, and which tokens are of second copies. Shapes (T,), (T,).
+
+    Lengths of passages are uniform in their logarithm between 16 and a quarter of T.
+    """
+    length, places, second = len(tokens), [], []
+    while len(places) < length:
+        passage = round(math.exp(random.uniform(math.log(16), math.log(max(length // 4, 16)))))
+        start = len(places)
+        places += [*range(start, start + passage)] * 2
+        second += [False] * passage + [True] * passage
+    return tokens[np.minimum(places[:length], length - 1)], np.array(second[:length])
+
+
+@torch.no_grad()
+def second_copies(model: LlamaForCausalLM, stream: torch.Tensor, length: int, device: str) -> tuple[float, float]:
+    """Share of tokens that are the most likely one, in first and second copies of 64 passages of `length` tokens."""
+    model.eval()
+    passages = windows(stream, length, 0)
+    passages = passages[torch.linspace(0, len(passages) - 1, 64).long()]
+    twice = torch.cat([torch.full((64, 1), BOS), passages, passages], dim=1).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        hits = model(input_ids=twice).logits[:, :-1].argmax(-1) == twice[:, 1:]
+    model.train()
+    return hits[:, :length].float().mean().item(), hits[:, length + 1 :].float().mean().item()
+
+
+def make_optimizers(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     embedding = [p for n, p in model.named_parameters() if "embed" in n]
     norms = [p for p in model.parameters() if p.ndim == 1]
-    muon = torch.optim.Muon(matrices, lr=4e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, lr=peak, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [
-            {"params": embedding, "lr": 4e-3, "weight_decay": 0.0},
-            {"params": norms, "lr": 2e-3, "weight_decay": 0.0},
+            {"params": embedding, "lr": peak, "weight_decay": 0.0},
+            {"params": norms, "lr": peak / 2, "weight_decay": 0.0},
         ],
         betas=(0.9, 0.95),
     )
@@ -201,10 +279,16 @@ def save_checkpoint(model: LlamaForCausalLM, out: Path) -> None:
 
 
 def write_card(out: Path) -> None:
-    """README.md beside the weights, every figure from the log."""
-    last = json.loads((out / "training_log.jsonl").read_text().splitlines()[-1])
+    """README.md beside the weights, every figure from the log, in which each stage ends with its held-out loss."""
+    records = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
+    ends = [record for record in records if "heldout_loss" in record]
+    stages = "\n".join(
+        f"  {n}. {end['minutes']:.0f} minutes, {end['step']:,} steps, {end['tokens']:,} tokens in windows of "
+        f"{end['context']:,}: {end['heldout_loss']:.4f} nats per token held out"
+        for n, end in enumerate(ends, 1)
+    )
     parameters = sum(t.numel() for t in load_file(out / "model.safetensors").values())
-    (out / "README.md").write_text(CARD.format(**last, parameters=parameters))
+    (out / "README.md").write_text(CARD.format(**ends[-1], stages=stages, parameters=parameters))
 
 
 def rate(progress: float) -> float:
@@ -214,12 +298,14 @@ def rate(progress: float) -> float:
 
 def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.Tensor) -> None:
     torch.manual_seed(args.seed)
-    order = random.Random(args.seed)
+    order, repeats = random.Random(args.seed), np.random.default_rng(args.seed)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(args.device)
-    optimizers = make_optimizers(model)
-    log = (args.out / "training_log.jsonl").open("w")
+    if args.start:
+        model.load_state_dict(load_file(args.start / "model.safetensors"), strict=False)  # the output layer is tied
+    optimizers = make_optimizers(model, args.peak)
+    log = (args.out / LOG).open("a")
     sample = windows(heldout, args.context, 0)[::7].flatten()  # a seventh of the held-out text, for the log
-    start, step, tokens, epoch = time.monotonic(), 0, 0, 0
+    start, step, tokens = time.monotonic(), 0, 0
     while True:
         blocks = windows(train_stream, args.context, order.randrange(args.context))
         indices = list(range(len(blocks)))
@@ -230,16 +316,20 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             scale = rate(progress)
             if scale == 0.0 and step:
                 final = heldout_loss(model, heldout, args.context, args.device)
-                record = {"step": step, "tokens": tokens, "epoch": epoch, "minutes": round(elapsed / 60, 2)}
+                record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2), "context": args.context}
+                record["second_copies"] = round(second_copies(model, heldout, 64, args.device)[1], 4)
                 log.write(json.dumps(record | {"heldout_loss": round(final, 4)}) + "\n")
                 log.close()
                 save_checkpoint(model, args.out)
                 write_card(args.out)
                 print(f"done: {step} steps, {tokens:,} tokens, held-out {final:.4f} nats/token")
                 return
-            batch = blocks[indices[first : first + args.batch]].to(args.device)
+            batch = blocks[indices[first : first + args.batch]]
+            if args.plain < 1 and step % 3 == 2:  # short windows: what repeats is near, which is learnt first
+                batch = batch.reshape(-1, 128)
+            batch, labels = repeating(batch, args.plain, args.drawn, repeats)
             with torch.autocast(args.device, torch.bfloat16):
-                loss = model(input_ids=batch, labels=batch).loss
+                loss = model(input_ids=batch.to(args.device), labels=labels.to(args.device)).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in optimizers:
@@ -258,26 +348,37 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
                 }
                 if step % (10 * args.log_every) == 0:
                     record["heldout_sample"] = round(heldout_loss(model, sample, args.context, args.device), 4)
+                    record["second_copies"] = round(second_copies(model, heldout, 64, args.device)[1], 4)
                     save_checkpoint(model, args.out)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
                 print(record, flush=True)
-        epoch += 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("examples/stdlib-mha"))
-    parser.add_argument("--minutes", type=float, default=85.0)
-    parser.add_argument("--batch", type=int, default=16, help="windows a step")
-    parser.add_argument("--context", type=int, default=512, help="tokens a window")
+    parser.add_argument("--start", type=Path, help="begin with the weights and the tokenizer of this directory")
+    parser.add_argument("--minutes", type=float, default=80.0)
+    parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--plain", type=float, default=0.5, help="share of windows that do not repeat themselves")
+    parser.add_argument("--drawn", type=float, default=0.25, help="of the others, share of random tokens")
+    parser.add_argument("--batch", type=int, default=8, help="windows a step")
+    parser.add_argument("--context", type=int, default=1024, help="tokens a window")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-every", type=int, default=20)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     texts = [d.text for d in stdlib_documents("train")]
-    processor = train_tokenizer(texts, args.out)
+    if args.start:
+        for name in (*TOKENIZER_FILES, LOG):
+            shutil.copyfile(args.start / name, args.out / name)
+        processor = sentencepiece.SentencePieceProcessor(str(args.out / "tokenizer.model"))
+    else:
+        (args.out / LOG).unlink(missing_ok=True)
+        processor = train_tokenizer(texts, args.out)
+    write_settings(args.out)
     heldout_texts = [d.text for d in stdlib_documents("heldout")]
     fast = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     for text in heldout_texts:

@@ -83,7 +83,7 @@ def convert_model(
         kept = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
         plan = plan_conversion(
-            place, kv_heads, grouping=options.grouping if options else "contiguous", seed=seed, dtype=dtype,
+            place, kv_heads, grouping=options.grouping if options else "auto", seed=seed, dtype=dtype,
             max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, **_chosen(method, maps, target),
         )  # fmt: skip
         named = default_output(plan.checkpoint.hub_id or place, plan)
@@ -136,7 +136,7 @@ def calibrate(
     with undisturbed(), stored(model, tokenizer) as place:
         plan = plan_conversion(
             place, kv_heads, method=method, seed=seed, revision=revision, headers_only=False,
-            target=target or ANY, grouping=options.grouping if options else "contiguous",
+            target=target or ANY, grouping=options.grouping if options else "auto",
         )  # fmt: skip
         if not plan.lacks_maps:
             raise RefusedError(

@@ -71,7 +71,7 @@ def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
         for out in (tmp_path / "m-gqa2-aligned", named)
     )
     assert record == other
-    assert record["command"] == "gqa-convert --groups 2 --method aligned m"
+    assert record["command"] == "gqa-convert --groups 2 --method aligned --grouping search m"
     assert convert_checkpoint(model, 1).out == tmp_path / "m-mqa-aligned", "the default of Python too"
 
 

@@ -246,7 +246,7 @@ def test_what_the_text_does_not_determine_is_told(source: Path, tmp_path: Path) 
         save_file(tensors, file, metadata={"format": "pt"})
     told = [Told() for _ in range(3)]
     find_maps(plan_of(source), tmp_path / "0", on_ids(), told[0])
-    find_maps(plan_of(dead), tmp_path / "1", on_ids(), told[1])
+    find_maps(plan_of(dead), tmp_path / "1", on_ids(grouping="contiguous"), told[1])
     find_maps(plan_of(source), tmp_path / "2", on_ids(text=Ids(count=1)), told[2])
     assert told[0].warnings == []
     assert told[1].warnings == [
@@ -279,7 +279,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         return result
 
     monkeypatch.setattr("gqa.convert.align.calibration.closed_form", compared)
-    Calibrator(plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0)).run(0)
+    Calibrator(plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0, grouping="contiguous")).run(0)
     output, best, error, left = found[0]
     assert torch.allclose(output, best, rtol=0, atol=1e-5 * float(best.abs().max()))
     assert error == pytest.approx(left, rel=1e-5)

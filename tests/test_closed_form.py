@@ -137,12 +137,12 @@ def test_what_an_error_of_scores_does_without_a_mask() -> None:
         assert torch.equal(
             significance_of(q, k, v, None, 0.3, roots, causal), significance_of(q, k, v, mask, 0.3, roots)
         )
-    assert significance_of(q, k, v, None, 0.3, roots)[0, :, 0].abs().max() < 1e-6  # one key takes all
-    assert significance_of(q, k, v, None, 0.3, roots, False)[0, :, 0].min() > 1e-6
+    assert significance_of(q, k, v, None, 0.3, roots)[0, :, 0].abs().max() < 1e-2  # one key takes all
+    assert significance_of(q, k, v, None, 0.3, roots, False)[0, :, 0].min() > 0.1
 
 
 def test_scores_count_by_what_they_move() -> None:
-    """The sum over keys of |a W_O (v - o)|^2, from its parts; a hidden key counts nothing."""
+    """The sum over keys of what the output moves without the key, from its parts; a hidden key counts nothing."""
     torch.manual_seed(0)
     q, k, v, w_o = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6), torch.randn(4, 6, 16)
     mask = torch.ones(5, 5).tril().bool()[None, None].repeat(2, 1, 1, 1)
@@ -151,8 +151,13 @@ def test_scores_count_by_what_they_move() -> None:
     for head in range(4):
         keys, values = k[:, head // 2], v[:, head // 2] @ w_o[head]
         paid = (0.3 * q[:, head] @ keys.mT).masked_fill(~mask[:, 0], -torch.inf).softmax(-1)
-        away = (values[:, None] - (paid @ values)[:, :, None]).square().sum(-1)
-        torch.testing.assert_close(found[:, head], (paid.square() * away).sum(-1), rtol=1e-4, atol=1e-5)
+        moved = torch.zeros(2, 5)
+        for key in range(5):
+            left = paid.clone()
+            left[:, :, key] = 0
+            left = (left / left.sum(-1, keepdim=True)).nan_to_num()  # one key alone: nothing is left, and it counts 0
+            moved += (left @ values - paid @ values).square().sum(-1) * (left.sum(-1) > 0)
+        torch.testing.assert_close(found[:, head], moved, rtol=1e-3, atol=0.5)  # of up to 300
 
 
 def test_an_error_counts_by_the_size_of_the_stream() -> None:

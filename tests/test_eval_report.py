@@ -124,7 +124,7 @@ def test_report(full: tuple[Result, Path]) -> None:
         assert struct.unpack(">II", png[16:24]) == (960, 600)
     recorded = json.loads(result.out)
     assert escape(recorded["command"]) in html
-    perplexity = f"{recorded['models'][1]['quality']['token_perplexity']:.2f}"
+    perplexity = f"{recorded['models'][1]['quality']['token_perplexity']:.5g}"
     assert [row[2] for row in found.tables[0]][2] == perplexity
     assert f'<p class="verdict">{escape(verdicts(recorded)[0])}</p>' in html
 

@@ -24,6 +24,7 @@ from gqa.convert.align.find_maps import find_maps
 from gqa.convert.align.grouping import Group, best_partition, find_order
 from gqa.convert.align.moments import Moments
 from gqa.convert.heads.symmetries import Rotary
+from gqa.convert.plan import searches
 
 
 def costs(heads: int, size: int, seed: int) -> dict[Group, float]:
@@ -130,11 +131,11 @@ def test_by_the_command(rearranged: Path, tmp_path: Path, method: str) -> None:
     tiny = TINY["llama+bias"]
     expected = logits(tiny, load(tiny, rearranged), inputs(tiny))
     lost = {}
-    for grouping in ("contiguous", "search"):
+    for grouping in ("contiguous", "search", "auto"):
         options = on_ids(grouping=grouping)
         out = convert_checkpoint(rearranged, 2, tmp_path / grouping, method=method, calibration=options).out
         lost[grouping] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
-    assert lost["search"] < 1e-4
+    assert lost["search"] == lost["auto"] < 1e-4  # of so few heads
     assert lost["contiguous"] > 1e-2
     plan = plan_conversion(rearranged, 2, method=method, headers_only=False)
     maps = find_maps(plan, tmp_path / "maps.safetensors", on_ids(grouping="search")).path
@@ -170,3 +171,26 @@ def test_refusals(name: str, method: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=reason.partition(" is not used")[0]):
         find_maps(plan, tmp_path / "maps.safetensors", on_ids(grouping="search"))
     assert not (tmp_path / "maps.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "groups", "method", "searched"),
+    [
+        ("llama", 8, 2, "aligned", True),
+        ("llama", 12, 6, "refined", True),
+        ("llama", 12, 2, "refined", False),  # 924 groups of six heads
+        ("llama", 32, 8, "calibrated", False),
+        ("llama", 8, 1, "calibrated", False),  # all share
+        ("llama", 8, 2, "mean", False),
+        ("llama", 8, 8, "mean", False),
+        ("falcon+rw", 4, 1, "aligned", False),  # ALiBi: a head's place is its slope
+    ],
+)
+def test_few_heads_are_searched_without_being_asked(
+    name: str, heads: int, groups: int, method: str, searched: bool, tmp_path: Path
+) -> None:
+    options = {**TINY[name].options, "num_attention_heads": heads, "hidden_size": 8 * heads}
+    directory = write_checkpoint(build(replace(TINY[name], options=options), heads), tmp_path / "source")
+    plan = plan_conversion(directory, groups, method=method)
+    assert searches(plan, "auto") is searched
+    assert not searches(plan, "contiguous")

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SITE = PROJECT["urls"]["Homepage"]
 RAW = SITE.replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
+FILES = f"{SITE}/blob/main/"
+LINKS = ("image", "link_open")
 
 
 def test_one_version() -> None:
@@ -41,16 +43,21 @@ def test_one_name() -> None:
     assert [found for found in named if found[1].startswith("gqa-")] == []
 
 
-@pytest.mark.parametrize("document", ["README.md"])
-def test_pictures_have_absolute_addresses(document: str) -> None:
-    """A package index has no files of the repository."""
-    tokens = [part for token in MarkdownIt().parse((ROOT / document).read_text()) for part in token.children or ()]
-    found = [str(part.attrs["src"]) for part in tokens if part.type == "image"]
+def dead_links(page: str) -> list[str]:
+    """Pictures and links that lead nowhere from a package index, which has no files of the repository."""
+    parts = [part for token in MarkdownIt().enable("table").parse(page) for part in token.children or ()]
+    found = [str(part.attrs["src" if part.type == "image" else "href"]) for part in parts if part.type in LINKS]
     assert found
-    for address in found:
-        assert address.startswith("https://"), f"{address} is relative"
-        if address.startswith(RAW):
-            assert (ROOT / address.removeprefix(RAW)).is_file(), address
+    inside = [(address, address.removeprefix(start)) for address in found for start in (RAW, FILES)]
+    missing = {address for address, name in inside if name != address and not (ROOT / name).is_file()}
+    return [address for address in found if address in missing or not address.startswith("https://")]
+
+
+def test_the_readme_has_absolute_links_to_what_is_there() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert dead_links(page) == []
+    assert dead_links(page.replace("docs/api.md)", "docs/nothing.md)")) == [f"{FILES}docs/nothing.md"] * 2
+    assert dead_links("[x](docs/api.md) ![x](docs/front.svg)") == ["docs/api.md", "docs/front.svg"]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob(".github/workflows/*.yml")), ids=lambda path: path.name)

@@ -177,5 +177,5 @@ def test_tasks_that_make_their_texts_are_told_of_the_model(tmp_path: Path) -> No
     )
     results("SRC --tasks local_made --include-tasks", tmp_path)
     told = json.loads((tmp_path / "told.json").read_text())
-    assert told["tokenizer"] == str(SOURCE)
+    assert told["tokenizer"] == str(place() / SOURCE.name)
     assert told["max_seq_lengths"] == [4096]

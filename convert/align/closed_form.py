@@ -18,16 +18,20 @@ from gqa.convert.align.pair import Pair, check_finite
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps, query_order
+from gqa.convert.plan import searches
+
+_LEAST = 1e-2  # attention to all keys but one: below it float32 leaves nothing of v - o
 
 
 def significance_of(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor, causal: bool = True
 ) -> Tensor:
-    """(B, H, T) how far an error of one score of a query moves the layer's output, squared and summed over its keys.
+    """(B, H, T) how far the loss of one key moves the layer's output for a query, squared and summed over its keys.
 
-    To first order a score that is off by s moves the output by a s W_O (v - o), a the attention paid to the key, v its
-    value and o what the query sees. Caps and sinks are left out: it is a weight. Shapes as in `Moments.add`; `roots`
-    (H, e, e) are `output_roots`; `causal` is what no mask means.
+    Without a key the output is off by W_O (v - o) a / (1 - a), a the attention paid to the key, v its value and o what
+    the query sees. To first order a wrong score moves it by W_O (v - o) a, which is next to nothing where one key takes
+    all: there it is the look-up itself that can be lost. Caps and sinks are left out: it is a weight. Shapes as in
+    `Moments.add`; `roots` (H, e, e) are `output_roots`; `causal` is what no mask means.
     """
     repeat, length = q.shape[1] // k.shape[1], q.shape[2]
     if mask is None:
@@ -41,7 +45,8 @@ def significance_of(
         paid = scores.softmax(-1).nan_to_num()
         values = v[:, head // repeat].float() @ roots[head].to(v.device)  # (B, T, e)
         given, sizes = paid @ values, values.square().sum(-1, keepdim=True)
-        sums = paid.square() @ torch.cat([values, sizes, torch.ones_like(sizes)], -1)  # of a^2 v, a^2 |v|^2 and a^2
+        odds = (paid / (1 - paid).clamp_min(_LEAST)).square()
+        sums = odds @ torch.cat([values, sizes, torch.ones_like(sizes)], -1)  # (B, T, e + 2)
         away = sums[..., -2] + sums[..., -1] * given.square().sum(-1) - 2 * (given * sums[..., :-2]).sum(-1)
         found[:, head] = away.clamp_min(0)
     return found
@@ -111,7 +116,7 @@ def closed_form(task: Task) -> LayerResult:
     Where groups are searched for, heads are moved together with all that belongs to them.
     """
     pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
-    text, symmetry, search = pair.plan.config.text, pair.symmetry, pair.options.grouping == "search"
+    text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
     assert symmetry is not None
     # On texts of this length, by which some embeddings choose their speeds.
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.shape[1])

@@ -25,7 +25,7 @@ from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, join_maps, open_maps, save_maps
 from gqa.convert.methods import instead
-from gqa.convert.plan import Plan, check_grouping
+from gqa.convert.plan import Plan, searches
 
 
 def find_maps(
@@ -59,7 +59,7 @@ def with_maps(
 @contextmanager
 def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, overwrite: bool) -> Iterator[_Work]:
     """The work beside `output` with what all layers gave; gone once the block has made something of it."""
-    check_grouping(plan, options.grouping)
+    search = searches(plan, options.grouping)
     work, how, blocks = _Work(output, describe(plan, options), overwrite), plan.merging.how, None
     if how.reads_text:
         if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
@@ -73,7 +73,7 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
         if blocks is not None:
             _run_layers(plan, work, blocks, options, watcher)
         elif not how.reads_text:
-            for number, (module, maps) in enumerate(how.find(plan, options.grouping == "search", options.device)):
+            for number, (module, maps) in enumerate(how.find(plan, search, options.device)):
                 work.keep(number, module, maps, {})
                 watcher.layer(number + 1, plan.config.layers, float("nan"))
         yield work
@@ -112,7 +112,7 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
     told: dict[str, Any] = {
         "method": plan.merging.method,
         "groups": plan.groups,
-        "grouping": options.grouping,
+        "grouping": "search" if searches(plan, options.grouping) else "contiguous",
         "name": plan.checkpoint.hub_id or plan.checkpoint.name,
         "model": fingerprint(plan.checkpoint, attention_modules(plan.checkpoint, plan.config)),
     }

@@ -143,13 +143,14 @@ class MapsOptions:
 
     ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
     batch: Blocks that go through a layer at a time.
-    grouping: `contiguous`, or `search` for the groups that lose least.
+    grouping: `contiguous`; `search` for the groups that lose least; `auto` for that among few heads.
     """
 
     text: CalibrationText = field(default_factory=CalibrationText)
     grouping: str = option_field(
-        "contiguous",
-        "Which heads share: neighbours, or those that lose least by it.",
+        "auto",
+        "Which heads share: neighbours, or those that lose least by it. auto: search among few heads (8, or 12 in "
+        "pairs).",
         type=Choice(GROUPINGS),
         **OF_MAPS,
     )

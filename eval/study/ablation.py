@@ -20,7 +20,7 @@ from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.methods import METHODS
-from gqa.convert.plan import check_grouping, make_plan
+from gqa.convert.plan import make_plan, searches
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.sources import parse_sources, text_digest
 from gqa.eval import evaluate
@@ -128,7 +128,7 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     for method, groups in product(grid.methods, grid.groups or ()):
         try:
             plan = make_plan(subject.checkpoint, groups, method)
-            check_grouping(plan, grouping if plan.merging.how.aligns else "contiguous")
+            searches(plan, grouping if plan.merging.how.aligns else "contiguous")
         except RefusedError as error:
             if strict or not METHODS[method].aligns:
                 raise

@@ -194,7 +194,7 @@ def commands(point: Point) -> list[str]:
     how = METHODS.get(method)  # none where no heads were merged
     if how and how.draws:
         words += ["--seed", point["seed"]]
-    if how and how.aligns and point["grouping"] != "contiguous":
+    if how and how.aligns and point["grouping"] != "auto":
         names += ["grouping"]
     if how and how.needs == "text":
         names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
