@@ -14,7 +14,8 @@ from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
-from gqa.convert.align.options import SILENT, MapsOptions, Watcher
+from gqa.convert.align.options import MapsOptions
+from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.card import model_card, provenance
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write

@@ -14,22 +14,20 @@ from gqa.checkpoint.console import (
     Choice,
     Command,
     option,
-    progress_bar,
     run,
     say_device,
     version_option,
     with_options,
 )
-from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf
-from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement, Watcher
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.align.watcher import Bar
 from gqa.convert.method_option import OF_DRAWS, OF_MAPS, refuse_unused
 from gqa.convert.methods import ALIGNING, LAYERWISE
 
 if TYPE_CHECKING:
     from gqa.convert.recast.targets import Target
-
-_LOG_SECONDS = 30.0  # between two lines
 
 
 class MapsWords:
@@ -86,75 +84,6 @@ def read_target(options: Mapping[str, Any]) -> Target:
     if options["attention"] is not None and not (named and set(named) <= set(KINDS)):
         raise RefusedError(f"--attention {options['attention']!r} is not known; choose {', '.join(KINDS)}")
     return Target(options["remote_code"], tuple(kind for kind in KINDS if kind in named) or None)
-
-
-class Bar(Watcher):
-    """Progress of finding maps on stderr, and the `errors` of layers: what of its output each lost.
-
-    A bar where a person looks at it, and a line now and then in the log of a job.
-    """
-
-    def __init__(self, quiet: bool, output_bytes: int = 0) -> None:
-        self._quiet, self._output_bytes = quiet, output_bytes
-        self._bar: Any = None
-        self._writing, self._layers = False, 0
-        self.errors: dict[int, float] = {}
-        self._state, self._tokens, self._began, self._told = "sampling", 0, time.monotonic(), time.monotonic()
-
-    def stage(self, name: str, tokens: int) -> None:
-        self.close()
-        self._bar, self._layers = progress_bar(tokens, "tok", name, self._quiet), 0
-        self._state, self._tokens, self._began = name, 0, time.monotonic()
-
-    def update(self, tokens: int) -> None:
-        if self._bar is None:
-            self._bar = progress_bar(0, "tok", self._state, self._quiet)
-        self._bar.update(tokens)
-        self._tokens, now = self._tokens + tokens, time.monotonic()
-        if self._bar.disable and not self._quiet and now - self._told >= _LOG_SECONDS:
-            self._told, rate = now, self._tokens / (now - self._began)
-            click.echo(f"{self._state} | {self._tokens:,} tokens | {rate:,.0f} tok/s", err=True)
-
-    def written(self, count: int) -> None:
-        """Told of bytes of the output, from any thread."""
-        if not self._writing:
-            self.close()
-            self._writing, self._bar = True, progress_bar(self._output_bytes, "B", "converting", self._quiet)
-        self._bar.update(count)
-
-    def layer(self, index: int, layers: int, error: float) -> None:
-        if error == error:
-            self.errors[index - 1] = error
-        self._layers += 1
-        self._state = f"layer {index}/{layers}, error {error:.3g}"
-        if self._bar is not None:
-            if self._tokens:  # layers of which nothing is merged are not trained: what is left is as what was
-                self._bar.total = self._tokens + self._tokens * (layers - index) // self._layers
-            self._bar.set_postfix_str(self._state)
-
-    def warn(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.clear()
-        click.echo(one_line(f"warning: {text}"), err=True)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def table(self) -> str:
-        """Squared error of each layer's attention output relative to the source's, on the calibration text."""
-        if not self.errors:
-            return ""
-        errors = list(self.errors.items())
-        rows = [errors[start : start + 8] for start in range(0, len(errors), 8)]
-        title = "layers      squared error of attention outputs, relative to the source's on the calibration text\n"
-        return title + "\n".join("            " + "  ".join(f"{i:3d} {error:.4f}" for i, error in row) for row in rows)
 
 
 _EPILOG = """\b

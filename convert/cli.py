@@ -23,7 +23,8 @@ from gqa.checkpoint.console import (
 )
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
-from gqa.convert.calibrate_cli import MAPS, TARGET, Bar, read_maps, read_target
+from gqa.convert.align.watcher import Bar
+from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
 from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
 from gqa.convert.methods import AUTO, AUTOMATIC, LAYERWISE, METHODS
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import DEFAULT_JOBS
-from gqa.convert.calibrate_cli import Bar
+from gqa.convert.align.watcher import Bar
 from gqa.convert.methods import AUTO
 
 from .given import Model, in_memory, scratch, stored, undisturbed

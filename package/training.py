@@ -49,6 +49,7 @@ def uptrain_model(
         OutputError: The result could not be written or did not verify.
     """
     from gqa.checkpoint.hub import beside
+    from gqa.convert.align.watcher import Bar
     from gqa.uptrain.cli import command
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
@@ -73,7 +74,9 @@ def uptrain_model(
         read |= {"model": stack.enter_context(stored(model, tokenizer))}
         read |= {"teacher": stack.enter_context(stored(teacher, tokenizer))} if loaded and teacher is not None else {}
         stack.enter_context(_own_accelerator())
-        _, record = uptrain(prepare(TrainOptions(**read)), quiet=not progress, words=words)
+        with Bar(not progress) as bar:
+            setup = prepare(TrainOptions(**read), watcher=bar)
+        _, record = uptrain(setup, quiet=not progress, words=words)
     return TrainedModel(path=goal, record=record, _kept=kept)
 
 

@@ -20,8 +20,9 @@ from gqa.convert import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.closed_form import LayerResult, Task, closed_form
 from gqa.convert.align.find_maps import find_maps
-from gqa.convert.align.options import Refinement, Watcher
+from gqa.convert.align.options import Refinement
 from gqa.convert.align.refine import Calls, refine
+from gqa.convert.align.watcher import Watcher
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 

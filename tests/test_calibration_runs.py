@@ -23,7 +23,8 @@ from test_calibration import SHORT, Told, plan_of
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 
-from gqa.convert import RefusedError, calibrate_cli, convert_checkpoint
+from gqa.convert import RefusedError, convert_checkpoint
+from gqa.convert.align import watcher
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.find_maps import find_maps, with_maps
 from gqa.convert.align.options import Refinement
@@ -166,17 +167,18 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_job_tells_how_far_it_is(quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Lines on stderr where nobody looks at a bar, not more often than is said."""
-    monkeypatch.setattr(calibrate_cli, "_LOG_SECONDS", 0.0)
-    with calibrate_cli.Bar(quiet) as bar:
-        bar.update(64)
-        bar.stage("calibrating", 256)
-        bar.layer(1, 2, 0.25)
-        bar.update(128)
-        monkeypatch.setattr(calibrate_cli, "_LOG_SECONDS", 60.0)
-        bar.update(128)
+    monkeypatch.setattr(watcher, "_LOG_SECONDS", 0.0)
+    with watcher.Bar(quiet) as shown:
+        shown.stage("model writes", 64)
+        shown.update(64)
+        shown.stage("calibrating", 256)
+        shown.layer(1, 2, 0.25)
+        shown.update(128)
+        monkeypatch.setattr(watcher, "_LOG_SECONDS", 60.0)
+        shown.update(128)
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" | ")[0] for line in lines] == (
-        [] if quiet else ["sampling | 64 tokens", "layer 1/2, error 0.25 | 128 tokens"]
+        [] if quiet else ["model writes | 64 tokens", "layer 1/2, error 0.25 | 128 tokens"]
     )
 
 
@@ -274,7 +276,7 @@ def test_what_is_said_of_a_stop_is_true(
     def stop(*given: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibrate_cli.Bar, "layer", stop)
+    monkeypatch.setattr(watcher.Bar, "layer", stop)
     (tmp_path / "text.txt").write_text("words " * 99)
     text = ("--data", tmp_path / "text.txt", "--context", 16, "--tokens", 64) if METHODS[method].reads_text else ()
     steps = ("--refine-steps", 2) if METHODS[method].refines else ()

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from embedded import SOURCE, copy_source, load
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import gqa.convert.align.self_samples as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.self_samples import Draw, SampledBlocks, attend_one, sampled_blocks, samples
+from gqa.convert.align.self_samples import Draw, Room, SampledBlocks, attend_one, sampled_blocks, samples
+from gqa.convert.align.watcher import Watcher
 from gqa.corpus.sources import OwnText, is_self, parse_self
 from gqa.uptrain.options import TrainOptions
 
@@ -37,10 +39,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def sampled(
     teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE
 ) -> tuple[SampledBlocks, list[int]]:
+    """And what was told of: tokens that were to be sampled, and that were."""
     told: list[int] = []
-    found = sampled_blocks(
-        lambda dtype: teacher, "cpu", read_checkpoint(source), size, n_blocks, seed, plain, told.append
-    )
+
+    class Told(Watcher):
+        def stage(self, name: str, tokens: int) -> None:
+            told.extend([tokens, 0])
+
+        def update(self, tokens: int) -> None:
+            told[-1] += tokens
+
+    found = sampled_blocks(lambda dtype: teacher, "cpu", read_checkpoint(source), size, n_blocks, seed, plain, Told())
     return found, told
 
 
@@ -51,12 +60,13 @@ def ids(blocks: SampledBlocks) -> np.ndarray:
 def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) -> None:
     """Also where it was interrupted: killed while a batch was written."""
     few, told = sampled(teacher, 3)
-    assert told == [4 * SIZE]  # a batch
+    batch = 4 * (SIZE - 1)  # BOS is not sampled
+    assert told == [batch] * 2
     many, told = sampled(teacher, 10)
-    assert told == [4 * SIZE] * 2
+    assert told == [2 * batch] * 2
     (file,) = cache.glob("*.int32")
     file.write_bytes(file.read_bytes()[:-7])
-    for expected in ([4 * SIZE], []):
+    for expected in ([batch] * 2, []):
         again, told = sampled(teacher, 10)
         assert told == expected
         assert np.array_equal(ids(many), ids(again))
@@ -188,6 +198,37 @@ def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
             q, k.repeat_interleave(6 // groups, 1), v.repeat_interleave(6 // groups, 1), given, scale=scaling
         )
         torch.testing.assert_close(attend_one(q, k, v, given, scaling), expected.transpose(1, 2))
+
+
+def test_a_cache_with_room_holds_what_transformers_own_does() -> None:
+    torch.manual_seed(0)
+    room, plain = Room(), DynamicLayer()
+    for tokens in (3, 1, 130, 1, 200):
+        assert room.get_mask_sizes(tokens) == plain.get_mask_sizes(tokens)
+        new = torch.randn(2, 3, tokens, 8), torch.randn(2, 3, tokens, 4)
+        (k, v), expected = room.update(*new), plain.update(*new)
+        assert torch.equal(k, expected[0])
+        assert torch.equal(v, expected[1])
+        assert room.get_seq_length() == plain.get_seq_length()
+        query = torch.randn(2, 6, 1, 8)
+        torch.testing.assert_close(attend_one(query, k, v, None), attend_one(query, *expected, None))
+
+
+def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers have room, and the samples are those of transformers' own cache, which is what other models get."""
+    made = list[Room]()
+
+    class Counted(Room):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(module, "Room", Counted)
+    ours = samples(teacher, 140, seed=1, batch=3)
+    assert [layer.get_seq_length() for layer in made] == [139] * teacher.config.num_hidden_layers
+    monkeypatch.setattr(type(teacher), "_supports_default_dynamic_cache", lambda self: False)
+    assert torch.equal(ours, samples(teacher, 140, seed=1, batch=3))
+    assert len(made) == teacher.config.num_hidden_layers
 
 
 def known() -> list[dict[str, object]]:

@@ -44,10 +44,13 @@ def uptrain(*words: object) -> Result:
     return run(*map(str, words), program="gqa-uptrain")
 
 
-def test_nothing_is_said(converted: Path, tmp_path: Path) -> None:
+def test_nothing_is_said(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But how long: the base model teaches, on what it writes, and the result is beside the model."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))  # nothing is written yet
+    monkeypatch.setattr("gqa.convert.align.watcher._LOG_SECONDS", 0.0)
     done = uptrain(converted, "--steps", 2, "--batch-size", 2)
     assert done.code == 0, done.err
+    assert "base writes | 64 tokens" in done.err
     told = {line[:10].rstrip(): line[12:] for line in done.out.splitlines()}
     assert told["teacher"] == f"{tmp_path / 'base'}, the base model; --teacher none is without"
     assert told["data"] == "self: 4 blocks of 64 that base writes"

@@ -57,15 +57,17 @@ def command(
 
     from gqa.checkpoint.hub import beside
     from gqa.checkpoint.loading import ranks
+    from gqa.convert.align.watcher import Bar
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
     from gqa.uptrain.summary import plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
-    check_pushing(push_to_hub, public, dry_run or not ranks().is_main_process)
-    setup = prepare(TRAINING.read(options, model=model, output=options["output"] or beside(model, "-uptrained")))
-    main = setup.accelerator.is_main_process
+    main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
+    check_pushing(push_to_hub, public, dry_run or not main)
+    with Bar(quiet or not main) as bar:
+        setup = prepare(TRAINING.read(options, model=model, output=output), watcher=bar)
 
     def say(text: str) -> None:
         if main and not quiet:

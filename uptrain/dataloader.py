@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
+from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
@@ -134,8 +135,9 @@ def _hold_back(text: TokenisedText, options: TrainOptions, block_size: int) -> t
 
 
 def open_sampled(
-    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, block_size: int
-) -> Dataloader:
+    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, block_size: int,
+    watcher: Watcher = SILENT,
+) -> Dataloader:  # fmt: skip
     """Blocks that the teacher, `checkpoint`, writes; `load` gives it in a dtype. Raises RefusedError."""
     own = parse_self(options.data[0])
     data_tokens = own.tokens or _ENDLESS
@@ -149,7 +151,7 @@ def open_sampled(
         )
     steps = _steps(n_blocks, options, block_size)
     count, first = steps * options.batch_size, 0 if options.heldout else wanted_blocks(options, block_size)
-    blocks = sampled_blocks(load, device, checkpoint, block_size, first + count, options.seed, own.plain)
+    blocks = sampled_blocks(load, device, checkpoint, block_size, first + count, options.seed, own.plain, watcher)
     told = f"{count:,} blocks of {block_size:,} that {checkpoint.name} writes"
     heldout = [blocks[number] for number in range(first)]
     return Dataloader(blocks, options.batch_size, steps, blocks.fingerprint, told, heldout, first)

@@ -30,6 +30,7 @@ from gqa.checkpoint.names import stored_shapes, tied_names
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
+from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.corpus.sources import is_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
@@ -90,10 +91,11 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
         raise RefusedError(f"out of memory while {what}; {advice}") from None
 
 
-def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None) -> Setup:
+def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
-    `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already.
+    `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
+    `watcher` is told of the text that it writes.
     """
     options.check(ranks().num_processes)
     checkpoint = open_model(options.model, options.revision)
@@ -120,7 +122,7 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None) -> Se
             _check_teacher(teacher, original, model, tokenizer, options)
     with accelerator.main_process_first():  # one process tokenises, the others find it done
         if is_self(options.data[0]):
-            dataloader = open_sampled(options, load, str(accelerator.device), original, block_size)
+            dataloader = open_sampled(options, load, str(accelerator.device), original, block_size, watcher)
         else:
             dataloader = open_dataloader(options, tokenizer, block_size)
         heldout = dataloader.heldout or open_heldout(options, tokenizer, block_size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from transformers import PreTrainedModel
 
@@ -12,6 +10,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.self_samples import sampled_blocks
+from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
 from gqa.corpus.repeats import mixed
@@ -53,14 +52,14 @@ def read_blocks(checkpoint: Checkpoint, source: Source, tokens: int, length: int
 
 def write_blocks(
     checkpoint: Checkpoint, device: str, tokens: int, length: int, seed: int, plain: bool,
-    progress: Callable[[int], None],
+    watcher: Watcher,
 ) -> Ints:  # fmt: skip
     """(N, length) of what the model writes, as `sampled_blocks` gives it. Raises RefusedError."""
 
     def load(dtype: str) -> PreTrainedModel:
         return load_model(str(checkpoint.directory), dtype=dtype, device=device)
 
-    found = sampled_blocks(load, device, checkpoint, length, -(-tokens // length), seed, plain, progress)
+    found = sampled_blocks(load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher)
     return np.stack([found[index]["input_ids"] for index in range(len(found))])
 
 

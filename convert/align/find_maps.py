@@ -18,8 +18,9 @@ from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import OutputDirectory, locked
 from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.options import SILENT, MapsOptions, Watcher
+from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.pair import Streams
+from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps import HeadMaps
@@ -68,7 +69,7 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
                 f"layer by layer: use --method {instead(lambda other: other.needs == 'weights')}"
             )
         if work.layers < plan.config.layers:
-            blocks = options.text.blocks(plan.checkpoint, options.device, watcher.update)
+            blocks = options.text.blocks(plan.checkpoint, options.device, watcher)
     with work.held():
         if blocks is not None:
             _run_layers(plan, work, blocks, options, watcher)

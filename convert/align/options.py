@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import click
 from gqa.checkpoint.console import Choice, Count, Precision
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import option_field
+from gqa.convert.align.watcher import Watcher
 from gqa.convert.method_option import OF_MAPS, OF_REFINED, OF_TEXT
 from gqa.convert.methods import GROUPINGS
 from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight
@@ -61,7 +62,7 @@ class CalibrationText:
                 f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
             )
 
-    def blocks(self, checkpoint: Checkpoint, device: str, progress: Callable[[int], None]) -> Tensor:
+    def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
         """(N, length) token ids. Raises RefusedError and CorpusError."""
         import numpy as np
         import torch
@@ -72,11 +73,10 @@ class CalibrationText:
         for source, tokens in self._shares():
             if is_self(source):
                 plain = parse_self(source).plain or not self.repeats
-                parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, progress))
+                parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, watcher))
             else:
                 found = self._parse(source)
                 parts.append(read_blocks(checkpoint, found, tokens, self.length, self.seed, self.repeats))
-                progress(parts[-1].size)
         return torch.from_numpy(np.concatenate(parts))
 
     def identify(self) -> list[str]:
@@ -184,17 +184,3 @@ class MapsOptions:
         if self.refinement.autocast is not None:
             return self.refinement
         return replace(self.refinement, autocast=native_bfloat16(self.device))
-
-
-class Watcher:
-    """Told of a stage that begins and of how many tokens it is; of tokens that are done; of a layer that is, with its
-    error (NaN where none was measured); and of what went otherwise than wanted. This one keeps it to itself.
-    """
-
-    def stage(self, name: str, tokens: int) -> None: ...
-    def update(self, tokens: int) -> None: ...
-    def layer(self, index: int, layers: int, error: float) -> None: ...
-    def warn(self, text: str) -> None: ...
-
-
-SILENT = Watcher()

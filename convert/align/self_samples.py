@@ -19,7 +19,9 @@ import torch
 from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.devices import native_bfloat16, out_of_memory
@@ -27,6 +29,7 @@ from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.attention import registered
+from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import read_config
 from gqa.convert.maps_file import digest_of
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
@@ -35,6 +38,7 @@ from gqa.corpus.tokens import Block
 
 _BATCH = 64  # sequences sampled together at most
 _CACHE_BYTES = 1 << 30  # that their caches may fill
+_MORE = 128  # tokens by which a cache grows
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def sampled_blocks(
     n_blocks: int,
     seed: int,
     plain: bool,
-    progress: Callable[[int], None] = lambda tokens: None,
+    watcher: Watcher = SILENT,
 ) -> SampledBlocks:
     """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
     token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used. Unless
@@ -102,16 +106,16 @@ def sampled_blocks(
         wanted = -(-n_blocks // batch)
         if wanted > have:
             model = load(str(dtype).removeprefix("torch."))
+            watcher.stage(f"{checkpoint.name} writes", (wanted - have) * batch * (size + lead - 1))
         with file.open("r+b" if file.exists() else "w+b") as stream:
             stream.truncate(4 * size * batch * have)  # a batch that was not finished
             for number in range(have, wanted):
                 # A batch has a seed of its own: those before need not be sampled again.
                 own = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
-                ids = samples(model, size + lead, seed=own, batch=batch)[:, lead:]
+                ids = samples(model, size + lead, seed=own, batch=batch, progress=watcher.update)[:, lead:]
                 stream.seek(0, 2)
                 stream.write(ids.numpy().astype(np.int32).tobytes())
                 stream.flush()
-                progress(ids.numel())
     told = f"self {name} {'plain' if plain else MIX}"
     return SampledBlocks(file, size, n_blocks, told, seed, 1 - lead, plain)
 
@@ -146,7 +150,9 @@ def first_token(config: Any, name: str) -> int:
 
 
 @torch.no_grad()
-def samples(model: Any, length: int, *, seed: int, batch: int) -> Tensor:
+def samples(
+    model: Any, length: int, *, seed: int, batch: int, progress: Callable[[int], object] = lambda tokens: None
+) -> Tensor:
     """(batch, length) token ids, the same for the same seed, batch and machine. Raises RefusedError.
 
     Nothing stops a sequence: after EOS the model starts another text, as it does in training.
@@ -160,13 +166,14 @@ def samples(model: Any, length: int, *, seed: int, batch: int) -> Tensor:
     how = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw does the sampling
     how.eos_token_id = None
     model.generation_config = how  # else the checkpoint's own habits (top-p, penalties) fill in what is not set
-    draw = LogitsProcessorList([Draw(torch.Generator().manual_seed(seed))])
+    draw = LogitsProcessorList([Draw(torch.Generator().manual_seed(seed), progress)])
     prompt = torch.full((batch, 1), start, device=model.device)
     try:
         with _quick_steps(model):
             found: Tensor = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), generation_config=how, logits_processor=draw
-            )
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=how, logits_processor=draw,
+                **_cache(model),
+            )  # fmt: skip
     except (ValueError, RuntimeError, TypeError, NotImplementedError, MemoryError) as error:
         told = f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
         if out_of_memory(error):
@@ -183,8 +190,8 @@ class Draw:
     one random number a row; torch.multinomial takes one for each token of the vocabulary, a third of a step's time.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+    def __init__(self, generator: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
+        self._generator, self._progress = generator, progress
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
@@ -192,7 +199,40 @@ class Draw:
         reached = scores.float().softmax(-1).cumsum(-1, dtype=precise)
         drawn = torch.rand(len(scores), 1, generator=self._generator, dtype=precise).to(scores.device)
         tokens = torch.searchsorted(reached, drawn * reached[:, -1:], right=True).clamp_max(scores.shape[1] - 1)
+        self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+
+class Room(DynamicLayer):  # type: ignore[misc]
+    """A layer's cache with room to grow: transformers' own is copied whole for every token that it takes, which is two
+    thirds of the time of a small model.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """(B, G, t, d) keys and (B, G, t, e) values of t more tokens -> those of all that have been taken."""
+        first = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._rooms = [x[:, :, :0] for x in (key_states, value_states)]
+        end = first + key_states.shape[2]
+        for number, new in enumerate((key_states, value_states)):
+            if end > (old := self._rooms[number]).shape[2]:
+                self._rooms[number] = new.new_zeros(*new.shape[:2], -(-end // _MORE) * _MORE, new.shape[3])
+                self._rooms[number][:, :, :first] = old[:, :, :first]
+            self._rooms[number][:, :, first:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self._rooms)
+        for part, room in zip((self.keys, self.values), self._rooms, strict=True):
+            part.room = room  # type: ignore[attr-defined]
+        return self.keys, self.values
+
+
+def _cache(model: Any) -> dict[str, Any]:
+    """The cache to generate into, where the model takes transformers' usual one. Sliding layers stay as they are."""
+    if not getattr(model, "_supports_default_dynamic_cache", bool)():
+        return {}
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [Room() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return {"past_key_values": cache}
 
 
 def _quick_steps(model: Any) -> AbstractContextManager[None]:
@@ -218,10 +258,13 @@ def _quick_steps(model: Any) -> AbstractContextManager[None]:
 def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
     """(B, H, 1, d) queries, (B, G, T, d) keys, (B, G, T, e) values, a mask of (B, 1 or H, 1, T) -> (B, 1, H, e)."""
     groups, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (query.unflatten(1, (groups, -1)).squeeze(3) * scaling) @ key.mT  # (B, G, H / G, T)
+    length = key.shape[2]
+    # Products of what is not contiguous copy it first; the rest of the room is zeros.
+    key, value = (getattr(part, "room", part) for part in (key, value))
+    scores = ((query.unflatten(1, (groups, -1)).squeeze(3) * scaling) @ key.mT)[..., :length]  # (B, G, H / G, T)
     if mask is not None:
         shared = mask if mask.shape[1] == 1 else mask.unflatten(1, (groups, -1)).squeeze(3)
         scores = scores.masked_fill(~shared, -torch.inf) if mask.dtype == torch.bool else scores + shared
-    paid = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    paid = pad(scores.softmax(-1, dtype=torch.float32).to(value.dtype), (0, value.shape[2] - length))
     seen: Tensor = paid @ value
     return seen.flatten(1, 2)[:, None]
