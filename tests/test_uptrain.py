@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,10 @@ from training import (
     words_for,
 )
 
+from gqa.checkpoint.errors import RefusedError
+from gqa.uptrain import setup
 from gqa.uptrain.loop import TrainingProgress
+from gqa.uptrain.options import TrainOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -214,6 +218,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"attention": "magic"}, "magic"),
         ({"model": odd, "mask_documents": True}, "does not keep documents apart"),
         ({"precision": "fp16"}, "--precision fp16 needs a GPU; on a CPU use bf16"),
+        ({"device": "nowhere"}, "--device nowhere cannot be used"),
         ({"report_to": "pigeons"}, "Unsupported logging capability: pigeons"),
         ({"report_to": "wandb"}, "--report-to wandb needs its package; install it with: pip"),
         ({"revision": "main"}, "--revision is for hub ids"),
@@ -231,6 +236,19 @@ def test_what_is_refused(place: Path, tmp_path: Path, cases: Callable[[Path, Pat
         with fresh_accelerator():
             check_refused(command(tmp_path / "out", **{"steps": 2} | options), says)
         assert snapshot(tmp_path) == before, says
+
+
+def test_the_device_is_the_one_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one process. Here there is but one device, and another that holds no numbers."""
+    monkeypatch.setattr(setup, "find_device", str)
+    options = TrainOptions(model="m", output=tmp_path / "out", device="meta")
+    with fresh_accelerator():
+        assert setup.make_accelerator(options, tmp_path / "out", 8).device.type == "meta"
+    with fresh_accelerator():
+        assert setup.make_accelerator(replace(options, device=None), tmp_path / "out", 8).device.type != "meta"
+    monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
+    with pytest.raises(RefusedError, match="--device meta is for one process"):
+        setup.make_accelerator(options, tmp_path / "out", 4)
 
 
 def failing(error: Exception) -> Callable[..., Any]:

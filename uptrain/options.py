@@ -113,6 +113,7 @@ class TrainOptions:
         default="float32",
         envvar="ACCELERATE_MIXED_PRECISION",
     )
+    device: str | None = option_field(None, free=True)
     checkpointing: bool = option_field(False, "Compute activations twice instead of keeping them.", free=True)
     compile: bool = option_field(False, "Compile the model with torch.compile.", free=True)
     attention: str = option_field(

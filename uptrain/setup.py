@@ -22,7 +22,7 @@ from accelerate.utils import (
 )
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.devices import out_of_memory
+from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model, ranks
@@ -133,7 +133,14 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
     """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
-    accumulation = options.batch_size // ranks().num_processes // micro
+    state = ranks()
+    accumulation = options.batch_size // state.num_processes // micro
+    if options.device:
+        if state.num_processes > 1:
+            raise RefusedError(
+                f"--device {options.device} is for one process; a launcher gives each of several its own"
+            )
+        state.device = torch.device(find_device(options.device))
     try:
         accelerator = Accelerator(
             mixed_precision=options.precision,
