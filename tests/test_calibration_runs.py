@@ -178,7 +178,7 @@ def test_a_job_tells_how_far_it_is(quiet: bool, capsys: pytest.CaptureFixture[st
         shown.update(128)
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" | ")[0] for line in lines] == (
-        [] if quiet else ["model writes | 64 tokens", "layer 1/2, error 0.25 | 128 tokens"]
+        [] if quiet else ["model writes | 64 tok", "layer 1/2, error 0.25 | 128 tok"]
     )
 
 

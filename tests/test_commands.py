@@ -299,28 +299,29 @@ def test_a_command_says_at_once_that_it_has_begun_and_where_it_runs(
     assert "starting" not in run(model, "-g", 1, *words, "-o", tmp_path / "c").err
 
 
-@pytest.mark.parametrize("method", ["calibrated", "refined"])
+@pytest.mark.parametrize("method", ["calibrated", "refined", "aligned"])
 def test_the_total_of_the_bar_is_what_is_done(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and the steps in each are counted."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))  # nothing is sampled yet
     stages: list[list[int]] = []
 
     class Counting(Bar):
-        def stage(self, name: str, tokens: int) -> None:
-            stages.append([tokens, 0])
+        def stage(self, name: str, total: int, unit: str = "tok") -> None:
+            stages.append([total, 0])
 
-        def update(self, tokens: int) -> None:
-            stages[-1][1] += tokens
+        def update(self, count: int) -> None:
+            stages[-1][1] += count
 
         def layer(self, index: int, layers: int, error: float) -> None:
             pass
 
     monkeypatch.setattr(convert_cli, "Bar", Counting)
     steps = ["--refine-steps", 3, "--refine-batch", 2] if method == "refined" else []
-    words = ["--data", "self:320", "--context", 16, "--method", method, *steps]
+    text = [] if method == "aligned" else ["--data", "self:320", "--context", 16]
+    words = ["--method", method, *text, *steps]
     done = run(tiny_checkpoint(tmp_path / "model"), "-g", 1, *words, "-o", tmp_path / "out", "-q")
     assert done.code == 0, done.err
-    assert len(stages) == 2, "the model writes, and layers are calibrated"
+    assert len(stages) == (2 if text else 1), "the model writes, and layers are calibrated"
     assert [total for total, _ in stages] == [count for _, count in stages]
 
 

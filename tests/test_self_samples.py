@@ -43,11 +43,11 @@ def sampled(
     told: list[int] = []
 
     class Told(Watcher):
-        def stage(self, name: str, tokens: int) -> None:
-            told.extend([tokens, 0])
+        def stage(self, name: str, total: int, unit: str = "tok") -> None:
+            told.extend([total, 0])
 
-        def update(self, tokens: int) -> None:
-            told[-1] += tokens
+        def update(self, count: int) -> None:
+            told[-1] += count
 
     found = sampled_blocks(lambda dtype: teacher, "cpu", read_checkpoint(source), size, n_blocks, seed, plain, Told())
     return found, told

@@ -50,7 +50,7 @@ def test_nothing_is_said(converted: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("gqa.convert.align.watcher._LOG_SECONDS", 0.0)
     done = uptrain(converted, "--steps", 2, "--batch-size", 2)
     assert done.code == 0, done.err
-    assert "base writes | 64 tokens" in done.err
+    assert "base writes | 64 tok" in done.err
     told = {line[:10].rstrip(): line[12:] for line in done.out.splitlines()}
     assert told["teacher"] == f"{tmp_path / 'base'}, the base model; --teacher none is without"
     assert told["data"] == "self: 4 blocks of 64 that base writes"

@@ -74,8 +74,10 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
         if blocks is not None:
             _run_layers(plan, work, blocks, options, watcher)
         elif not how.reads_text:
+            watcher.stage(plan.merging.method, plan.config.layers, "layer")
             for number, (module, maps) in enumerate(how.find(plan, search, options.device)):
                 work.keep(number, module, maps, {})
+                watcher.update(1)
                 watcher.layer(number + 1, plan.config.layers, float("nan"))
         yield work
 

@@ -14,12 +14,13 @@ _LOG_SECONDS = 30.0  # between two lines
 
 
 class Watcher:
-    """Told of a stage that begins and of how many tokens it is; of tokens that are done; of a layer that is, with its
-    error (NaN where none was measured); and of what went otherwise than wanted. This one keeps it to itself.
+    """Told of a stage that begins and of how many tokens (or `unit`s) it is; of those that are done; of a layer that
+    is, with its error (NaN where none was measured); and of what went otherwise than wanted. This one keeps it to
+    itself.
     """
 
-    def stage(self, name: str, tokens: int) -> None: ...
-    def update(self, tokens: int) -> None: ...
+    def stage(self, name: str, total: int, unit: str = "tok") -> None: ...
+    def update(self, count: int) -> None: ...
     def layer(self, index: int, layers: int, error: float) -> None: ...
     def warn(self, text: str) -> None: ...
 
@@ -38,19 +39,20 @@ class Bar(Watcher):
         self._bar: Any = None
         self._writing, self._layers = False, 0
         self.errors: dict[int, float] = {}
-        self._state, self._tokens, self._began, self._told = "", 0, time.monotonic(), time.monotonic()
+        self._state, self._unit, self._done, self._began, self._told = "", "", 0, time.monotonic(), time.monotonic()
 
-    def stage(self, name: str, tokens: int) -> None:
+    def stage(self, name: str, total: int, unit: str = "tok") -> None:
         self.close()
-        self._bar, self._layers = progress_bar(tokens, "tok", name, self._quiet), 0
-        self._state, self._tokens, self._began = name, 0, time.monotonic()
+        self._bar, self._layers = progress_bar(total, unit, name, self._quiet), 0
+        self._state, self._unit, self._done, self._began = name, unit, 0, time.monotonic()
 
-    def update(self, tokens: int) -> None:
-        self._bar.update(tokens)
-        self._tokens, now = self._tokens + tokens, time.monotonic()
+    def update(self, count: int) -> None:
+        self._bar.update(count)
+        self._done, now = self._done + count, time.monotonic()
         if self._bar.disable and not self._quiet and now - self._told >= _LOG_SECONDS:
-            self._told, rate = now, self._tokens / (now - self._began)
-            click.echo(f"{self._state} | {self._tokens:,} tokens | {rate:,.0f} tok/s", err=True)
+            self._told, rate = now, self._done / (now - self._began)
+            told = f"{rate:,.0f}" if rate > 9 else f"{rate:.2g}"
+            click.echo(f"{self._state} | {self._done:,} {self._unit} | {told} {self._unit}/s", err=True)
 
     def written(self, count: int) -> None:
         """Told of bytes of the output, from any thread."""
@@ -63,10 +65,10 @@ class Bar(Watcher):
         if error == error:
             self.errors[index - 1] = error
         self._layers += 1
-        self._state = f"layer {index}/{layers}, error {error:.3g}"
+        self._state = f"layer {index}/{layers}" + (f", error {error:.3g}" if error == error else "")
         if self._bar is not None:
-            if self._tokens:  # layers of which nothing is merged are not trained: what is left is as what was
-                self._bar.total = self._tokens + self._tokens * (layers - index) // self._layers
+            if self._done:  # layers of which nothing is merged are not trained: what is left is as what was
+                self._bar.total = self._done + self._done * (layers - index) // self._layers
             self._bar.set_postfix_str(self._state)
 
     def warn(self, text: str) -> None:
