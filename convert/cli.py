@@ -176,7 +176,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
             _warn(warning)
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
-    if plan.method in METHODS and not options["quiet"]:
+    if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
         record["estimates"] = _estimates(plan, result, options)
     if not result:
         _say("dry run     nothing was written", options)
@@ -197,8 +197,7 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         _say(f"estimate    {each.method.name:12}{about}", options)
     best = found[-1]
     if result and best.method.name == plan.method:
-        command = f"gqa-uptrain {result.out} --teacher {options['model']} --data self:1M -o OUT"
-        _say(f"better      training it on text that MODEL writes: {command}", options)
+        _say(f"better      training it on text that the base model writes: gqa-uptrain {result.out}", options)
     elif result:
         command = f"gqa-convert --groups {plan.groups} --method {best.method.name} {options['model']}"
         about = f"about {duration(best.seconds)} on {device}"

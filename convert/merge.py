@@ -47,7 +47,7 @@ class _Job:
     work: Path
     progress: Progress
     stop: threading.Event = field(default_factory=threading.Event)
-    warnings: list[str] = field(default_factory=list)
+    odd: list[tuple[str, str]] = field(default_factory=list)  # (tensor, heads of it) with NaN or Inf in the source
     own: threading.local = field(default_factory=threading.local)
 
     def buffer(self, size: int) -> NDArray[np.uint8]:
@@ -69,7 +69,8 @@ def write(
     with _one_thread_per_job():
         in_threads(jobs, partial(_write_shard, job), plan.shards, job.stop.set)
         _write_side_files(plan, work)
-        return job.warnings, verify(plan, work, tolerated=job.warnings, checksums=checksums, jobs=jobs)
+        checked = verify(plan, work, tolerated={name for name, _ in job.odd}, checksums=checksums, jobs=jobs)
+        return [f"{name} has NaN or Inf in its {part} heads" for name, part in job.odd], checked
 
 
 @contextmanager
@@ -155,7 +156,7 @@ def _compute(job: _Job, change: Change) -> dict[str, Tensor]:
 
     for part, heads in change.split(tensors).items():
         if part != "whole" and not all_finite(heads):
-            job.warnings.append(f"{change.sources[0].name} has NaN or Inf in its {part} heads")
+            job.odd.append((change.sources[0].name, part))
     return dict(zip(change.outputs, job.plan.merging.apply(change, tensors), strict=True))
 
 

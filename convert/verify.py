@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,12 +28,12 @@ CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the proce
 
 
 def verify(
-    plan: Plan, work: Path, *, tolerated: Sequence[str] = (), checksums: bool = False, jobs: int = 1
+    plan: Plan, work: Path, *, tolerated: Collection[str] = (), checksums: bool = False, jobs: int = 1
 ) -> dict[str, dict[str, str]] | None:
     """Check a written directory from disk; with `checksums` every untouched byte, and the files' SHA-256 are returned.
 
     Names, shapes, dtypes, the index, the head counts that transformers reads from the new config, sampled (or all)
-    bytes of untouched tensors, and that what was computed is finite unless `tolerated` says that its source is not.
+    bytes of untouched tensors, and that what was computed is finite unless its source, one of `tolerated`, is not.
     Raises OutputError: a result that fails is removed by the caller.
     """
     try:
@@ -78,7 +78,7 @@ def in_threads(
     return [future.result() for future in futures]
 
 
-def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerated: Sequence[str], whole: bool) -> str:
+def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerated: Collection[str], whole: bool) -> str:
     """One output file against the plan; `whole` reads all of it, once, and gives its SHA-256."""
     digest = hashlib.sha256()
     with written.path(shard.file).open("rb", buffering=0) as copy:
@@ -86,7 +86,7 @@ def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerate
             digest.update(copy.read(written.tensors[shard.tensors[0].name].begin))
         for tensor in shard.tensors:
             spec = written.tensors[tensor.name]
-            known = any(warning.startswith(part.name) for warning in tolerated for part in tensor.sources)
+            known = any(part.name in tolerated for part in tensor.sources)
             if tensor.change and not known and not all_finite(written.read(spec)):
                 raise OutputError(f"the result does not verify: {spec.name} has NaN or Inf though its source has none")
             with _original(source, tensor) as original:

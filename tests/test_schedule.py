@@ -113,8 +113,8 @@ def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says
 
 
 def test_micro_batch() -> None:
-    assert options(batch_size=8).check(2) == 4
-    assert options(batch_size=8, micro_batch=2).check(2) == 2
+    assert options(batch_size=8).blocks_at_a_time(2) == 4
+    assert options(batch_size=8, micro_batch=2).blocks_at_a_time(2) == 2
 
 
 def test_what_binds_a_run() -> None:

@@ -175,11 +175,14 @@ class TrainOptions:
         """Which of the three ways to say how long training is are used."""
         return [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
 
-    def check(self, ranks: int) -> int:
-        """Blocks of one forward pass on one of `ranks`; raises RefusedError where options do not go together."""
+    def blocks_at_a_time(self, ranks: int) -> int:
+        """Blocks of one forward pass on one of `ranks`."""
+        return self.micro_batch or self.batch_size // ranks
+
+    def check(self, ranks: int) -> None:
+        """Raises RefusedError where options do not go together."""
         for told in chain(self._conflicts(), self._data_conflicts(), self._batch_conflicts(ranks)):
             raise RefusedError(told)
-        return self.micro_batch or self.batch_size // ranks
 
     def _conflicts(self) -> Iterator[str]:
         """What is refused before any data is read; how much data there is decides the rest."""

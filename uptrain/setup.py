@@ -97,10 +97,12 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
     `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
     `watcher` is told of the text that it writes.
     """
-    options.check(ranks().num_processes)
+    processes = ranks().num_processes
+    options.check(processes)
     checkpoint = open_model(options.model, options.revision)
     options, taught = settle(options, checkpoint)
-    micro = options.check(ranks().num_processes)
+    options.check(processes)
+    micro = options.blocks_at_a_time(processes)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
     require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out, micro)
