@@ -34,7 +34,7 @@ docs: install
 	$(BIN)/mkdocs build --strict --clean
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not real"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations 15 -m "not real"
 
 test-real: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m real

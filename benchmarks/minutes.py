@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,28 +25,56 @@ from harness import EMBEDDED, JSON_OPTION, write_json
 from quality import convert, nats, windows_of
 
 BATCH = 8  # blocks of a whole-model step
+RECALLED = ("text", "random")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One way of converting: seconds in all, and nats per token on each text."""
+    """One way of converting: seconds in all, nats per token on each text, and the shares of second copies that are
+    recalled, of 64 and more tokens of the first text and of random ones (docs/recall.md).
+    """
 
     stage: str
     steps: int
     precision: str
     seconds: float
     nats: dict[str, float]
+    recall: dict[str, float]
 
 
 def sample(options: dict[str, Any], tokens: int) -> float:
     """Seconds of writing the text; what is kept from an earlier run counts as nothing."""
     from gqa.checkpoint.hub import open_model
     from gqa.convert.align.options import CalibrationText
+    from gqa.convert.align.watcher import SILENT
 
     started = time.perf_counter()
     text = CalibrationText(("self",), tokens, options["length"])
-    text.blocks(open_model(options["model"]), "cpu", lambda count: None)
+    text.blocks(open_model(options["model"]), "cpu", SILENT)
     return time.perf_counter() - started
+
+
+def recalled(model: str, text: str) -> Callable[[str | Path], dict[str, float]]:
+    """What measures the recall of a directory."""
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from gqa.checkpoint.loading import load_model
+    from gqa.corpus.likelihood import ChunkedHead
+    from gqa.eval.recall import make_questions, recall
+    from gqa.eval.scoring import score
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    stream = windows_of(text, model, 32, 512)[:, 1:].flatten().numpy()  # without BOS
+    asked = make_questions({"text": stream}, tokenizer, len(tokenizer), 512, tokenizer.bos_token_id)
+    asked = [one for one in asked if one.kind in RECALLED]
+
+    def measured(directory: str | Path) -> dict[str, float]:
+        head = ChunkedHead(load_model(str(directory), dtype="float32"))
+        found = recall(asked, score(head, [window for one in asked for window in one.windows], batch_size=8))
+        return {kind: float(np.mean([r["accuracy"] for r in found if r["kind"] == kind])) for kind in RECALLED}
+
+    return measured
 
 
 def layer_wise(options: dict[str, Any], out: Path, steps: int, precision: str) -> float:
@@ -82,8 +110,11 @@ def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
         text: windows_of(text, options["model"], options["windows"], options["length"]) for text in options["texts"]
     }
 
+    recall = recalled(options["model"], options["texts"][0])
+
     def measured(stage: str, steps: int, precision: str, seconds: float, directory: str | Path) -> Point:
-        return Point(stage, steps, precision, seconds, {text: nats(directory, ids) for text, ids in texts.items()})
+        losses = {text: nats(directory, ids) for text, ids in texts.items()}
+        return Point(stage, steps, precision, seconds, losses, recall(directory))
 
     yield measured("source", 0, "", 0.0, options["model"])
     sampling = sample(options, options["calibration_tokens"])
@@ -110,28 +141,32 @@ def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
 
 
 def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
-    """Nats above the source against minutes, one panel a text."""
+    """Nats above the source against minutes, one panel a text, and what is recalled of the first in another."""
     from matplotlib import pyplot
 
     colours = {"closed form": "#000000", "layer-wise": "#0072B2", "whole-model": "#D55E00", "both": "#009E73"}
     figure, panels = pyplot.subplots(
-        1, len(texts), figsize=(6.5 * len(texts), 4.2), layout="constrained", squeeze=False
+        1, len(texts) + 1, figsize=(6.5 * (len(texts) + 1), 4.2), layout="constrained", squeeze=False
     )
-    for text, axes in zip(texts, panels[0], strict=True):
+    for text, axes in zip((*texts, None), panels[0], strict=True):
         for stage, colour in colours.items():
             for precision in dict.fromkeys(point.precision for point in found if point.stage == stage):
                 chosen = [point for point in found if (point.stage, point.precision) == (stage, precision)]
-                above = [point.nats[text] - found[0].nats[text] for point in chosen]
+                shown = [
+                    point.nats[text] - found[0].nats[text] if text else 100 * point.recall["text"] for point in chosen
+                ]
                 axes.plot(
-                    [point.seconds / 60 for point in chosen], above,
+                    [point.seconds / 60 for point in chosen], shown,
                     "o-" if precision != "no" else "s--", color=colour, markersize=5,
                     label=stage + {"bf16": ", bfloat16", "no": ", float32"}.get(precision, ""),
                 )  # fmt: skip
         axes.set_xlabel("minutes")
-        axes.set_ylabel("nats a token above the source")
+        axes.set_ylabel("nats a token above the source" if text else "second copies recalled (%)")
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-        axes.set_title(Path(text).name, fontsize=10)
+        axes.set_title(Path(text or texts[0]).name, fontsize=10)
+        if text is None:
+            axes.axhline(100 * found[0].recall["text"], color="#808080", linestyle=":", linewidth=1)
     panels[0][0].legend(fontsize=8)
     figure.savefig(path)
 
@@ -151,12 +186,17 @@ def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw them (.svg, .png, .pdf).")
 def main(json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
     texts, found = options["texts"], []
-    print(f"{'':12}{'steps':>6}{'':>6}{'minutes':>9}" + "".join(f"{Path(text).name[:22]:>24}" for text in texts))
+    print(
+        f"{'':12}{'steps':>6}{'':>6}{'minutes':>9}"
+        + "".join(f"{Path(text).name[:22]:>24}" for text in texts)
+        + "  recalled: text, random"
+    )
     with tempfile.TemporaryDirectory() as scratch:
         for point in points(options, Path(scratch)):
             found.append(point)
             cells = "".join(f"{f'{nats:.4f} ({math.exp(nats):,.2f})':>24}" for nats in point.nats.values())
-            print(f"{point.stage:12}{point.steps:6}{point.precision:>6}{point.seconds / 60:9.1f}{cells}", flush=True)
+            print(f"{point.stage:12}{point.steps:6}{point.precision:>6}{point.seconds / 60:9.1f}{cells}"
+                  + "".join(f"{100 * share:12.1f}" for share in point.recall.values()), flush=True)  # fmt: skip
             write_json([asdict(point) for point in found], json_file)
     if plot_file:
         plot(found, texts, plot_file)
