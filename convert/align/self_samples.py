@@ -228,7 +228,7 @@ class Room(DynamicLayer):  # type: ignore[misc]
 
 def _cache(model: Any) -> dict[str, Any]:
     """The cache to generate into, where the model takes transformers' usual one. Sliding layers stay as they are."""
-    if not getattr(model, "_supports_default_dynamic_cache", bool)():
+    if model.config.is_encoder_decoder or not getattr(model, "_supports_default_dynamic_cache", bool)():
         return {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.layers = [Room() if type(layer) is DynamicLayer else layer for layer in cache.layers]
