@@ -141,7 +141,7 @@ def points(options: dict[str, Any], scratch: Path) -> Iterator[Point]:
 
 
 def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
-    """Nats above the source against minutes, one panel a text, and what is recalled of the first in another."""
+    """Nats above the base model against minutes, one panel a text, and what is recalled of the first in another."""
     from matplotlib import pyplot
 
     colours = {"closed form": "#000000", "layer-wise": "#0072B2", "whole-model": "#D55E00", "both": "#009E73"}
@@ -161,12 +161,14 @@ def plot(found: list[Point], texts: tuple[str, ...], path: Path) -> None:
                     label=stage + {"bf16": ", bfloat16", "no": ", float32"}.get(precision, ""),
                 )  # fmt: skip
         axes.set_xlabel("minutes")
-        axes.set_ylabel("nats a token above the source" if text else "second copies recalled (%)")
-        axes.set_ylim(bottom=0)
+        axes.set_ylabel("nats a token above the base model" if text else "second copies recalled (%)")
+        axes.set_ylim(0, None if text else 100)
         axes.set_xlim(left=0)
         axes.set_title(Path(text or texts[0]).name, fontsize=10)
         if text is None:
-            axes.axhline(100 * found[0].recall["text"], color="#808080", linestyle=":", linewidth=1)
+            share = 100 * found[0].recall["text"]
+            axes.axhline(share, color="#808080", linestyle=":", linewidth=1)
+            axes.annotate("base model", (0, share), xytext=(4, 4), textcoords="offset points", color="#808080")
     panels[0][0].legend(fontsize=8)
     figure.savefig(path)
 
