@@ -22,8 +22,7 @@ SHOWN = {"mean": "#c44e52", "aligned": "#dd8452", "calibrated": "#4c72b0", "refi
 def ratios(rows: list[dict[str, Any]], shown: str) -> dict[int, float]:
     """Perplexity by that of the base model, by the number of heads; distilled is what was trained longest."""
     cells = [r for r in rows if r["method"] == shown.partition(",")[0] and r["kv_share"] < 1 and not r["error"]]
-    trained = shown == DISTILLED
-    alpha = max(r["alpha"] or 0 for r in cells) if trained else 0
+    alpha = max(r["alpha"] or 0 for r in cells) if shown == DISTILLED else 0
     return {r["groups"]: r["perplexity_ratio"] for r in cells if (r["alpha"] or 0) == alpha}
 
 

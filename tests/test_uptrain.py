@@ -33,6 +33,7 @@ from training import (
 )
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import ranks
 from gqa.uptrain import setup
 from gqa.uptrain.loop import TrainingProgress
 from gqa.uptrain.options import TrainOptions
@@ -244,6 +245,7 @@ def test_the_device_is_the_one_that_is_asked_for(tmp_path: Path, monkeypatch: py
     options = TrainOptions(model="m", output=tmp_path / "out", device="meta")
     with fresh_accelerator():
         assert setup.make_accelerator(options, tmp_path / "out", 8).device.type == "meta"
+        assert ranks().device.type != "meta", "it is of this run alone"
     with fresh_accelerator():
         assert setup.make_accelerator(replace(options, device=None), tmp_path / "out", 8).device.type != "meta"
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))

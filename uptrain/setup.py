@@ -135,14 +135,11 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
     """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
-    state = ranks()
-    accumulation = options.batch_size // state.num_processes // micro
-    if options.device:
-        if state.num_processes > 1:
-            raise RefusedError(
-                f"--device {options.device} is for one process; a launcher gives each of several its own"
-            )
-        state.device = torch.device(find_device(options.device))
+    processes = ranks().num_processes
+    accumulation = options.batch_size // processes // micro
+    if options.device and processes > 1:
+        raise RefusedError(f"--device {options.device} is for one process; a launcher gives each of several its own")
+    device = find_device(options.device) if options.device else None
     try:
         accelerator = Accelerator(
             mixed_precision=options.precision,
@@ -157,6 +154,8 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
         if out_of_memory(error):  # the first that a process asks of a device that others have filled
             raise RefusedError("out of memory while accelerate starts; free some or choose another device") from None
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from None
+    if device:
+        accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
