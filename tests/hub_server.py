@@ -72,7 +72,9 @@ class Hub:
         self.repos: dict[str, Repo] = {}
         self.commits: list[tuple[str, list[dict[str, Any]]]] = []
         self.objects: dict[str, bytes] = {}
-        self.requests: list[Request] = []
+        self.served = threading.Condition()
+        self.answering = 0  # requests that are not recorded yet
+        self._requests: list[Request] = []
         self.ranges = True  # False: every GET is answered with the whole file
         self.failing: dict[str, int] = {}  # beginning of a path -> status of the answer
         self.endpoint = ""
@@ -82,6 +84,13 @@ class Hub:
         self.repos[name] = made = Repo(**rights)
         made.add("main", directory or Path("/no such directory"))
         return made
+
+    @property
+    def requests(self) -> list[Request]:
+        """The record, once no request is under way: a client may have its answer before the entry is made."""
+        with self.served:
+            assert self.served.wait_for(lambda: self.answering == 0, timeout=30), "a request is not answered"
+            return list(self._requests)
 
     def sent(self, ending: str) -> int:
         """Bytes that went out from paths that end so."""
@@ -113,6 +122,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: the record is kept in `Hub.requests`."""
 
     def do_GET(self) -> None:
+        with self.hub.served:
+            self.hub.answering += 1
+        try:
+            self._serve()
+        finally:
+            with self.hub.served:
+                self.hub.answering -= 1
+                self.hub.served.notify_all()
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    def _serve(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         self.route = unquote(urlsplit(self.path).path)
@@ -129,8 +150,6 @@ class _Handler(BaseHTTPRequestHandler):
             status, code = refused.args
             self._answer(status, {"error": code}, {"X-Error-Code": code})
 
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
-
     def _answer(self, status: int, content: Any = b"", headers: dict[str, str] | None = None) -> None:
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
@@ -144,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
         if self.route != "/api/agent-harnesses":  # huggingface_hub asks that of the hub about itself
-            self.hub.requests.append(Request(self.command, self.route, self.token, sent))
+            self.hub._requests.append(Request(self.command, self.route, self.token, sent))
 
     def _repo(self, name: str) -> Repo:
         """The repository, if it may be seen."""
