@@ -21,8 +21,11 @@ from gqa.corpus.alpha import permutation
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, tokenise
 
-KNOWN = ("llama", "phi3", "qwen2", "phi", "starcoder2", "nemotron", "gpt_bigcode", "gqa_gpt2", "gqa_opt")
-UNKNOWN = ("mixtral", "olmo2", "gemma2")  # experts; norms after attention; both
+KNOWN = (
+    "llama", "phi3", "qwen2", "phi", "starcoder2", "nemotron", "gpt_bigcode", "gqa_gpt2", "gqa_opt", "olmo2", "gemma2",
+    "gemma3_text", "glm4", "granite",
+)  # fmt: skip
+UNKNOWN = ("mixtral",)  # experts
 
 
 def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -53,12 +56,12 @@ def test_moments_of_an_mlp(gated: bool, act: str) -> None:
     units = act_fn(inputs @ up.mT) if gate is None else act_fn(inputs @ gate.mT) * (inputs @ up.mT)
     down = torch.eye(8, dtype=torch.float64)
     factor = torch.linalg.cholesky(root @ root.mT)
-    moments = Mlp(gate, up, down, act_fn, beside=False).moments(factor)
+    moments = Mlp(gate, up, down, act_fn).moments(factor)
     torch.testing.assert_close(moments.diagonal(), units.square().mean(0), rtol=0.03, atol=0)
     beside, means = moments.clone().fill_diagonal_(0), units.mean(0)
     torch.testing.assert_close(beside, torch.outer(means, means).fill_diagonal_(0), rtol=0.05, atol=0.01)
     if gate is not None:
-        apart = Mlp(gate.flip(0), up, down, act_fn, beside=False).moments(factor)
+        apart = Mlp(gate.flip(0), up, down, act_fn).moments(factor)
         assert not torch.allclose(apart.diagonal(), moments.diagonal(), rtol=0.1)
 
 
@@ -96,6 +99,57 @@ def test_attention_averages_the_values_of_two_tokens(tmp_path: Path, monkeypatch
     after = before + through @ before @ through.mT * (32 / before.trace()) / 2
     expected = 0.99 * after * (32 / after.trace()) + 0.01 * torch.eye(32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_a_norm_after_attention_decides_how_much_it_adds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written down once more, where the MLP adds nothing; embeddings of Gemma are multiplied first."""
+    model = build(TINY[name], 4)
+    layer, gemma = model.model.layers[0], name == "gemma2"
+    layer.mlp.down_proj.weight.data.zero_()
+    gains = [layer.input_layernorm] if gemma else []
+    for norm in (*gains, layer.post_attention_layernorm):
+        norm.weight.data.uniform_(0.1, 0.9)
+    before, after = (
+        [g.weight.detach().double() + gemma for g in part] for part in (gains, [layer.post_attention_layernorm])
+    )
+    _, found = given(write_checkpoint(model, tmp_path), 2, monkeypatch)
+    table, value, output = (
+        part.weight.detach().double()
+        for part in (model.model.embed_tokens, layer.self_attn.v_proj, layer.self_attn.o_proj)
+    )
+    start = table.mT @ table / len(table) * (32 if gemma else 1)
+    through = output @ (value * before[0] if gemma else value).repeat_interleave(output.shape[1] // len(value), 0)
+    added = through @ start @ through.mT
+    stream = start + added * (32 / added.trace()) * torch.outer(after[0], after[0])
+    expected = 0.99 * stream * (32 / stream.trace()) + 0.01 * torch.eye(32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma3_text", "granite"])
+def test_embeddings_are_multiplied_as_the_model_does(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second layer is given what the model sees there, and less of it if they were not."""
+    torch.manual_seed(0)
+    model, seen = build(TINY[name], 4), []
+    source = write_checkpoint(model, tmp_path)
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 8:].flatten(0, 1).double()))
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, model.config.vocab_size, (32, 48)))
+    normed = seen[0] / seen[0].square().mean(-1, keepdim=True).sqrt()
+    true = normed.mT @ normed / len(normed)
+
+    def alike() -> float:
+        guess = given(source, 2, monkeypatch)[1]
+        return float((guess * true).sum() / guess.norm() / true.norm())
+
+    multiplied = alike()
+    plain = Stream._embedded
+    monkeypatch.setattr(Stream, "_embedded", lambda self: plain(self) / self._symmetry.embedded(self._config) ** 2)
+    assert multiplied > alike() + 0.02
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])

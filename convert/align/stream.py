@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from gqa.convert.heads.blocks import find_embeddings, find_mlp
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Symmetry
 
+Reads = Literal["normed", "stream", "attention's"]
 _TOKENS = 2  # whose values attention averages
 _SHARE = 0.01  # of independent inputs in the guess, for what it does not see
 _NODES = 241  # of an integral over a Gaussian
@@ -51,8 +52,8 @@ class Inputs:
 class Stream:
     """E[x x^T] of what attention layers are given, one layer after another: (D, D), with a trace of D.
 
-    Known where every layer is norm, attention, norm and MLP, both added to the stream; from a layer on that is
-    something else (experts, norms after attention, other mixers) inputs are taken to be independent.
+    Known where every layer is attention and MLP, both added to the stream, with norms before, after or both; from a
+    layer on that is something else (experts, other mixers) inputs are taken to be independent.
     """
 
     def __init__(
@@ -86,10 +87,21 @@ class Stream:
         values = by_lower((value * gain).flatten(0, 1).to(self._factor), self._factor)  # (Hk e, D)
         values = values.unflatten(0, value.shape[:2]).repeat_interleave(len(output) // len(value), 0).flatten(0, 1)
         through = output.flatten(0, 1).to(self._factor).mT @ values
-        self._sum = self._sum + gram(through).double().cpu() / _TOKENS
-        inside = self._factor if mlp.beside else self._factored()
-        self._sum = None if inside is None else self._sum + mlp.moments(inside)
+        self._sum = self._sum + self._added(gram(through).double().cpu() / _TOKENS, mlp.after[:1])
+        inside = self._factor if mlp.reads == "attention's" else self._factored()
+        if inside is not None and mlp.reads == "stream":  # which is as large as it is
+            inside = inside * (float(self._sum.trace()) / self._width) ** 0.5
+        self._sum = None if inside is None else self._sum + self._added(mlp.moments(inside), mlp.after[1:])
         self._layer += 1
+
+    def _added(self, moments: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
+        """Of what is added to the stream, the moments of what attention or the MLP computes: a `norm` after it makes it
+        as large as its gain (D,), and some configs multiply it.
+        """
+        for gain in norm:
+            moments = moments * (self._width / moments.trace().clamp_min(1e-30)) * torch.outer(gain, gain)
+        scale = float(getattr(self._config, "residual_multiplier", None) or 1.0)
+        return moments * scale**2
 
     def _factored(self) -> Tensor | None:
         """The lower triangle of the normed stream's moments; None where they are no numbers, or not known."""
@@ -110,7 +122,7 @@ class Stream:
         for spec in tables:
             table = self._checkpoint.read(spec).double()
             found += table.mT @ table / len(table)
-        return found if tables else None
+        return found * self._symmetry.embedded(self._config) ** 2 if tables else None
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
         """Of the layer of `module`, if that is all there is beside attention and norms."""
@@ -129,20 +141,24 @@ class Stream:
         gate = read(found.gate) * gain if found.gate and found.gate != found.up else None
         if found.gate == found.up:
             gate, up = up.chunk(2)
-        return Mlp(gate, up, down, ACT2FN[found.act], beside=found.norm is None)
+        reads: Reads = "normed" if found.norm else "stream" if found.after else "attention's"
+        after = tuple(_gain(self._checkpoint, spec, self._symmetry) for spec in found.after)
+        return Mlp(gate, up, down, ACT2FN[found.act], reads, after)
 
 
 @dataclass(frozen=True)
 class Mlp:
     """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (F, D) with the norm's gain in them, `down` (D, F).
-    `beside`: whether it reads what attention reads.
+    `reads`: the normed stream, the stream as it is, or what attention reads. `after`: the gains (D,) of norms of what
+    attention and it add, if they are there.
     """
 
     gate: Tensor | None
     up: Tensor
     down: Tensor
     act: Callable[[Tensor], Tensor]
-    beside: bool
+    reads: Reads = "normed"
+    after: tuple[Tensor, ...] = ()
 
     def moments(self, factor: Tensor) -> Tensor:
         """E[y y^T] (D, D), float64, of its output for Gaussian inputs of no mean and E[x x^T] = `factor` `factor`^T, if

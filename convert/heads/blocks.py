@@ -1,7 +1,7 @@
 """What a layer holds beside attention, from the headers: whether what layers are given can be guessed from weights.
 
-It can where every layer is norm, attention, norm and MLP, both added to the stream, and the stream begins as embeddings
-of tokens and, perhaps, positions.
+It can where every layer is attention and MLP, both added to the stream, with norms before them, after them or both, and
+the stream begins as embeddings of tokens and, perhaps, positions.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ _MLPS = (
     (None, "c_fc", "c_proj"),
     (None, "dense_h_to_4h", "dense_4h_to_h"),
 )
+# Norms of what attention and an MLP add, where both have one; under other names one of them is that before the MLP.
+_AFTER = (
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_self_attn_layernorm", "post_mlp_layernorm"),
+)
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # what configs call it
 _ELSEWHERE = re.compile(r"lm_head|embed_out|output|\.\d+\.")  # what is no embedding, whatever its shape
 _POSITIONS = re.compile(r"position|wpe")
@@ -35,7 +40,7 @@ _POSITIONS = re.compile(r"position|wpe")
 @dataclass(frozen=True)
 class MlpTensors:
     """`gate` (None where there is none; the same as `up`: its halves), `up` and `down`; `act` as configs name it; the
-    `norm` before, None where it reads what attention reads.
+    `norm` before, None where it reads what attention reads or, with norms `after` attention and after it, the stream.
     """
 
     gate: TensorSpec | None
@@ -43,6 +48,7 @@ class MlpTensors:
     down: TensorSpec
     act: str
     norm: TensorSpec | None
+    after: tuple[TensorSpec, ...] = ()
 
 
 def find_mlp(
@@ -57,16 +63,18 @@ def find_mlp(
     others = {n.removeprefix(prefix): s for n, s in checkpoint.tensors.items() if n.startswith(prefix)}
     others = {name: spec for name, spec in others.items() if spec.name not in inside}
     matrices = {name.removesuffix(".weight").rpartition(".")[2]: s for name, s in others.items() if len(s.shape) > 1}
-    norms = [name for name, spec in others.items() if spec.shape == (width,) and name.endswith(".weight")]
-    norms = [name for name in norms if name.removesuffix(".weight") not in symmetry.norms]
+    norms = {n.removesuffix(".weight"): s for n, s in others.items() if s.shape == (width,) and n.endswith(".weight")}
+    norms = {name: spec for name, spec in norms.items() if name not in symmetry.norms}
+    both = next((names for names in _AFTER if norms.keys() >= {*names}), ())
+    after = tuple(norms.pop(name) for name in both)
     names = next((names for names in _MLPS if set(names) - {None} == matrices.keys()), None)
     acts = [getattr(config, field, None) for field in _ACTIVATIONS]
     act = next((act for act in acts if isinstance(act, str) and act in ACT2FN), None)
     if names is None or act is None or len(norms) > 1 or any(len(spec.shape) != 2 for spec in matrices.values()):
         return None
     gate, up, down = names
-    norm = others[norms[0]] if norms else None
-    return MlpTensors(matrices[gate] if gate else None, matrices[up], matrices[down], act, norm)
+    norm = next(iter(norms.values()), None)
+    return MlpTensors(matrices[gate] if gate else None, matrices[up], matrices[down], act, norm, after)
 
 
 def find_embeddings(checkpoint: Checkpoint, config: Any, width: int) -> list[TensorSpec]:

@@ -91,6 +91,15 @@ def no_layer(config: Any, layer: int, dim: int) -> int:
     return 0
 
 
+def listed_scale(config: Any) -> float:
+    """What a config says that embeddings are multiplied by; 1 where it says nothing."""
+    return float(getattr(config, "embedding_multiplier", None) or 1.0)
+
+
+def root_of_width(config: Any) -> float:
+    return float(config.hidden_size) ** 0.5
+
+
 @dataclass(frozen=True)
 class Symmetry:
     """One way in which heads can be changed, and the tensors that a change of them touches.
@@ -100,6 +109,7 @@ class Symmetry:
         those. `transposed` where they are stored (in, out).
     norms: Names below the layer, one of which is the norm whose output attention reads; none where it reads the
         residual stream as it is. `one_plus` where the norm's gain is 1 + the weight.
+    embedded: Of the config of the text part, what embeddings are multiplied by at the beginning of the stream.
     keys: Whether keys can be aligned, or the config field which, where it is set, forbids it: a norm between the
         projections and the scores.
     places: Whether heads can change places, or the field which forbids it: ALiBi and relative positions go by number.
@@ -114,6 +124,7 @@ class Symmetry:
     transposed: bool = False
     norms: tuple[str, ...] = ("input_layernorm",)
     one_plus: bool = False
+    embedded: Callable[[Any], float] = listed_scale
     keys: bool | str = True
     places: bool | str = True
     per_query: tuple[Rule, ...] = ()

@@ -7,11 +7,11 @@ from typing import Any
 
 from gqa.convert.heads.family import SEPARATE, Edits, Family, layer_heads, uniform_heads
 from gqa.convert.heads.layout import LayerHeads, ReadsValues, Rule, Separate
-from gqa.convert.heads.symmetries import Symmetry, if_rope, listed_layers, no_layer, sliding_layers
+from gqa.convert.heads.symmetries import Symmetry, if_rope, listed_layers, no_layer, root_of_width, sliding_layers
 
 LLAMA = Symmetry()
 QWEN3 = Symmetry(keys=False)  # norms of queries and keys leave the values
-GEMMA = Symmetry(one_plus=True)
+GEMMA = Symmetry(one_plus=True, embedded=root_of_width)
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),))
 LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
@@ -87,7 +87,8 @@ FAMILIES: tuple[Family, ...] = (
                  "helium"),
                 GLM,
             ),
-            **dict.fromkeys(("gemma", "gemma2", "nemotron", "vaultgemma"), GEMMA),
+            **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), GEMMA),
+            "nemotron": Symmetry(one_plus=True),
             **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), Symmetry(per_query=per_head("sinks"))),
             **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
             **dict.fromkeys(
