@@ -97,7 +97,7 @@ def listed_scale(config: Any) -> float:
 
 
 def root_of_width(config: Any) -> float:
-    return float(config.hidden_size) ** 0.5
+    return math.sqrt(config.hidden_size)
 
 
 @dataclass(frozen=True)

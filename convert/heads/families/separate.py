@@ -11,7 +11,8 @@ from gqa.convert.heads.symmetries import Symmetry, if_rope, listed_layers, no_la
 
 LLAMA = Symmetry()
 QWEN3 = Symmetry(keys=False)  # norms of queries and keys leave the values
-GEMMA = Symmetry(one_plus=True, embedded=root_of_width)
+ONE_PLUS = Symmetry(one_plus=True)
+GEMMA = replace(ONE_PLUS, embedded=root_of_width)
 GLM = Symmetry(pairing="interleaved")
 OLMO2 = Symmetry(norms=(), keys=False, per_query=(Rule("q_norm", Separate("query"), projection=False),))
 LFM2 = Symmetry(norms=("operator_norm",), keys=False, output="out_proj")
@@ -88,7 +89,7 @@ FAMILIES: tuple[Family, ...] = (
                 GLM,
             ),
             **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), GEMMA),
-            "nemotron": Symmetry(one_plus=True),
+            "nemotron": ONE_PLUS,
             **dict.fromkeys(("gpt_oss", "granite_swa", "granitemoe_swa"), Symmetry(per_query=per_head("sinks"))),
             **dict.fromkeys(("lfm2", "lfm2_moe"), LFM2),
             **dict.fromkeys(
@@ -109,7 +110,7 @@ FAMILIES: tuple[Family, ...] = (
             "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
             "phi": Symmetry(output="dense", keys="qk_layernorm"),
             "smollm3": Symmetry(listed_layers),
-            "step3p5": replace(GEMMA, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
+            "step3p5": replace(ONE_PLUS, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
         },
         kv_fields=("num_key_value_heads", "num_attention_groups"),
     ),
@@ -118,7 +119,7 @@ FAMILIES: tuple[Family, ...] = (
         {
             "bitnet": "a norm over all heads, with gains of its own, stands between them and W_O",
             "flint": replace(QWEN3, per_query=per_head("softmax_offset")),
-            "minimax_m3_vl_text": replace(GEMMA, keys=False),
+            "minimax_m3_vl_text": replace(ONE_PLUS, keys=False),
             "qwen4_exp_text": GATED,
         },
         note="attn_sub_norm, softmax_offset and the sparse indexer do not depend on KV heads",
