@@ -22,7 +22,7 @@ from gqa.convert.methods import AUTOMATIC, METHODS
 # Of tiny models: what layers are given can be guessed, or not, or heads cannot be aligned at all.
 TAKEN = {
     "llama": "aligned", "qwen3": "aligned", "phi": "aligned", "starcoder2": "aligned", "gemma": "aligned",
-    "gemma2": "procrustes", "olmo2": "procrustes", "mixtral": "procrustes", "falcon_h1": "procrustes",
+    "gemma2": "aligned", "olmo2": "aligned", "mixtral": "procrustes", "falcon_h1": "procrustes",
     "qwen3_next": "mean", "doge": "mean", "bitnet": "mean",
 }  # fmt: skip
 
