@@ -6,7 +6,8 @@
 
 Each is a process of its own, both use the same dtype, batches and number of threads. `forward` is a pass with logits;
 its clock starts when the model is loaded, that of `calibrate` before any weights are read. Memory is the highest
-resident set above imports; for `forward` with the model, for `calibrate` with what it reads of it.
+resident set above imports; for `forward` with the model, for `calibrate` with what it reads of it, beside what
+`gqa-convert --dry-run` says of it.
 """
 
 from __future__ import annotations
@@ -52,6 +53,19 @@ def calibrate(options: dict[str, Any], blocks: Any) -> float:
     return time.perf_counter() - started
 
 
+def estimated(options: dict[str, Any]) -> int:
+    """Bytes, of the method and the text of `calibrate`."""
+    from gqa.checkpoint.read import read_checkpoint
+    from gqa.convert.align.options import CalibrationText, MapsOptions
+    from gqa.convert.estimate import memory
+    from gqa.convert.methods import METHODS
+    from gqa.convert.plan import make_plan
+
+    plan = make_plan(read_checkpoint(Path(options["model"])), options["groups"], "calibrated")
+    text = CalibrationText(("text",), options["tokens"], options["length"])
+    return memory(plan, METHODS["calibrated"], MapsOptions(text=text, device="cpu"))
+
+
 CONTESTANTS = {"forward": forward, "calibrate": calibrate}
 
 
@@ -93,11 +107,12 @@ def main(rounds: int, shape: str, **options: Any) -> None:
                 found[name].append(measure(name, options))
                 seconds, memory = found[name][-1]
                 print(f"  round {number + 1}  {name:10}{seconds:8.1f} s{memory / GIB:8.2f} GiB", flush=True)
+        expected = estimated(options)
     ratio = statistics.median(c[0] / f[0] for c, f in zip(found["calibrate"], found["forward"], strict=True))
     print(f"\n{options['tokens']:,} tokens in blocks of {options['length']}, {options['dtype']}")
     for name, runs in found.items():
         print(f"{name:10}{statistics.median(r[0] for r in runs):8.1f} s{max(r[1] for r in runs) / GIB:8.2f} GiB")
-    print(f"calibration takes {ratio:.2f} forward passes")
+    print(f"calibration takes {ratio:.2f} forward passes, of memory {expected / GIB:.2f} GiB by its estimate")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from harness import EMBEDDED, JSON_OPTION, write_json
 from quality import nats, windows_of
 
 METHODS = ("mean", "first", "aligned", "calibrated", "refined")
+_GIVEN = ("batch_size", "block_size", "learning_rate", "schedule", "train", "optimizer", "teacher", "repeats")
 TRAINED_ON = 2_669_449  # tokens of stdlib:train with the embedded tokenizer, of which alpha is a share with `self`
 
 
@@ -44,7 +45,7 @@ def trained(start: Path, options: dict[str, Any], alpha: float, out: Path) -> di
     from gqa.uptrain.setup import prepare
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    given = {name: options[name] for name in ("learning_rate", "schedule", "train", "optimizer", "teacher", "repeats")}
+    given = {name: options[name] for name in _GIVEN}
     data, length = options["data"], {"alpha": alpha}
     if data == "self":
         length = {"tokens": int(alpha * TRAINED_ON)}
@@ -108,7 +109,9 @@ def report(options: dict[str, Any], found: list[dict[str, Any]], base: float) ->
 @click.option("--text", default="stdlib:heldout", help="To measure on.")
 @click.option("--windows", type=int, default=24)
 @click.option("--length", type=int, default=512, help="Tokens of a window.")
-@click.option("--learning-rate", type=float, help="As those below: gqa-uptrain's own unless given.")
+@click.option("--batch-size", type=int)
+@click.option("--block-size", type=int)
+@click.option("--learning-rate", type=float, help="As the others here: gqa-uptrain's own unless given.")
 @click.option("--schedule")
 @click.option("--train")
 @click.option("--optimizer")

@@ -185,16 +185,15 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 
 
 def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Says what every method would take here, or after a conversion what a better one would; seconds by method."""
+    """Says what every method would take here, or after a conversion what a better one would; all of it by method."""
     from gqa.convert.estimate import duration, estimates
     from gqa.convert.summary import size
 
     how = read_maps(options)
     device, found = how.device, estimates(plan, how)
     for each in found if result is None else []:
-        beside = f", {size(each.beside)} beside it meanwhile" if each.beside else ""
-        about = f"about {duration(each.seconds)} on {device}, {size(each.disk)} on disk{beside}"
-        _say(f"estimate    {each.method.name:12}{about}", options)
+        takes = f"{duration(each.seconds)} on {device}, {size(each.memory)} of memory, {size(each.disk)} of disk"
+        _say(f"estimate    {each.method.name:12}{takes}", options)
     best = found[-1]
     if result and best.method.name == plan.method:
         _say(f"better      training it on text that the base model writes: gqa-uptrain {result.out}", options)
@@ -202,7 +201,10 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         command = f"gqa-convert --groups {plan.groups} --method {best.method.name} {options['model']}"
         about = f"about {duration(best.seconds)} on {device}"
         _say(f"better      {best.method.name}, {best.method.result}: {about}: {command}", options)
-    return {each.method.name: round(each.seconds, 1) for each in found}
+    return {
+        each.method.name: {"seconds": round(each.seconds, 1), "memory_bytes": each.memory, "disk_bytes": each.disk}
+        for each in found
+    }
 
 
 def main() -> None:

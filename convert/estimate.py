@@ -1,4 +1,5 @@
-"""What each method would take here: operations counted from config and headers, and how fast this device multiplies.
+"""What each method would take here: operations and numbers held, counted from config and headers, and how fast this
+device multiplies.
 
 They are meant to be right within a factor of 2 where nothing else runs beside.
 """
@@ -11,29 +12,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.heads.modules import attention_modules
+from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.methods import METHODS, Method
 from gqa.convert.plan import Plan
+from gqa.corpus.sources import is_self
 
 _BENCHMARK_SECONDS = 0.5
 _BYTES_A_SECOND = 1e9  # that are read, copied and read again
 _PASSES = 7.0  # of the whole model over the text: both streams twice, its attention once more, and what samples it
 _WIDE = 2.0  # products in float64 take so many times as long
 TRAINING = 3.0  # forward passes that a step of training takes
+_ALWAYS = 8 << 20  # bytes, of small things
+# Numbers held for each token of the text, of the width: both streams, what the layer lacks, what attention gave, values
+# and copies of them while they are turned; to refine it, inputs and targets too.
+_HELD, _REFINED = 7, 3
+_GUESSED = 4  # times the numbers of a layer
+_TURNED = 4  # times those of its attention, in float64
+_DRAWN = 24  # bytes for each score of a token, while one is drawn
 _MUON = 5  # iterations for each matrix and step
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one method, and bytes on disk: those of the result, and `beside` it until it is done."""
+    """What one method takes: seconds, and at the most bytes of memory above what imports take, and bytes on disk."""
 
     method: Method
     seconds: float
+    memory: int
     disk: int
-    beside: int
 
 
 def duration(seconds: float) -> str:
@@ -55,15 +65,13 @@ def allowed(plan: Plan) -> Iterator[Method]:
 
 def estimates(plan: Plan, how: MapsOptions) -> list[Estimate]:
     """Of every method that the model allows; half a second is spent on finding out how fast the device is."""
-    width, disk = int(plan.config.text.hidden_size), plan.total_bytes
-    speed = products_a_second(how.device, width)
-    return [
-        Estimate(
-            method, operations(plan, method, how) / speed + disk / _BYTES_A_SECOND, disk,
-            8 * how.text.tokens * width if method.reads_text else 0,
-        )
-        for method in allowed(plan)
-    ]  # fmt: skip
+    width, written = int(plan.config.text.hidden_size), plan.total_bytes
+    speed, found = products_a_second(how.device, width), []
+    for method in allowed(plan):
+        seconds = operations(plan, method, how) / speed + written / _BYTES_A_SECOND
+        kept = 8 * how.text.tokens * width if method.reads_text else 0  # both streams, to go on with
+        found.append(Estimate(method, seconds, memory(plan, method, how), written + kept))
+    return found
 
 
 @cache
@@ -85,7 +93,7 @@ def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
     if not method.aligns:
         return 0.0
     text, training = how.text, how.refinement
-    modules = [m for m in attention_modules(plan.checkpoint, plan.config) if plan.changes_of(m)]
+    modules = _changed(plan)
     width, attention, found = int(plan.config.text.hidden_size), 0, 0.0
     for module in modules:
         heads = plan.config.heads(module.layer)
@@ -110,3 +118,30 @@ def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
     if method.reads_text:
         return found + _PASSES * 2 * text.tokens * (attention + beside)
     return found + (4 * width * max(beside, 0) if method.guesses else 0)
+
+
+def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
+    """Bytes held at the most, on whatever device, above what imports take: numbers are float32 unless said."""
+    writing = _ALWAYS + 4 * DEFAULT_JOBS * 4 * max(
+        (spec.numel for tensor in plan.changed for spec in tensor.sources), default=0
+    )
+    if not method.aligns:
+        return writing
+    width, module = int(plan.config.text.hidden_size), _changed(plan)[0]
+    vocabulary, inside = int(plan.config.text.vocab_size), f"{module.layer_path}."
+    layer = sum(spec.numel for name, spec in plan.checkpoint.tensors.items() if name.startswith(inside))
+    if not method.reads_text:
+        stored = sum(spec.numel for spec in module.tensors.values())
+        return writing + (4 * (vocabulary * width + _GUESSED * layer) if method.guesses else 8 * _TURNED * stored)
+    streams = (_HELD + _REFINED * method.refines) * how.text.tokens * width
+    found = 4 * (streams + 2 * (layer + vocabulary * width))
+    if any(map(is_self, how.text.sources)):  # the whole model in 16 bits
+        from gqa.convert.align.self_samples import SAMPLED, SAMPLED_BYTES
+
+        cache = min(SAMPLED_BYTES, SAMPLED * how.text.length * plan.cache_before.bytes_per_token)
+        found = max(found, 2 * plan.checkpoint.parameters + cache + SAMPLED * vocabulary * _DRAWN)
+    return writing + found
+
+
+def _changed(plan: Plan) -> list[AttentionModule]:
+    return [module for module in attention_modules(plan.checkpoint, plan.config) if plan.changes_of(module)]

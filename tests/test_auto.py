@@ -108,17 +108,24 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 1e6)
     model = llama(tmp_path / "m", shards=1)
     done = run("--groups", 2, "--dry-run", "--json", model)
-    found = json.loads(done.out)["estimates"]
+    told = json.loads(done.out)["estimates"]
+    found = {method: each["seconds"] for method, each in told.items()}
+    memory = {method: each["memory_bytes"] for method, each in told.items()}
     assert list(found) == ["mean", "first", "procrustes", "aligned", "calibrated", "refined"]
     assert found["mean"] < found["procrustes"] < found["aligned"] < found["calibrated"] < found["refined"]
+    assert memory["mean"] < memory["aligned"] < memory["calibrated"] < memory["refined"]
     assert done.err.count("estimate    ") == len(found)
     more = run("--groups", 2, "--dry-run", "--json", "--method", "refined", "--refine-steps", 400, model)
-    assert json.loads(more.out)["estimates"]["refined"] > 1.5 * found["refined"]
+    assert json.loads(more.out)["estimates"]["refined"]["seconds"] > 1.5 * found["refined"]
+    longer = run("--groups", 2, "--dry-run", "--json", "--method", "calibrated", "--tokens", "128k", model)
+    wider = json.loads(longer.out)["estimates"]["calibrated"]
+    assert wider["memory_bytes"] > 1.5 * memory["calibrated"]
+    assert wider["disk_bytes"] > 1.9 * told["calibrated"]["disk_bytes"]
     unaligned = run("--groups", 2, "--dry-run", "--json", tiny("doge", tmp_path / "d"))
     assert list(json.loads(unaligned.out)["estimates"]) == ["mean", "first", "refined"]
     monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 2e6)
     quiet = json.loads(run("--groups", 2, "--dry-run", "--json", "--quiet", model).out)["estimates"]
-    assert quiet["refined"] == pytest.approx(found["refined"] / 2, rel=0.01)
+    assert quiet["refined"]["seconds"] == pytest.approx(found["refined"] / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "1 s"), (59.1, "60 s"), (150, "2.5 min"), (9000, "2.5 h")])

@@ -32,7 +32,7 @@ def teacher():
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(module, "_BATCH", 4)
+    monkeypatch.setattr(module, "SAMPLED", 4)
     return tmp_path / "gqa-samples"
 
 

@@ -66,15 +66,17 @@ class Calibrator:
         """What attention should give; the source's stream goes through the source's layer."""
         stream, converted = self.streams.source, self.streams.converted
         drift, counts = self._drift(own), position_weights(converted)
-        inputs, outputs = [], []
+        outputs = torch.empty_like(stream) if self.pair.plan.merging.how.refines else stream.new_empty(0)
+        joined = stream.new_empty(0)
         for seen in own.observe(stream):
-            stream[seen.rows] = seen.hidden.cpu()
-            outputs.append(seen.attended.cpu())
+            stream[seen.rows] = seen.hidden
+            check_finite(own.index, seen.hidden, seen.attended)
+            if len(outputs):
+                outputs[seen.rows] = seen.attended
             if own.output is not None:
-                inputs.append(seen.joined.cpu())
-        check_finite(own.index, stream, *outputs)
-        joined = torch.cat(inputs) if inputs else torch.empty(0)
-        return Task(self.pair, module, own, converted, joined, torch.cat(outputs), drift, counts)
+                joined = joined if len(joined) else stream.new_empty(*stream.shape[:2], seen.joined.shape[-1])
+                joined[seen.rows] = seen.joined
+        return Task(self.pair, module, own, converted, joined, outputs, drift, counts)
 
     def _drift(self, own: Layer) -> Tensor:
         """What attention would have to give beside its own output, (N, T, D), to put the converted stream right again.
@@ -113,6 +115,6 @@ class Calibrator:
         calls = Calls.of(seen.call for seen in merged.observe(self.streams.converted, "call"))
         how = self.pair.options.training
         with torch.enable_grad():
-            best, _, error = refine(attention, start, calls, task.outputs + task.drift, task.counts, how, progress)
+            best, _, error = refine(attention, start, calls, task.outputs.add_(task.drift), task.counts, how, progress)
         weights = self.pair.stored({names[name]: tensor for name, tensor in best.items()})
         return replace(found, weights=weights, error=error)

@@ -90,7 +90,7 @@ class Task:
     that the converted one will be given; and what its attention should compute.
 
     inputs, outputs: (N, T, H * e) what the source's W_O is given on the source's own stream, and (N, T, D) what its
-        attention gives there.
+        attention gives there, where it is refined.
     drift: (N, T, D) what W_O should give beside that, see `Calibrator._drift`.
     counts: (N, T) how much an error counts, see `position_weights`.
     """
@@ -126,10 +126,7 @@ def closed_form(task: Task) -> LayerResult:
         order = find_order(moments, w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
-        queries = query_order(order, heads.query)
-        values = {start: batch[:, order] for start, batch in values.items()}
-        inputs = task.inputs.unflatten(-1, (heads.query, -1))[:, :, queries].flatten(2)
-        w_o, task = w_o[queries], replace(task, inputs=inputs)
+        w_o = w_o[query_order(order, heads.query)]
     keys = moments.shared_keys(rotary) if free_keys else []
     seen = _seen_values(task, head_maps(heads, groups, keys, [], order), values)
     found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o.double())
@@ -161,7 +158,8 @@ def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tenso
     merged = task.pair.merged(task.module, maps)
     for seen in merged.observe(task.stream, "heads"):
         q, k, _ = seen.heads
-        stacked = stack_groups(values[seen.rows.start].to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
+        own = values[seen.rows.start] if maps.order is None else values[seen.rows.start][:, maps.order]
+        stacked = stack_groups(own.to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
         rows = task.pair.target.attend(merged.attention, q, k, stacked, seen.mask, **seen.options)  # (B, T, H, m e)
         rows = rows * task.counts[seen.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
@@ -174,7 +172,7 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
     assert maps.output is not None
     merged = task.pair.merged(task.module, replace(maps, output=None))
-    width, device = len(maps.output), task.pair.target.device
+    width, device, query = len(maps.output), task.pair.target.device, task.pair.heads(task.module)[0].query
     weight = w_o.float().to(device)
     inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # what W_O turns into the drift is asked for on top
     inverse = inverse.float().to(device)
@@ -184,6 +182,8 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
         inputs, drift, counts = (
             part[seen.rows].flatten(0, 1).to(device, torch.float32) for part in (task.inputs, task.drift, task.counts)
         )
+        if maps.order is not None:
+            inputs = inputs.unflatten(1, (query, -1))[:, query_order(maps.order, query)].flatten(1)
         root = counts.sqrt()[:, None]
         target = (inputs + drift @ inverse) * root
         asked.add_(as_float64((target @ weight).square().sum(1)).sum().cpu())

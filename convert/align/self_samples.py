@@ -36,8 +36,8 @@ from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.repeats import MIX, mixed
 from gqa.corpus.tokens import Block
 
-_BATCH = 64  # sequences sampled together at most
-_CACHE_BYTES = 1 << 30  # that their caches may fill
+SAMPLED = 64  # sequences sampled together at most
+SAMPLED_BYTES = 1 << 30  # that their caches may fill
 _MORE = 128  # tokens by which a cache grows
 
 
@@ -130,10 +130,10 @@ def _begins(checkpoint: Checkpoint, token: int) -> bool:
 
 
 def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
-    """As many sequences as _CACHE_BYTES hold keys and values for: a step takes hardly longer for more of them."""
+    """As many sequences as SAMPLED_BYTES hold keys and values for: a step takes hardly longer for more of them."""
     cache = checkpoint_cache(checkpoint)
     each = cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
-    return max(1, min(_BATCH, _CACHE_BYTES // each))
+    return max(1, min(SAMPLED, SAMPLED_BYTES // each))
 
 
 def first_token(config: Any, name: str) -> int:

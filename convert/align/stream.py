@@ -26,6 +26,7 @@ _TOKENS = 2  # whose values attention averages
 _SHARE = 0.01  # of independent inputs in the guess, for what it does not see
 _NODES = 241  # of an integral over a Gaussian
 _LITTLE = (1e-9, 1e-7, 1e-5, 1e-3)  # of independent inputs, until rounding leaves a matrix positive
+_ROWS = 16_384  # of a table in float64 at a time
 _BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of the work of a square
 
 
@@ -120,8 +121,9 @@ class Stream:
         found = torch.zeros(self._width, self._width, dtype=torch.float64)
         tables = find_embeddings(self._checkpoint, self._config, self._width)
         for spec in tables:
-            table = self._checkpoint.read(spec).double()
-            found += table.mT @ table / len(table)
+            for stored in self._checkpoint.read(spec).split(_ROWS):
+                rows = stored.double()
+                found += rows.mT @ rows / spec.shape[0]
         return found * self._symmetry.embedded(self._config) ** 2 if tables else None
 
     def _find_mlp(self, module: AttentionModule, gain: Tensor) -> Mlp | None:
