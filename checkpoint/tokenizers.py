@@ -33,6 +33,11 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **ours)
         words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)
     except Exception as error:  # whatever a library raises about files that it cannot read
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise RefusedError(
+                f"the tokenizer of {checkpoint.name} is code that it brings; look at it, and give "
+                f"--trust-remote-code to run it{advice}"
+            ) from None
         raise RefusedError(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; repair its files{advice}"
         ) from None

@@ -51,6 +51,7 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
         words += ["--data", sources, "--tokens", str(text["tokens"])]
         words += ["--context", str(text["length"]), "--seed", str(text["seed"])]
         words += [] if text.get("repeats") else ["--no-repeats"]
+        words += ["--trust-remote-code"] if text.get("trust_remote_code") else []
         words += ["--ridge", str(told["ridge"]), "--precision", told["dtype"]]
     if how := told.get("refinement"):
         words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]

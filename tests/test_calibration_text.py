@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from checkpoints import check_refused, run
 from embedded import SOURCE, tokenizer
 from torch import Tensor
 
@@ -79,3 +82,18 @@ def test_half_of_a_text_repeats_itself(tmp_path: Path) -> None:
     plain, mixed = blocks(source, 16, length=64), blocks(source, 16, length=64, repeats=True)
     assert 7 <= int((plain == mixed).all(dim=1).sum()) <= 9
     assert torch.isin(mixed, plain).all()
+
+
+def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(SOURCE, tmp_path / "model"))
+    told = json.loads((model / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(told | own))
+    (model / "tokenization_ours.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    words = (model, "--groups", 2, "--method", "calibrated", "--data", "stdlib:heldout", "--tokens", "64")
+    words = (*words, "--context", "16", "-o", tmp_path / "out")
+    assert "code that it brings; look at it, and give --trust-remote-code" in check_refused(run(*words), advice="")
+    assert run(*words, "--trust-remote-code").code == 0
+    assert " --trust-remote-code " in json.loads((tmp_path / "out/gqa_conversion.json").read_text())["command"]

@@ -41,10 +41,20 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     "refine_precision": ((*REFINED, "--refine-precision", "float32"), ("--refine-precision", "bfloat16")),
 }
 # What is computed is the same with and without them, but for rounding on another device; `maps` are made by options
-# that are told, `revision` and the two about the class are held against their own tests.
+# that are told, `revision`, trust and the two about the class are held against their own tests.
 OTHERS = {
     *("model", "output", "maps", "device", "remote_code", "attention", "max_shard_size", "revision", "dry_run"),
-    *("as_json", "overwrite", "checksums", "verify_load", "tensor_parallel", "jobs", "push_to_hub", "public"),
+    *(
+        "as_json",
+        "overwrite",
+        "checksums",
+        "trust_remote_code",
+        "verify_load",
+        "tensor_parallel",
+        "jobs",
+        "push_to_hub",
+        "public",
+    ),
     *("verbose", "quiet", "families", "version"),
 }
 

@@ -20,14 +20,17 @@ from gqa.corpus.tokens import Encoder, Ints
 _CHARACTERS = 256  # of text that are looked at for every token that is taken, which is some four of them
 
 
-def read_blocks(checkpoint: Checkpoint, source: Source, tokens: int, length: int, seed: int, repeats: bool) -> Ints:
+def read_blocks(
+    checkpoint: Checkpoint, source: Source, tokens: int, length: int, seed: int, repeats: bool,
+    trust_remote_code: bool = False,
+) -> Ints:  # fmt: skip
     """(N, length) pieces of many documents, which say more than a few whole ones; with `repeats` a part of them repeats
     itself, in the shares of what a model writes. Raises RefusedError and CorpusError.
 
     No more is tokenised than they come from: documents in an order that hashes of their texts and the seed decide, as
     many as hold _CHARACTERS a token.
     """
-    encoder = Encoder(load_tokenizer(checkpoint, instead="use self"))
+    encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
     digests, characters = zip(*((text_digest(one.text), len(one.text)) for one in source.documents()), strict=True)
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
     reached, wanted = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens

@@ -29,7 +29,7 @@ DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
 class CalibrationText:
     """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of
     `length`. `field` is the column of text of files and data sets. `repeats`: half of the blocks repeat themselves
-    (`gqa.corpus.repeats`), but those of `self:plain`.
+    (`gqa.corpus.repeats`), but those of `self:plain`. `trust_remote_code`: the tokenizer may be code that comes along.
     """
 
     sources: tuple[str, ...] = option_field(
@@ -55,6 +55,7 @@ class CalibrationText:
         aliases="--calibration-repeats/--no-calibration-repeats",
         **OF_TEXT,
     )
+    trust_remote_code: bool = option_field(False, **OF_TEXT)
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
@@ -76,7 +77,8 @@ class CalibrationText:
                 parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, watcher))
             else:
                 found = self._parse(source)
-                parts.append(read_blocks(checkpoint, found, tokens, self.length, self.seed, self.repeats))
+                how = (self.length, self.seed, self.repeats, self.trust_remote_code)
+                parts.append(read_blocks(checkpoint, found, tokens, *how))
         return torch.from_numpy(np.concatenate(parts))
 
     def identify(self) -> list[str]:

@@ -84,7 +84,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
     """Check everything. Raises RefusedError and CorpusError, before anything is written; unless `strict`, methods that
     this model cannot have are left out instead.
     """
-    subject = open_subjects([options.model])[0]
+    subject = open_subjects([options.model], options.training.trust_remote_code)[0]
     devices = tuple(map(evaluate.usable_device, options.devices or (None,)))
     training = replace(options.training, model=subject.path)
     options = replace(options, training=training, devices=devices)

@@ -50,7 +50,8 @@ _DATA = [
     option("--calibration", **SHARED["--data"], **OF_TEXT, help="Text for calibrated and refined, as gqa-convert's "
            "--data.  [default: the data]"),
 ]  # fmt: skip
-_UPTRAIN = OptionsOf(TrainOptions, {*TRAINING, "micro_batch"} - {"data", "precision"}, block_size="--train-context")
+_TRAINED = {*TRAINING, "micro_batch", "trust_remote_code"} - {"data", "precision"}
+_UPTRAIN = OptionsOf(TrainOptions, _TRAINED, block_size="--train-context")
 _MAPS = MapsWords("calibration-")
 _RUN = [
     option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
@@ -114,8 +115,9 @@ def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[Study
     """What the options of the command that runs say. Raises RefusedError for what no method of them uses."""
     methods = {method: seeds or options["seeds"] for method, seeds in options["methods"]}
     refuse_unused(methods, f"--methods {','.join(methods)}")
-    text = options["calibration"] or options["data"]
-    maps = _MAPS.read(options, seed=0, device=None, sources=text, field=options["field"])  # each cell has its own
+    text = {"sources": options["calibration"] or options["data"], "field": options["field"]}
+    text |= {"trust_remote_code": options["trust_remote_code"]}
+    maps = _MAPS.read(options, seed=0, device=None, **text)  # each cell has its own
     more = {name: options[name] for name in ("data", "precision", "save_minutes")}
     training = _UPTRAIN.read(options, model=model, output=output, **more)
     return STUDY.read(options, training=training, maps=maps), GRID.read(options, methods=methods)
