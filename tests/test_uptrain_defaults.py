@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import beside
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.uptrain.defaults import TOKENS, settle
+from gqa.uptrain.defaults import TOKENS, settle, settle_steps
 from gqa.uptrain.options import TrainOptions
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -178,3 +178,29 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, 
     assert "unchanged" not in done.out
     before, after = load(converted), load(tmp_path / "better")
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "have", "ranks", "block", "batch"),
+    [
+        ({"tokens": 10_000_000}, 2**40, 1, 1024, 8),
+        ({"tokens": 512_000}, 2**40, 1, 1024, 5),
+        ({"alpha": 0.05}, 2_669_449, 1, 1024, 1),
+        ({"alpha": 0.01}, 2_669_449, 1, 256, 1),
+        ({"alpha": 0.01, "pretraining_tokens": 10**9}, 2_669_449, 1, 1024, 8),
+        ({"alpha": 0.01, "block_size": 512}, 2_669_449, 1, 512, 1),
+        ({"alpha": 0.01, "batch_size": 3}, 2_669_449, 1, 256, 3),
+        ({}, 409_600, 1, 1024, 4),
+        ({"tokens": 512_000}, 2**40, 2, 1024, 4),
+        ({"tokens": 512_000, "micro_batch": 3}, 2**40, 2, 1024, 6),
+        ({"steps": 10}, 2**40, 1, 1024, 8),
+        ({"steps": 10}, 2**40, 16, 1024, 16),
+        ({"alpha": 0.01, "schedule": "constant"}, 2_669_449, 1, 1024, 8),
+    ],
+)
+def test_a_short_run_has_steps_all_the_same(
+    changes: dict[str, Any], have: int, ranks: int, block: int, batch: int
+) -> None:
+    found = settle_steps(TrainOptions("m", Path("out"), **changes), have, 1024, ranks)
+    assert (found.block_size, found.batch_size) == (block, batch)
+    found.check(ranks)

@@ -20,6 +20,7 @@ from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
 from gqa.corpus.tokens import Block, Blocks, TokenisedText, concatenate, tokenise
+from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
 
@@ -90,11 +91,13 @@ def stack(blocks: list[Block]) -> Batch:
     return {name: torch.from_numpy(np.stack([block[name] for block in blocks])) for name in blocks[0]}
 
 
-def open_dataloader(options: TrainOptions, tokenizer: Any, block_size: int) -> Dataloader:
-    """Raises RefusedError and CorpusError."""
+def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
+    """Of blocks of `longest` tokens at most, as `settle_steps` decides. Raises RefusedError and CorpusError."""
     sources, back = parse_sources(options.data, **_how(options)), not heldout_sources(options)
     if not options.streaming:
         text, heldout = concatenate([tokenise(source, tokenizer) for source in sources]), list[Block]()
+        options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
+        block_size, batch = options.block, options.blocks_per_step
         if back:
             text, heldout = _hold_back(text, options, block_size)
         weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
@@ -104,19 +107,21 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, block_size: int) -> D
         )  # fmt: skip
         steps = _steps(chosen.blocks.n_blocks, options, block_size)
         own = Repeating(chosen.blocks, options.seed) if options.repeats else chosen.blocks
-        return Dataloader(own, options.batch_size, steps, text.fingerprint, chosen.summary(), heldout)
+        return Dataloader(own, batch, steps, text.fingerprint, chosen.summary(), heldout)
     if options.alpha is not None and options.pretraining_tokens is None:
         raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
+    options = settle_steps(options, _ENDLESS, longest, ranks)
+    block_size, batch = options.block, options.blocks_per_step
     steps = _steps(n_blocks_for(_ENDLESS, block_size, **_length(options)), options, block_size)
     first = wanted_blocks(options, block_size) if back else 0
     blocks = StreamedBlocks(
-        sources, tokenizer, block_size=block_size, n_blocks=first + steps * options.batch_size,
+        sources, tokenizer, block_size=block_size, n_blocks=first + steps * batch,
         heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
     )  # fmt: skip
     told = f"a stream of {', '.join(source.spec for source in sources)}"
     heldout = list(islice(blocks.blocks(), first))
     read = Repeating(Numbered(blocks), options.seed) if options.repeats else Numbered(blocks)
-    return Dataloader(read, options.batch_size, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
+    return Dataloader(read, batch, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
 
 
 def wanted_blocks(options: TrainOptions, block_size: int) -> int:
@@ -134,12 +139,17 @@ def _hold_back(text: TokenisedText, options: TrainOptions, block_size: int) -> t
     return rest, [blocks[number] for number in range(len(blocks))]
 
 
+def sampled_steps(options: TrainOptions, longest: int, ranks: int) -> TrainOptions:
+    """The options with what `settle_steps` decides, of data that a model writes."""
+    return settle_steps(options, parse_self(options.data[0]).tokens or _ENDLESS, longest, ranks)
+
+
 def open_sampled(
-    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, block_size: int,
+    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint,
     watcher: Watcher = SILENT,
 ) -> Dataloader:  # fmt: skip
     """Blocks that the teacher, `checkpoint`, writes; `load` gives it in a dtype. Raises RefusedError."""
-    own = parse_self(options.data[0])
+    own, block_size, batch = parse_self(options.data[0]), options.block, options.blocks_per_step
     data_tokens = own.tokens or _ENDLESS
     length = _length(options)
     if not options.lengths:  # all that is written
@@ -150,23 +160,23 @@ def open_sampled(
             f"{n_blocks * block_size:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
     steps = _steps(n_blocks, options, block_size)
-    count, first = steps * options.batch_size, 0 if options.heldout else wanted_blocks(options, block_size)
+    count, first = steps * batch, 0 if options.heldout else wanted_blocks(options, block_size)
     blocks = sampled_blocks(load, device, checkpoint, block_size, first + count, options.seed, own.plain, watcher)
     told = f"{count:,} blocks of {block_size:,} that {checkpoint.name} writes"
     heldout = [blocks[number] for number in range(first)]
-    return Dataloader(blocks, options.batch_size, steps, blocks.fingerprint, told, heldout, first)
+    return Dataloader(blocks, batch, steps, blocks.fingerprint, told, heldout, first)
 
 
 def _length(options: TrainOptions) -> dict[str, Any]:
     """How long training is, as `n_blocks_for` takes it."""
     return {
         "alpha": options.alpha, "tokens": options.tokens, "steps": options.steps,
-        "blocks_per_step": options.batch_size, "pretraining_tokens": options.pretraining_tokens,
+        "blocks_per_step": options.blocks_per_step, "pretraining_tokens": options.pretraining_tokens,
     }  # fmt: skip
 
 
 def _steps(n_blocks: int, options: TrainOptions, block_size: int) -> int:
-    if steps := n_blocks // options.batch_size:
+    if steps := n_blocks // options.blocks_per_step:
         return steps
     raise RefusedError(
         f"there are {n_blocks} blocks of {block_size} tokens to train on, less than one batch of "
@@ -174,12 +184,12 @@ def _steps(n_blocks: int, options: TrainOptions, block_size: int) -> int:
     )
 
 
-def open_heldout(options: TrainOptions, tokenizer: Any, block_size: int) -> list[Block]:
+def open_heldout(options: TrainOptions, tokenizer: Any) -> list[Block]:
     """Blocks spread over the text that is named to be held out; none where nothing is named.
 
     Raises RefusedError and CorpusError.
     """
-    sources = heldout_sources(options)
+    sources, block_size = heldout_sources(options), options.block
     wanted = wanted_blocks(options, block_size)
     if not sources:
         return []

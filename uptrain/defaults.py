@@ -1,4 +1,6 @@
-"""What a run does where its options leave it open: who teaches, on which text, how long, and which weights train."""
+"""What a run does where its options leave it open: who teaches, on which text, how long, which weights train, and how
+much of the text a step takes.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,8 @@ from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, TrainOptions
 
 TOKENS = 512_000  # to train on where nothing says how many
+_STEPS = 100  # that a run has at least, where smaller batches and blocks can give it them
+_BATCH, _BLOCK = 8, 256  # blocks of a step at most, tokens of a block at least
 
 
 def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions, str]:
@@ -69,3 +73,25 @@ def find_base(checkpoint: Checkpoint, conversion: dict[str, Any]) -> tuple[str, 
     except (RefusedError, OSError) as error:
         return NO_TEACHER, f"the base model {name} cannot be read: {explain(error)}"
     return found or name, f"{found or name}, the base model; --teacher none is without"
+
+
+def settle_steps(options: TrainOptions, have: int, longest: int, ranks: int) -> TrainOptions:
+    """The options with the tokens of a block and the blocks of a step decided, of `have` tokens of data.
+
+    Blocks are the `longest` that the model reads and a step has eight of them. A run that had less than a hundred steps
+    then takes fewer, and shorter blocks where one is too many: what few tokens bring is a matter of steps
+    (docs/uptraining.md). With a constant rate it does not, so that the first steps of a longer run are a shorter one.
+    The blocks of a step are shared by `ranks`.
+    """
+    tokens = options.tokens or have
+    if options.alpha is not None:
+        tokens = int(options.alpha * (options.pretraining_tokens or have))
+    short = options.steps is None and options.schedule != "constant"
+    block, batch = options.block_size or longest, options.batch_size
+    while short and options.block_size is None and tokens < _STEPS * block and block // 2 >= _BLOCK:
+        block //= 2
+    if batch is None:
+        unit = ranks * (options.micro_batch or 1)
+        wanted = min(_BATCH, tokens // (_STEPS * block)) if short else _BATCH
+        batch = max(1, wanted // unit) * unit
+    return replace(options, block_size=block, batch_size=batch)

@@ -32,8 +32,8 @@ _DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False
 class TrainOptions:
     """See `gqa-uptrain --help`. Batches are counted in blocks; at most one of alpha, tokens and steps is given.
 
-    What is left open here `gqa.uptrain.defaults.settle` decides once the checkpoint is known: teacher `auto`, no data,
-    no length, no scope.
+    What is left open here `gqa.uptrain.defaults` decides once the checkpoint is known (teacher `auto`, no data, no
+    length, no scope) and once the data is (no block, no batch).
     """
 
     model: str
@@ -69,9 +69,13 @@ class TrainOptions:
         None, "What alpha is a fraction of.  [default: the data's]", type=Count()
     )
     block_size: int | None = option_field(
-        None, "Tokens of one block.  [default: the model's positions, 2048 at most]", "--context",
-        aliases="--block-size", type=Count(2),
-    )  # fmt: skip
+        None,
+        "Tokens of one block.  [default: the model's positions, 2048 at most, less where the tokens are less than 100 "
+        "blocks]",
+        "--context",
+        aliases="--block-size",
+        type=Count(2),
+    )
     repeats: bool | None = option_field(
         None,
         "Let half of the blocks repeat themselves, as those of self do, which keeps what finds things again.  "
@@ -79,7 +83,10 @@ class TrainOptions:
         "--repeats/--no-repeats",
     )
     mask_documents: bool = option_field(False, "Keep attention inside documents.")
-    batch_size: int = option_field(8, "Blocks of one step, over all processes.", type=_FROM_ONE)
+    batch_size: int | None = option_field(
+        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 100 such steps]",
+        type=_FROM_ONE,
+    )  # fmt: skip
     micro_batch: int | None = option_field(
         None, "Blocks of one forward pass on one process.  [default: its share of the batch]", type=_FROM_ONE, free=True
     )
@@ -175,9 +182,21 @@ class TrainOptions:
         """Which of the three ways to say how long training is are used."""
         return [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
 
+    @property
+    def block(self) -> int:
+        """Tokens of a block, once that is decided."""
+        assert self.block_size is not None
+        return self.block_size
+
+    @property
+    def blocks_per_step(self) -> int:
+        """The batch, once it is decided."""
+        assert self.batch_size is not None
+        return self.batch_size
+
     def blocks_at_a_time(self, ranks: int) -> int:
         """Blocks of one forward pass on one of `ranks`."""
-        return self.micro_batch or self.batch_size // ranks
+        return self.micro_batch or self.blocks_per_step // ranks
 
     def check(self, ranks: int) -> None:
         """Raises RefusedError where options do not go together."""
@@ -217,6 +236,8 @@ class TrainOptions:
             yield "--alpha is a fraction of the data; say how much of --data self there is, like self:1M"
 
     def _batch_conflicts(self, ranks: int) -> Iterator[str]:
+        if self.batch_size is None:  # it will be one that goes
+            return
         share = self.batch_size // ranks
         if self.batch_size % ranks:
             yield f"--batch-size {self.batch_size} cannot be shared by {ranks} processes; give a multiple of {ranks}"

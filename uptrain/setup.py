@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.loading import load_model, ranks, read_auto_config
 from gqa.checkpoint.names import stored_shapes, tied_names
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -33,7 +33,7 @@ from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.corpus.sources import is_self
 from gqa.corpus.tokens import Block
-from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
+from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled, sampled_steps
 from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose, unreached
@@ -46,7 +46,7 @@ MAX_BLOCK = 2048
 class Setup:
     """A run that is ready to start: all that is known before the first step has been checked.
 
-    `options`: with the teacher, data, length, repeats and scope decided. `taught`: who teaches or why nobody does, for
+    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for
     people. `micro` is the number of blocks of one forward pass on one process.
     """
 
@@ -102,10 +102,8 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
     checkpoint = open_model(options.model, options.revision)
     options, taught = settle(options, checkpoint)
     options.check(processes)
-    micro = options.blocks_at_a_time(processes)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
     require_space(checkpoint.nbytes, out)
-    accelerator = make_accelerator(options, out, micro)
     states = States(_beside(out, "state"), options.keep_last)
     if options.resume:
         states.latest(whole=False)
@@ -113,21 +111,27 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
-    tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
+    tokenizer, written = load_tokenizer(checkpoint, options.trust_remote_code), is_self(options.data[0])
+    longest = find_block_size(checkpoint, tokenizer, options)
+    if written:
+        options = sampled_steps(options, longest, processes)
+    else:
+        with ranks().main_process_first():  # one process tokenises, the others find it done
+            dataloader = open_dataloader(options, tokenizer, longest, processes)
+        options = replace(options, batch_size=dataloader.batch_size, block_size=dataloader.blocks.size)
+    micro = options.blocks_at_a_time(processes)
+    accelerator = make_accelerator(options, out, micro)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
         model = _model(checkpoint, options, accelerator)
-        block_size = find_block_size(model.config, tokenizer, checkpoint, options)
         for name in options.teachers:
             original = open_model(name)
             load = partial(_load, original, options, str(accelerator.device))
             teacher = (teacher or load("auto")).requires_grad_(False)
             _check_teacher(teacher, original, model, tokenizer, options)
-    with accelerator.main_process_first():  # one process tokenises, the others find it done
-        if is_self(options.data[0]):
-            dataloader = open_sampled(options, load, str(accelerator.device), original, block_size, watcher)
-        else:
-            dataloader = open_dataloader(options, tokenizer, block_size)
-        heldout = dataloader.heldout or open_heldout(options, tokenizer, block_size)
+    with accelerator.main_process_first():
+        if written:
+            dataloader = open_sampled(options, load, str(accelerator.device), original, watcher)
+        heldout = dataloader.heldout or open_heldout(options, tokenizer)
     return Setup(options, taught, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
 
 
@@ -136,7 +140,7 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
     processes = ranks().num_processes
-    accumulation = options.batch_size // processes // micro
+    accumulation = options.blocks_per_step // processes // micro
     if options.device and processes > 1:
         raise RefusedError(f"--device {options.device} is for one process; a launcher gives each of several its own")
     device = find_device(options.device) if options.device else None
@@ -237,9 +241,9 @@ def _check_compiler() -> None:
         raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
 
 
-def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
+def find_block_size(checkpoint: Checkpoint, tokenizer: Any, options: TrainOptions) -> int:
     """What is asked for, or the positions of the model but `MAX_BLOCK` at most. Raises RefusedError."""
-    config = config.get_text_config(decoder=True)
+    config = read_auto_config(str(checkpoint.directory), options.trust_remote_code).get_text_config(decoder=True)
     if len(tokenizer) > config.vocab_size:
         raise RefusedError(
             f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "

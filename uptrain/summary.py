@@ -54,7 +54,7 @@ def plan_record(setup: Setup) -> dict[str, Any]:
 def plan_text(setup: Setup) -> str:
     """The same for people."""
     options, record = setup.options, plan_record(setup)
-    forwards = options.batch_size // (setup.micro * record["processes"])
+    forwards = options.blocks_per_step // (setup.micro * record["processes"])
     processes = f"{record['processes']} process{'es' if record['processes'] > 1 else ''}"
     lines = [
         f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
