@@ -20,22 +20,23 @@ from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import open_subjects
 from gqa.eval.tasks import Harness
 
-PERPLEXITY = """
-task: local_perplexity
-dataset_path: json
+LOCAL = """dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
+"""
+PERPLEXITY = (
+    LOCAL
+    + """task: local_perplexity
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}, {{metric: bits_per_byte}}]
 metadata: {{version: 7}}
 """
-CHOICE = """
-task: local_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
+)
+CHOICE = (
+    LOCAL
+    + """task: local_choice
 fewshot_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
@@ -43,6 +44,7 @@ doc_to_target: 0
 doc_to_choice: "{{{{choices}}}}"
 metric_list: [{{metric: acc}}]
 """
+)
 QUESTIONS = [("import", [" os", " zebra"]), ("def f(self,", [" x):", " :)"]), ("return", [" whale", " None"])]
 METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # gqa-eval calls them the same
 

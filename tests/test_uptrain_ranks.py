@@ -111,7 +111,7 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     record = json.loads(done.out)
     assert (record["model"], record["teacher"], record["data"]) == ("lab/mha-gqa2", "lab/mha", ["lab/data"])
     assert record["options"]["data_revision"] == "v1"
-    assert (record["tokens"], record["steps"], record["ranks"]) == (512, 1, 1)
+    assert (record["tokens"], record["steps"], record["ranks"]) == (960, 15, 1)
     assert load(machine.work / "out").keys() == load(tmp_path / "gqa2").keys()
 
 
