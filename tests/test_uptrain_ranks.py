@@ -60,6 +60,25 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
         assert difference(out, whole) <= 1e-6
 
 
+def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, tmp_path: Path) -> None:
+    """Sums leave the model in float32, and gradients are added in float32, micro-batch by micro-batch into shards:
+    accelerate rounds all of that, and keeps whole gradients meanwhile.
+    """
+    words = {"steps": 3, "teacher": "teacher", "precision": "bf16", "micro_batch": 2}
+    runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
+    told = f"shard(); tell_gradients({str(tmp_path / 'told')!r})"
+    runs.finish(*runs.words(tmp_path / "fsdp", **words), ranks=2, before=told)
+    one, other = (metrics(tmp_path / way / "gqa_uptraining.jsonl") for way in ("ddp", "fsdp"))
+    for expected, found in zip(one, other, strict=True):
+        assert found == pytest.approx(expected, rel=1e-3)
+    numbers = sum(tensor.numel() for tensor in load(tmp_path / "ddp").values())
+    for rank in (0, 1):
+        passes = [json.loads(line) for line in (tmp_path / f"told-{rank}").read_text().splitlines()]
+        assert len(passes) == 6
+        assert all(held < 0.6 * numbers for held, _ in passes), passes
+        assert all(exact < 0.9 for _, exact in passes), passes
+
+
 ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "adapters": ({"train": "lora", "lora_rank": 4, "steps": 2}, {"ranks": 2, "before": "shard()"}, 1e-6),
     "towers": ({"model": "nested"}, {"ranks": 1}, 1e-5),

@@ -8,6 +8,7 @@ is here are in conftest.py.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import shutil
@@ -268,12 +269,38 @@ def shard(load_once: bool = False) -> None:
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT",
             cpu_ram_efficient_loading=load_once,
         )  # fmt: skip
+        accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerator does
         if load_once:
             os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
         return accelerator
 
     module.Accelerator = make  # type: ignore[assignment,misc]
+
+
+def tell_gradients(file: str) -> None:
+    """After each backward pass of FSDP2: how many numbers of gradients a process holds, and which share of those that
+    were added over processes bfloat16 holds exactly.
+    """
+    from accelerate import Accelerator
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    backward = Accelerator.backward
+
+    def told(self: Accelerator, loss: Any) -> None:
+        backward(self, loss)
+        held, exact = 0, []
+        for one in (found for found in gc.get_objects() if type(found) is FSDPParam):
+            whole = one.unsharded_accumulated_grad
+            held += 0 if whole is None else whole.numel()
+            if one.sharded_param.grad is not None:
+                local = one.sharded_param.grad.to_local()
+                held += local.numel()
+                exact.append((local == local.bfloat16()).float().mean())
+        with Path(f"{file}-{self.process_index}").open("a") as stream:
+            stream.write(json.dumps([held, float(sum(exact)) / max(len(exact), 1)]) + "\n")
+
+    Accelerator.backward = told  # type: ignore[method-assign]
 
 
 def judged(*losses: float) -> None:

@@ -20,6 +20,7 @@ from accelerate.utils import (
     LoggerType,
     set_seed,
 )
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
@@ -165,6 +166,11 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if sharded and options.optimizer == "muon":
         raise RefusedError("--optimizer muon needs whole matrices, and FSDP and DeepSpeed divide them; use adamw")
+    if accelerator.distributed_type == DistributedType.FSDP:
+        # Else each process holds whole gradients from one micro-batch to the next.
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+        if options.precision != "no":
+            _keep_sums(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro,
@@ -172,6 +178,16 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
             "gradient_clipping": options.clip,
         }
     return accelerator
+
+
+def _keep_sums(accelerator: Accelerator) -> None:
+    """Of FSDP2 only weights are gathered in 16 bits. Gradients are added in float32, and the sums that a model returns
+    stay as they are, which accelerate's own policy rounds.
+    """
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version == 2:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def _beside(out: Path, purpose: str) -> Path:
