@@ -55,6 +55,8 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
         assert killed.code == -signal.SIGKILL
         files = {path.name for path in States(Path(f"{out}-state"), 2).latest()[0].rglob("*.distcp")}
         assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
+        alone = runs.run(*runs.words(out, **words), "--resume")
+        assert "was saved with FSDP and this run is without; continue it as it was" in alone.err
         runs.finish(*runs.words(out, **words), "--resume", ranks=2, before=f"shard({load_once})")
         assert losses(out) == pytest.approx(losses(whole), rel=1e-6)
         assert difference(out, whole) <= 1e-6

@@ -88,12 +88,15 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
         assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in load(one).items())
 
 
-def test_more_ranks_may_continue(runs: Runs, tmp_path: Path) -> None:
-    """Blocks and losses do not depend on ranks, so neither does a state."""
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1)])
+def test_more_or_fewer_ranks_may_continue(runs: Runs, tmp_path: Path, before: int, after: int) -> None:
+    """Blocks and losses do not depend on ranks, so neither does a state. How large a step is where nothing says it may
+    depend on them, and stays what it was.
+    """
     out = tmp_path / "out"
-    runs.run(*saving(runs, out), before="kill_at(3)")
-    runs.finish(*saving(runs, out), "--resume", ranks=2)
-    runs.finish(*saving(runs, tmp_path / "straight"))
+    runs.run(*saving(runs, out, batch_size=None), ranks=before, before="kill_at(3)")
+    runs.finish(*saving(runs, out, batch_size=None), "--resume", ranks=after)
+    runs.finish(*saving(runs, tmp_path / "straight", batch_size={1: 8, 3: 6}[before]))
     assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 

@@ -269,7 +269,8 @@ def shard(load_once: bool = False) -> None:
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT",
             cpu_ram_efficient_loading=load_once,
         )  # fmt: skip
-        accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerator does
+        if accelerator.mixed_precision != "no":  # as Accelerator does
+            accelerator.state.fsdp_plugin.set_mixed_precision(accelerator.mixed_precision)
         if load_once:
             os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
         PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP

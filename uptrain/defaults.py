@@ -17,7 +17,7 @@ from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.options import AUTO_TEACHER, NO_TEACHER, TrainOptions
 
 TOKENS = 512_000  # to train on where nothing says how many
-_STEPS = 100  # that a run has at least, where smaller batches and blocks can give it them
+_STEPS = 250  # that a run has at least, where smaller batches and blocks can give it them
 _BATCH, _BLOCK = 8, 256  # blocks of a step at most, tokens of a block at least
 
 
@@ -78,8 +78,8 @@ def find_base(checkpoint: Checkpoint, conversion: dict[str, Any]) -> tuple[str, 
 def settle_steps(options: TrainOptions, have: int, longest: int, ranks: int) -> TrainOptions:
     """The options with the tokens of a block and the blocks of a step decided, of `have` tokens of data.
 
-    Blocks are the `longest` that the model reads and a step has eight of them. A run that had less than a hundred steps
-    then takes fewer, and shorter blocks where one is too many: what few tokens bring is a matter of steps
+    Blocks are the `longest` that the model reads and a step has eight of them. A run that had less than 250 steps then
+    takes fewer, and shorter blocks where one is too many: what few tokens bring is a matter of steps
     (docs/uptraining.md). With a constant rate it does not, so that the first steps of a longer run are a shorter one.
     The blocks of a step are shared by `ranks`.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
 
 from gqa.uptrain.dataloader import stack
@@ -23,7 +23,7 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import rate_factor, warmup_steps
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.state import check_same_run
+from gqa.uptrain.state import check_same_run, check_sharded_alike
 from gqa.uptrain.training_model import Batch, TrainingModel, predictions
 
 EVALUATIONS = 4  # of held-out text on the way, unless --eval-every says how often
@@ -252,6 +252,7 @@ def _identity(setup: Setup) -> dict[str, Any]:
 def _resume(setup: Setup) -> TrainingProgress:
     path, record = setup.states.latest(whole=setup.accelerator.is_main_process)
     check_same_run(path, record, _identity(setup))
+    check_sharded_alike(path, setup.accelerator.distributed_type == DistributedType.FSDP)
     setup.accelerator.load_state(str(path))
     if setup.accelerator.is_main_process:
         setup.states.take_best(path)

@@ -70,7 +70,7 @@ class TrainOptions:
     )
     block_size: int | None = option_field(
         None,
-        "Tokens of one block.  [default: the model's positions, 2048 at most, less where the tokens are less than 100 "
+        "Tokens of one block.  [default: the model's positions, 2048 at most, less where there are less than 250 "
         "blocks]",
         "--context",
         aliases="--block-size",
@@ -84,7 +84,7 @@ class TrainOptions:
     )
     mask_documents: bool = option_field(False, "Keep attention inside documents.")
     batch_size: int | None = option_field(
-        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 100 such steps]",
+        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 250 such steps]",
         type=_FROM_ONE,
     )  # fmt: skip
     micro_batch: int | None = option_field(

@@ -107,7 +107,8 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
     require_space(checkpoint.nbytes, out)
     states = States(_beside(out, "state"), options.keep_last)
     if options.resume:
-        states.latest(whole=False)
+        options = states.continued(options)
+        options.check(processes)
     elif states.all():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"

@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
-from gqa.uptrain.options import differences
+from gqa.uptrain.options import TrainOptions, differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 RECORD = "trainer_state.json"
 BEST = "best.bin"
+_SHARDS = "pytorch_model_fsdp_0"  # accelerate's name
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,14 @@ class States:
         if (state / BEST).exists():
             _link(state / BEST, self.directory / BEST)
 
+    def continued(self, options: TrainOptions) -> TrainOptions:
+        """The options with what the run that is continued made of those that are left open: how many processes share a
+        step may decide how large it is. Raises RefusedError.
+        """
+        before = self.latest(whole=False)[1].get("options", {})
+        left = {name: before.get(name) for name in ("block_size", "batch_size") if getattr(options, name) is None}
+        return replace(options, **left)
+
     def latest(self, whole: bool = True) -> tuple[Path, dict[str, Any]]:
         """The newest state and its record; with `whole` every byte of it is checked.
 
@@ -147,6 +156,15 @@ class States:
         if damaged:
             raise RefusedError(f"the state {path} is damaged: {listing(damaged)} not as saved; {older}")
         return path, record
+
+
+def check_sharded_alike(path: Path, sharded: bool) -> None:
+    """Raises RefusedError where a state holds shards and the run does not, or the other way round."""
+    if (path / _SHARDS).is_dir() != sharded:
+        was, now = ("with", "without") if not sharded else ("without", "with")
+        raise RefusedError(
+            f"{path} was saved {was} FSDP and this run is {now}; continue it as it was, on any number of processes"
+        )
 
 
 def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
