@@ -55,16 +55,13 @@ def load_model(
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
-    """transformers' config object of the model at `name`, whose classes may be ours. Raises RefusedError."""
+    """transformers' config object of the model at `name`, whose classes may be ours. Raises what transformers does."""
     import transformers
 
-    try:
-        raw, _ = transformers.PreTrainedConfig.get_config_dict(name)
-        if raw.get("model_type") in MODEL_TYPES:
-            return config_class(raw["model_type"]).from_pretrained(name)
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a library raises about a config it cannot read
-        raise RefusedError(f"transformers cannot read the config of {name}: {explain(error)}") from None
+    raw, _ = transformers.PreTrainedConfig.get_config_dict(name)
+    if raw.get("model_type") in MODEL_TYPES:
+        return config_class(raw["model_type"]).from_pretrained(name)
+    return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
@@ -32,7 +32,10 @@ class Subject:
     @cached_property
     def config(self) -> Any:
         """transformers' config."""
-        return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
+        try:
+            return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # whatever a library raises about a config it cannot read
+            raise RefusedError(f"transformers cannot read the config of {self.name}: {explain(error)}") from None
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -242,15 +242,15 @@ def test_what_is_refused(place: Path, tmp_path: Path, cases: Callable[[Path, Pat
 def test_the_device_is_the_one_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one process. Here there is but one device, and another that holds no numbers."""
     monkeypatch.setattr(setup, "find_device", str)
-    options = TrainOptions(model="m", output=tmp_path / "out", device="meta", batch_size=8)
+    options = TrainOptions(model="m", output=tmp_path / "out", device="meta")
     with fresh_accelerator():
-        assert setup.make_accelerator(options, tmp_path / "out", 8).device.type == "meta"
+        assert setup.make_accelerator(options, tmp_path / "out").device.type == "meta"
         assert ranks().device.type != "meta", "it is of this run alone"
     with fresh_accelerator():
-        assert setup.make_accelerator(replace(options, device=None), tmp_path / "out", 8).device.type != "meta"
+        assert setup.make_accelerator(replace(options, device=None), tmp_path / "out").device.type != "meta"
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta is for one process"):
-        setup.make_accelerator(options, tmp_path / "out", 4)
+        setup.make_accelerator(options, tmp_path / "out")
 
 
 def failing(error: Exception) -> Callable[..., Any]:

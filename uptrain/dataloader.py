@@ -139,18 +139,17 @@ def _hold_back(text: TokenisedText, options: TrainOptions, block_size: int) -> t
     return rest, [blocks[number] for number in range(len(blocks))]
 
 
-def sampled_steps(options: TrainOptions, longest: int, ranks: int) -> TrainOptions:
-    """The options with what `settle_steps` decides, of data that a model writes."""
-    return settle_steps(options, parse_self(options.data[0]).tokens or _ENDLESS, longest, ranks)
-
-
 def open_sampled(
-    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint,
-    watcher: Watcher = SILENT,
+    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, longest: int,
+    ranks: int = 1, watcher: Watcher = SILENT,
 ) -> Dataloader:  # fmt: skip
-    """Blocks that the teacher, `checkpoint`, writes; `load` gives it in a dtype. Raises RefusedError."""
-    own, block_size, batch = parse_self(options.data[0]), options.block, options.blocks_per_step
+    """Blocks that the teacher, `checkpoint`, writes, as `open_dataloader` has them; `load` gives it in a dtype. Raises
+    RefusedError.
+    """
+    own = parse_self(options.data[0])
     data_tokens = own.tokens or _ENDLESS
+    options = settle_steps(options, data_tokens, longest, ranks)
+    block_size, batch = options.block, options.blocks_per_step
     length = _length(options)
     if not options.lengths:  # all that is written
         length["tokens"] = data_tokens

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import load_model, ranks, read_auto_config
+from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.names import stored_shapes, tied_names
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -34,7 +34,7 @@ from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.corpus.sources import is_self
 from gqa.corpus.tokens import Block
-from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled, sampled_steps
+from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
 from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose, unreached
@@ -47,8 +47,8 @@ MAX_BLOCK = 2048
 class Setup:
     """A run that is ready to start: all that is known before the first step has been checked.
 
-    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for
-    people. `micro` is the number of blocks of one forward pass on one process.
+    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `micro` is the
+    number of blocks of one forward pass on one process.
     """
 
     options: TrainOptions
@@ -105,6 +105,7 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
     options.check(processes)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
     require_space(checkpoint.nbytes, out)
+    accelerator = make_accelerator(options, out)
     states = States(_beside(out, "state"), options.keep_last)
     if options.resume:
         options = states.continued(options)
@@ -113,36 +114,32 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
-    tokenizer, written = load_tokenizer(checkpoint, options.trust_remote_code), is_self(options.data[0])
-    longest = find_block_size(checkpoint, tokenizer, options)
-    if written:
-        options = sampled_steps(options, longest, processes)
-    else:
-        with ranks().main_process_first():  # one process tokenises, the others find it done
-            dataloader = open_dataloader(options, tokenizer, longest, processes)
-        options = replace(options, batch_size=dataloader.batch_size, block_size=dataloader.blocks.size)
-    micro = options.blocks_at_a_time(processes)
-    accelerator = make_accelerator(options, out, micro)
+    tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
         model = _model(checkpoint, options, accelerator)
+        longest = find_block_size(model.config, tokenizer, checkpoint, options)
         for name in options.teachers:
             original = open_model(name)
             load = partial(_load, original, options, str(accelerator.device))
             teacher = (teacher or load("auto")).requires_grad_(False)
             _check_teacher(teacher, original, model, tokenizer, options)
-    with accelerator.main_process_first():
-        if written:
-            dataloader = open_sampled(options, load, str(accelerator.device), original, watcher)
+    with accelerator.main_process_first():  # one process tokenises, the others find it done
+        if is_self(options.data[0]):
+            dataloader = open_sampled(options, load, str(accelerator.device), original, longest, processes, watcher)
+        else:
+            dataloader = open_dataloader(options, tokenizer, longest, processes)
+        options = replace(options, batch_size=dataloader.batch_size, block_size=dataloader.blocks.size)
         heldout = dataloader.heldout or open_heldout(options, tokenizer)
+    micro = options.blocks_at_a_time(processes)
+    _accumulate(accelerator, options.blocks_per_step // processes // micro, micro)
     return Setup(options, taught, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
 
 
-def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerator:
+def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
     processes = ranks().num_processes
-    accumulation = options.blocks_per_step // processes // micro
     if options.device and processes > 1:
         raise RefusedError(f"--device {options.device} is for one process; a launcher gives each of several its own")
     device = find_device(options.device) if options.device else None
@@ -150,7 +147,7 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
         accelerator = Accelerator(
             mixed_precision=options.precision,
             # Given as a number it would give way to a variable that the launcher sets for DeepSpeed.
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),
             log_with=list(options.report_to) or None,
             project_dir=str(_beside(out, "logs")),
@@ -173,12 +170,18 @@ def make_accelerator(options: TrainOptions, out: Path, micro: int) -> Accelerato
         if options.precision != "no":
             _keep_sums(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.deepspeed_plugin.deepspeed_config["gradient_clipping"] = options.clip
+    return accelerator
+
+
+def _accumulate(accelerator: Accelerator, passes: int, micro: int) -> None:
+    """A step takes so many passes of `micro` blocks on each process, which is known when the data is."""
+    accelerator.gradient_accumulation_steps = passes
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": options.clip,
+            "gradient_accumulation_steps": passes,
         }
-    return accelerator
 
 
 def _keep_sums(accelerator: Accelerator) -> None:
@@ -258,9 +261,9 @@ def _check_compiler() -> None:
         raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
 
 
-def find_block_size(checkpoint: Checkpoint, tokenizer: Any, options: TrainOptions) -> int:
+def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
     """What is asked for, or the positions of the model but `MAX_BLOCK` at most. Raises RefusedError."""
-    config = read_auto_config(str(checkpoint.directory), options.trust_remote_code).get_text_config(decoder=True)
+    config = config.get_text_config(decoder=True)
     if len(tokenizer) > config.vocab_size:
         raise RefusedError(
             f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "

@@ -102,7 +102,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
     for alpha in filter(None, grid.alphas):
         one = replace(training, alpha=alpha)
         one.check(1)
-        size = find_block_size(subject.checkpoint, subject.tokenizer, one)
+        size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
         dataloader = open_dataloader(one, subject.tokenizer, size)
         steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
     sources = parse_sources(training.data, field=training.field)
