@@ -105,6 +105,28 @@ class Several(click.ParamType[tuple[Any, ...]]):
         return tuple(found)
 
 
+class KVHeads(click.ParamType[int | tuple[int, ...]]):
+    """`8`, or one number for each layer: `1,3,3,1`, or a file that holds them."""
+
+    name = "kv heads"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | tuple[int, ...]:  # fmt: skip
+        if isinstance(value, int | tuple):
+            return value
+        words = str(value)
+        if not words.isdecimal() and os.path.isfile(words):
+            words = Path(words).read_text(encoding="utf-8", errors="replace")
+        found = re.findall(r"[^\s,]+", words)
+        if not found or not all(word.isdecimal() and 0 < int(word) < 10**6 for word in found):
+            self.fail(
+                f"{value!r} is no number of heads; give one from 1 on, or one for each layer with commas or in a file",
+                param, ctx,
+            )  # fmt: skip
+        return int(found[0]) if words.strip() == found[0] else tuple(map(int, found))
+
+
 _METAVARS = {click.types.IntRange: "N", click.types.IntParamType: "N", click.types.FloatRange: "X",
              click.types.FloatParamType: "X", Several: "N[,...]"}  # fmt: skip
 
@@ -200,7 +222,7 @@ def _sources(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 # Options of several commands, by their documented names.
 _POSITIVE = click.IntRange(min=1)
 SHARED: dict[str, dict[str, Any]] = {
-    "--groups": {"short": "-g", "aliases": "--kv-heads", "type": _POSITIVE, "metavar": "G", "required": True},
+    "--groups": {"short": "-g", "aliases": "--kv-heads", "type": KVHeads(), "metavar": "G", "required": True},
     "--data": {"multiple": True, "callback": _sources, "metavar": "SOURCE[,...]"},
     "--field": {
         "default": "text", "metavar": "NAME",

@@ -16,11 +16,17 @@ from types import ModuleType
 from typing import Any
 
 from gqa.checkpoint import modelling
-from gqa.checkpoint.modelling.text import MODELS, auto_classes, text_of
+from gqa.checkpoint.modelling.text import BY_LAYER, NAMES, auto_classes, text_of
 from gqa.checkpoint.provenance import version
 
 PREFIX = "gqa_"
-MODEL_TYPES = frozenset(PREFIX + source for source in MODELS)
+MODEL_TYPES = frozenset(PREFIX + source for source in NAMES)
+
+
+def listed_as(model_type: str) -> str:
+    """Under which model type families list this one: ours with heads by layer are as transformers' are."""
+    source = model_type.removeprefix(PREFIX)
+    return source if source in BY_LAYER else model_type
 
 
 def file_of(model_type: str) -> tuple[str, str]:
@@ -32,7 +38,7 @@ def file_of(model_type: str) -> tuple[str, str]:
 def auto_map(model_type: str) -> dict[str, str]:
     """What config.json says about where transformers finds the classes."""
     source, file = model_type.removeprefix(PREFIX), f"modeling_{model_type}"
-    classes = {"AutoConfig": f"{MODELS[source].classes}Config"} | auto_classes(source)
+    classes = {"AutoConfig": f"{NAMES[source].classes}Config"} | auto_classes(source)
     return {auto: f"{file}.GQA{name}" for auto, name in classes.items()}
 
 
@@ -61,7 +67,7 @@ def config_class(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type in MODEL_TYPES:
-        return _classes(model_type)[f"GQA{MODELS[model_type.removeprefix(PREFIX)].classes}Config"]
+        return _classes(model_type)[f"GQA{NAMES[model_type.removeprefix(PREFIX)].classes}Config"]
     return CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401 - `get` finds none
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.read import Checkpoint, read_json
 
 # A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
 _TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
@@ -27,8 +27,8 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     )
     if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
         raise none
-    model_type = checkpoint.config.get("model_type")
     try:
+        model_type = read_json(directory, "config.json").get("model_type")  # a view's is another
         ours = {"config": config_class(model_type).from_pretrained(directory)} if model_type in MODEL_TYPES else {}
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **ours)
         words = set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens)

@@ -17,6 +17,7 @@ from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.card import model_card, provenance
+from gqa.convert.heads.layout import Groups
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
 from gqa.convert.methods import METHODS
@@ -39,7 +40,7 @@ class Conversion:
 
 def plan_conversion(
     model: str | os.PathLike[str],
-    groups: int,
+    groups: Groups,
     *,
     maps: str | os.PathLike[str] | MapsFile | None = None,
     grouping: str = "auto",
@@ -57,7 +58,7 @@ def plan_conversion(
         model: A local directory or a hub id.
         groups: G, the key/value heads of the result: a divisor of the base model's Hk (merging; arXiv 2305.13245,
             section 2.1) or a multiple of Hk that divides the query heads H (repeating, exact). Query head i reads
-            KV head i // (H // G).
+            KV head i // (H // G). A tuple has one for every layer, none above Hk; it gives custom modelling code.
         maps: A file that gqa-calibrate wrote for this model and G, applied instead of `method`.
         grouping: How maps are going to be sought: `contiguous`; `search`, where heads may change places; `auto`.
         revision: Branch, tag or commit of a hub id.
@@ -140,7 +141,7 @@ def convert_plan(
 
 def convert_checkpoint(
     model: str | os.PathLike[str],
-    groups: int,
+    groups: Groups,
     out: str | os.PathLike[str] | None = None,
     *,
     calibration: MapsOptions | None = None,
@@ -160,8 +161,11 @@ def convert_checkpoint(
 def default_output(model: str, plan: Plan) -> Path:
     """`MODEL-gqa4-refined` beside a local model, in the working directory for a hub id.
 
-    `MODEL-mqa-refined` for one head; `MODEL-gqa32` where none are merged.
+    `MODEL-mqa-refined` for one head; `MODEL-gqa32` where none are merged; `MODEL-kv56-refined` where layers differ and
+    56 % of the KV cache is left.
     """
     suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
+    if isinstance(plan.groups, tuple):
+        suffix = f"-kv{100 * plan.cache_after.bytes_per_token / plan.cache_before.bytes_per_token:.0f}"
     suffix += f"-{plan.method}" if plan.method in METHODS else ""
     return beside(model, suffix)

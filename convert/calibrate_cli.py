@@ -27,6 +27,7 @@ from gqa.convert.method_option import OF_DRAWS, OF_MAPS, refuse_unused
 from gqa.convert.methods import ALIGNING, LAYERWISE
 
 if TYPE_CHECKING:
+    from gqa.convert.heads.layout import Groups
     from gqa.convert.recast.targets import Target
 
 
@@ -105,7 +106,7 @@ Examples:
 @option("--verbose")
 @option("--quiet")
 @version_option
-def command(model: str, groups: int, output: Path, **options: Any) -> None:
+def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
     """Find out how the heads of MODEL are best merged into G, and write that as maps that gqa-convert applies.
 
     Finished layers of calibrated and refined are kept: the same command continues a run that was stopped. Methods that
@@ -113,14 +114,15 @@ def command(model: str, groups: int, output: Path, **options: Any) -> None:
     """
     from gqa.checkpoint.hub import open_model
     from gqa.convert.align.find_maps import find_maps
+    from gqa.convert.heads.layout import groups_text
     from gqa.convert.plan import make_plan
 
     refuse_unused([options["method"]], f"--method {options['method']}")
     source = open_model(model, options["revision"])
     plan = make_plan(source, groups, options["method"], options["seed"], target=read_target(options))
-    if groups >= plan.config.main.kv:
+    if plan.fewest >= plan.config.main.kv:
         raise RefusedError(
-            f"--groups {groups} of the {plan.config.main.kv} key/value heads of {model}: nothing is merged"
+            f"--groups {groups_text(groups)} of the {plan.config.main.kv} key/value heads of {model}: nothing is merged"
         )
     if not output.resolve().parent.is_dir():
         raise RefusedError(f"{output.parent} is no directory; give a file in one that exists")

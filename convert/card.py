@@ -21,6 +21,7 @@ from gqa.checkpoint.provenance import (
     without_place,
 )
 from gqa.checkpoint.read import TORCH_DTYPES
+from gqa.convert.heads.layout import groups_text
 from gqa.convert.plan import Plan
 from gqa.convert.recast.view import CUSTOM_CODE
 from gqa.convert.summary import plan_record, size
@@ -30,12 +31,13 @@ _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-que
 
 def command(plan: Plan) -> str:
     """The command that makes the same weights, without the paths of the machine that made these (shards may differ)."""
-    words = ["gqa-convert", "--groups", str(plan.groups)]
-    if plan.groups < plan.config.main.kv:
+    kept = [plan.groups] if isinstance(plan.groups, int) else plan.groups
+    words = ["gqa-convert", "--groups", ",".join(map(str, kept))]
+    if plan.fewest < plan.config.main.kv:
         words += ["--method", plan.merging.method]
         words += ["--seed", str(plan.merging.seed)] if plan.merging.how.redraws else []
         words += _calibration(plan.merging.maps.description) if plan.merging.maps else []
-    if plan.checkpoint.way == CUSTOM_CODE:
+    if plan.checkpoint.way == CUSTOM_CODE and isinstance(plan.groups, int):
         kinds = plan.new_config.get("grouped_attention")
         words += ["--remote-code", *(["--attention", ",".join(kinds)] if kinds else [])]
     words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
@@ -106,12 +108,12 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Pat
 def model_card(plan: Plan, name: str) -> str:
     """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
     metadata, original = source_card(plan.checkpoint)
-    base, main = plan.checkpoint.hub_id, plan.config.main
-    kept = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
+    base, main, kept = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
+    fields = {key: value for key, value in metadata.items() if key not in ("base_model", "model-index", "tags")}
     kind = {1: "multi-query-attention", main.query: "multi-head-attention"}
     tags = [tag for tag in metadata.get("tags", []) if tag not in _ATTENTION_TAGS]
-    tags += ["gqa-convert", kind.get(plan.groups, "grouped-query-attention")]
-    kept |= {
+    tags += ["gqa-convert", kind.get(plan.fewest, "grouped-query-attention")]
+    fields |= {
         "base_model": base or metadata.get("base_model"),
         "base_model_relation": "finetune" if base else None,
         "library_name": metadata.get("library_name", "transformers"),
@@ -119,9 +121,9 @@ def model_card(plan: Plan, name: str) -> str:
     }
     what = {
         "none": f"with its own {main.kv} key/value heads: nothing was merged",
-        "repeat": f"with {plan.groups} instead of {main.kv} key/value heads, each repeated: the same logits",
+        "repeat": f"with {kept} instead of {main.kv} key/value heads, each repeated: the same logits",
     }.get(plan.method) or (
-        f"with {plan.groups} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
+        f"with {kept} instead of {main.kv} key/value heads, {plan.merging.how.result} (method {plan.method})"
     )
     lines = [
         f"# {name}",
@@ -132,18 +134,19 @@ def model_card(plan: Plan, name: str) -> str:
     if plan.checkpoint.way:
         source, target = plan.checkpoint.classes
         code = "whose code is in this repository" if plan.checkpoint.way == CUSTOM_CODE else "a class of transformers"
-        lines.append(f"- Class: {target}, {code}; the source is {source}, which cannot have fewer key/value heads")
+        cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have different numbers of them"
+        lines.append(f"- Class: {target}, {code}; the source is {source}, which cannot {cannot}")
     lines += [*comparison(("base model", "this model"), _numbers(plan)), "", f"- Provenance: `{PROVENANCE}`"]
-    if plan.groups < main.kv:
+    if plan.fewest < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
-    return format_card(kept, lines, command(plan), original)
+    return format_card(fields, lines, command(plan), original)
 
 
 def _numbers(plan: Plan) -> dict[str, tuple[str, str]]:
     """What is known of both models from their headers."""
     before, after = plan.cache_before, plan.cache_after
     rows = {
-        "key/value heads": (str(plan.config.main.kv), str(plan.groups)),
+        "key/value heads": (str(plan.config.main.kv), groups_text(plan.groups)),
         "KV cache per token": (size(before.bytes_per_token), size(after.bytes_per_token)),
     }
     if context := after.context:

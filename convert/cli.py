@@ -21,15 +21,16 @@ from gqa.checkpoint.console import (
     version_option,
     with_options,
 )
-from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.align.watcher import Bar
 from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
 from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
-from gqa.convert.methods import AUTO, AUTOMATIC, LAYERWISE, METHODS
+from gqa.convert.methods import AUTO, AUTOMATIC, LAYERWISE, MEASURING, METHODS
 
 if TYPE_CHECKING:
     from gqa.convert.api import Conversion, Plan
+    from gqa.convert.heads.layout import Groups
 
 
 def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> None:
@@ -38,6 +39,14 @@ def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> N
 
         click.echo(families_text())
         ctx.exit()
+
+
+def _one_of_both(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """--groups or --kv-budget; the one that is read first does not know the other yet."""
+    (other,) = {"groups", "kv_budget"} - {param.name}
+    if other in ctx.params and (value is None) == (ctx.params[other] is None):
+        raise click.UsageError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
+    return value
 
 
 def _methods() -> str:
@@ -61,7 +70,11 @@ Examples:
 
 
 _MERGING = [
-    option("--groups", help="Key/value heads of the result: a divisor of the model's own, or a multiple to expand."),
+    option("--groups", required=False, callback=_one_of_both, help="Key/value heads of the result: a divisor of the "
+           "model's own, or a multiple to expand; or one number for each layer, 3,1,1,3, or a file of them."),
+    option("--kv-budget", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE",
+           callback=_one_of_both, help="Instead of --groups: the share of the KV cache that is left, like 0.5. Each "
+           "layer keeps as many heads as it needs, which is measured on text that the model writes."),
     option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
     option("--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a group become one: see "
@@ -95,7 +108,7 @@ _WRITING = [
 @click.argument("model", metavar="MODEL")
 @with_options(_MERGING, MAPS.decorators, TARGET, _WRITING)
 @version_option
-def command(model: str, groups: int, **options: Any) -> None:
+def command(model: str, groups: Groups | None, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
@@ -106,10 +119,14 @@ def command(model: str, groups: int, **options: Any) -> None:
 
     if options["maps"]:
         refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
-    asked = AUTOMATIC if options["method"] == AUTO else [options["method"]]
+    asked = AUTOMATIC if options["method"] == AUTO else (options["method"],)
+    if not groups:  # text runs through the model anyway
+        asked = (*asked, MEASURING)
+        options["method"] = MEASURING if options["method"] == AUTO else options["method"]
     refuse_unused(asked, f"--method {options['method']}")
     check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
     options["model"] = model
+    groups, options["allotment"] = (groups, None) if groups else _allotted(options)
     plan = plan_conversion(
         model, groups, method=options["method"], seed=options["seed"], dtype=options["dtype"],
         max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
@@ -120,6 +137,24 @@ def command(model: str, groups: int, **options: Any) -> None:
         _report(plan, None, options)
     else:
         _convert(plan, options)
+
+
+def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
+    """The heads of every layer by --kv-budget, and what is told of them."""
+    for other in ("maps", "dry_run"):
+        if options[other]:
+            option = f"--{other.replace('_', '-')}"
+            raise RefusedError(f"--kv-budget measures the layers of a model, {option} runs none; leave one of them out")
+    from gqa.checkpoint.hub import open_model
+    from gqa.convert.align.allot import heads_within
+    from gqa.convert.summary import allotment_text
+
+    source, how = open_model(options["model"], options["revision"]), read_maps(options)
+    say_device(how.device, options["quiet"])
+    with Bar(options["quiet"]) as bar:
+        heads, losses = heads_within(source, options["kv_budget"], how, options["tensor_parallel"] or 1, bar)
+    _say(allotment_text(heads, losses), options)
+    return heads, {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
 
 
 def _convert(plan: Plan, options: dict[str, Any]) -> None:
@@ -166,7 +201,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
     from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
 
     _say(plan_text(plan, tensors=options["dry_run"] or options["verbose"]), options)
-    record = plan_record(plan)
+    record = plan_record(plan) | ({"allotment": told} if (told := options["allotment"]) else {})
     if ranks := options["tensor_parallel"]:
         fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
@@ -198,7 +233,8 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
     if result and best.method.name == plan.method:
         _say(f"better      training it on text that the base model writes: gqa-uptrain {result.out}", options)
     elif result:
-        command = f"gqa-convert --groups {plan.groups} --method {best.method.name} {options['model']}"
+        kept = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
+        command = f"gqa-convert --groups {kept} --method {best.method.name} {options['model']}"
         about = f"about {duration(best.seconds)} on {device}"
         _say(f"better      {best.method.name}, {best.method.result}: {about}: {command}", options)
     return {

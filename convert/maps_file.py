@@ -19,6 +19,7 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, explain
 from gqa.checkpoint.headers import BITS, format_header, read_header
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, copy_range, replacing, unwatched, write_bytes
+from gqa.convert.heads.layout import Groups
 from gqa.convert.maps import HeadMaps
 
 if TYPE_CHECKING:
@@ -140,10 +141,10 @@ def open_maps(path: Path) -> MapsFile:
     return MapsFile(path, told, names)
 
 
-def check_maps(maps: MapsFile, checkpoint: Checkpoint, modules: list[AttentionModule], groups: int) -> None:
+def check_maps(maps: MapsFile, checkpoint: Checkpoint, modules: list[AttentionModule], groups: Groups) -> None:
     """Raise RefusedError where the maps are of another model or another number of groups."""
     told = maps.description
-    if told.get("groups") != groups:
+    if told.get("groups") != (groups if isinstance(groups, int) else list(groups)):
         raise RefusedError(f"--maps {maps.path} is for {told.get('groups')} groups, not for {groups}")
     if told.get("model") != fingerprint(checkpoint, modules):
         raise RefusedError(

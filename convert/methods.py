@@ -129,6 +129,7 @@ register("refined", "text", "calibrated, and minutes a layer", "calibrated, then
     mean
 )
 
+MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
 AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
 LAYERWISE = tuple(method.name for method in METHODS.values() if method.reads_text)  # finished layers are kept

@@ -16,7 +16,7 @@ from gqa.convert.choose import Choice, choose
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.heads.engines import engine_notes
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.heads.layout import Rule, Untouched
+from gqa.convert.heads.layout import Groups, Rule, Untouched
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
@@ -63,7 +63,7 @@ class Plan:
 
     checkpoint: Checkpoint
     config: ModelConfig
-    groups: int
+    groups: Groups
     merging: Merging
     shards: tuple[Shard, ...]
     new_config: dict[str, Any]
@@ -74,6 +74,11 @@ class Plan:
     warnings: tuple[str, ...] = ()
     engine_notes: tuple[str, ...] = ()
     choice: Choice | None = None  # where no method was named and heads are merged
+
+    @property
+    def fewest(self) -> int:
+        """G of the layer that has the fewest."""
+        return self.groups if isinstance(self.groups, int) else min(self.groups)
 
     @property
     def tensors(self) -> Iterable[OutputTensor]:
@@ -99,18 +104,18 @@ class Plan:
     @property
     def lacks_maps(self) -> bool:
         """Whether its method looks at the model first, and has not yet."""
-        return self.merging.how.aligns and not self.merging.maps and self.groups < self.config.main.kv
+        return self.merging.how.aligns and not self.merging.maps and self.fewest < self.config.main.kv
 
     @property
     def method(self) -> str:
         """What is done to heads: the method's name, `repeat` upwards, `none` where their number stays."""
         before = self.config.main.kv
-        return self.merging.method if self.groups < before else "repeat" if self.groups > before else "none"
+        return self.merging.method if self.fewest < before else "repeat" if self.fewest > before else "none"
 
 
 def make_plan(
     checkpoint: Checkpoint,
-    groups: int,
+    groups: Groups,
     method: str = "auto",
     seed: int = 0,
     dtype: str | None = None,
@@ -120,22 +125,25 @@ def make_plan(
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
-    `maps` are those that `method` made; without them a method that needs any can be planned but not run. `target` is
-    about models whose class cannot have fewer heads.
+    `groups` that are the same in all layers are one number. `maps` are those that `method` made; without them a method
+    that needs any can be planned but not run. `target` is about models whose class cannot have fewer heads.
     """
     if method not in (AUTO, *METHODS):
         raise RefusedError(f"unknown method {method!r}; choose {', '.join((AUTO, *METHODS))}")
     if dtype is not None and dtype not in _STORED:
         raise RefusedError(f"dtype {dtype!r} is not known; choose {', '.join(_STORED)}")
+    given, groups = groups, groups[0] if isinstance(groups, tuple) and len(set(groups)) == 1 else groups
     checkpoint = recast(checkpoint, groups, target)
     config = read_config(checkpoint.config, checkpoint.name)
-    check_groups(config, groups, checkpoint.name)
+    check_groups(config, given, checkpoint.name)
     modules = attention_modules(checkpoint, config)
     choice = choose(checkpoint, config, modules) if method == AUTO else None
+    merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
     if choice:
-        method, choice = choice.method, choice if groups < config.main.kv else None
-    beside = _rules_beside(config, method, checkpoint.name) if groups < config.main.kv else ()
+        method, choice = choice.method, choice if merges else None
+    beside = _rules_beside(config, method, checkpoint.name) if merges else ()
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
+    changes = [change for change in changes if change.groups != change.heads.kv]
     if maps:
         check_maps(maps, checkpoint, modules, groups)
         mapped = {module.path for module in modules if module.kind == "decoder-self" and module.layer < config.layers}
@@ -183,12 +191,13 @@ def searches(plan: Plan, grouping: str) -> bool:
     pairs). Raises RefusedError where heads cannot change places to be grouped and it was asked for.
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
-    if grouping == "contiguous" or plan.groups >= heads:
+    merged = [kept for kept in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if kept < heads]
+    if grouping == "contiguous" or not merged:
         return False
     movable = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
     if grouping == "auto":
-        few = 1 < math.comb(heads, heads // plan.groups) <= _MOST_GROUPS
-        return plan.merging.how.aligns and movable and few
+        ways = [math.comb(heads, heads // kept) for kept in merged]
+        return plan.merging.how.aligns and movable and 1 < max(ways) <= _MOST_GROUPS
     if not plan.merging.how.aligns:
         raise RefusedError(
             f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
@@ -202,14 +211,24 @@ def searches(plan: Plan, grouping: str) -> bool:
     return True
 
 
-def check_groups(config: ModelConfig, groups: int, name: str) -> None:
-    """Refuse a number of groups that the model cannot have, listing those it can."""
-    allowed = valid_groups(config)
-    if groups not in allowed:
-        main = config.main
+def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:
+    """Refuse a number of groups that the model cannot have, or in one of its layers, listing those it can."""
+    allowed, main, named = valid_groups(config), config.main, [groups] if isinstance(groups, int) else groups
+    if isinstance(groups, tuple):
+        if len(groups) != config.layers:
+            raise RefusedError(
+                f"--groups names {len(groups)} layers, {name} has {config.layers}; give one number for each, or one"
+            )
+        if len({config.heads(layer).kv for layer in range(config.layers)}) > 1:
+            raise RefusedError(
+                f"--groups by layer is not possible for {name}, whose layers already have different numbers of "
+                "key/value heads; convert the base model"
+            )
+        allowed = [kept for kept in allowed if kept <= main.kv]
+    for kept in sorted(set(named) - set(allowed)):
         note = f" ({config.family.note})" if config.family.note else ""
         raise RefusedError(
-            f"--groups {groups} is not possible for the {main.kv} key/value heads and {main.query} query heads of "
+            f"--groups {kept} is not possible for the {main.kv} key/value heads and {main.query} query heads of "
             f"{name}{note}; choose {alternatives(allowed)}"
         )
 

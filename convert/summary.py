@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gqa.checkpoint.errors import one_line
+from gqa.convert.heads.layout import Groups, groups_text
 from gqa.convert.plan import OutputTensor, Plan
 
 
@@ -29,8 +31,20 @@ def kv_line(plan: Plan) -> str:
     return text
 
 
-def tensor_parallel(groups: int, query: int, ranks: int) -> tuple[bool, str]:
+def allotment_text(heads: Sequence[int], losses: Sequence[Mapping[int, float]]) -> str:
+    """The heads of every layer, and what it would lose if it alone had the fewest."""
+    fewest = min(min(layer) for layer in losses)
+    layers = enumerate(zip(heads, losses, strict=True))
+    told = [f"{number:3d} {kept:2d} {layer[fewest]:.4f}" for number, (kept, layer) in layers]
+    rows = [told[start : start + 5] for start in range(0, len(told), 5)]
+    title = f"layers      KV heads, and nats a token that are lost if that layer alone has {fewest}\n"
+    return title + "\n".join("            " + "  ".join(row) for row in rows)
+
+
+def tensor_parallel(groups: Groups, query: int, ranks: int) -> tuple[bool, str]:
     """Whether `ranks` can hold the result, and what each holds (what vLLM and transformers require)."""
+    if isinstance(groups, tuple):  # the layer that fits least says it
+        return min((tensor_parallel(kept, query, ranks) for kept in sorted({*groups})), key=lambda told: told[0])
     if query % ranks:
         return False, f"tensor parallel {ranks}: not possible, {ranks} does not divide the {query} query heads"
     if groups % ranks == 0:
@@ -86,7 +100,8 @@ def plan_text(plan: Plan, tensors: bool = True) -> str:
     lines = [
         f"model       {told['model']} ({told['model_type']}: {told['family']})",
         *([f"class       {classes}, {plan.checkpoint.way}"] if told["recast"] else []),
-        "heads       {query} query, {kv_before} -> {kv_after} key/value".format(**heads) + f" (method {plan.method})",
+        f"heads       {heads['query']} query, {heads['kv_before']} -> {groups_text(plan.groups)} key/value "
+        f"(method {plan.method})",
         f"KV cache    {kv_line(plan)}",
         "parameters  {before:,} -> {after:,}".format(**told["parameters"])
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),

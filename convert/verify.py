@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import drop_written
-from gqa.convert.heads.config import read_config
+from gqa.convert.heads.config import read_config, target_heads
 from gqa.convert.heads.modules import attention_modules, module_changes
 from gqa.convert.plan import OutputTensor, Plan, Shard
 
@@ -39,10 +39,12 @@ def verify(
     try:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
         config = read_config(written.config, written.name)
-        if config.main.kv != plan.groups:
-            raise OutputError(f"the result has {config.main.kv} KV heads, {plan.groups} were asked for")
+        for layer in range(config.layers):
+            found, meant = config.heads(layer).kv, target_heads(plan.config, layer, plan.groups).kv
+            if found != meant:
+                raise OutputError(f"layer {layer} of the result has {found} KV heads, {meant} were asked for")
         for module in attention_modules(written, config):
-            module_changes(module, config, plan.groups)  # of which there are none: shapes are held against the config
+            module_changes(module, config, plan.groups)  # shapes are held against the config
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
     expected = {t.name: (t.dtype, t.shape) for t in plan.tensors}

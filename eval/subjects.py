@@ -89,9 +89,9 @@ class Subject:
             "training": read_record(self.checkpoint, UPTRAINING),
         }
         if self.cache:
-            heads = read_config(as_it_is(self.checkpoint).config, self.name).main
+            config = read_config(as_it_is(self.checkpoint).config, self.name)
             context = self.cache.context
-            found["heads"] = {"query": heads.query, "kv": heads.kv}
+            found["heads"] = {"query": config.main.query, "kv": config.average_kv}
             found["kv_cache"] = {
                 "bytes_per_token": self.cache.bytes_per_token,
                 "context": context,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.align.watcher import Bar
-from gqa.convert.methods import AUTO
+from gqa.convert.methods import AUTO, MEASURING
 
 from .given import Model, in_memory, scratch, stored, undisturbed
 from .results import ConvertedModel, FoundMaps
@@ -21,18 +21,20 @@ from .results import ConvertedModel, FoundMaps
 if TYPE_CHECKING:
     from gqa.convert.align.options import MapsOptions
     from gqa.convert.api import Conversion
+    from gqa.convert.heads.layout import Groups
     from gqa.convert.plan import Plan
     from gqa.convert.recast.targets import Target
 
 
 def convert_model(
     model: Model,
-    kv_heads: int,
+    kv_heads: int | Sequence[int] | None = None,
     method: str = AUTO,
     data: str | Sequence[str] | None = None,
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
     *,
+    kv_budget: float | None = None,
     tokenizer: Any = None,
     options: MapsOptions | None = None,
     maps: str | os.PathLike[str] | None = None,
@@ -41,23 +43,22 @@ def convert_model(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     revision: str | None = None,
-    overwrite: bool = False,
-    checksums: bool = False,
-    verify_load: bool = False,
-    jobs: int = DEFAULT_JOBS,
-) -> ConvertedModel:
+    overwrite: bool = False, checksums: bool = False, verify_load: bool = False, jobs: int = DEFAULT_JOBS,
+) -> ConvertedModel:  # fmt: skip
     """A checkpoint with `kv_heads` key/value heads, made of `model`.
 
     Args:
         model: A directory, a hub id, a result of another function, or a loaded model. One that is loaded is written to
             a temporary directory first and stays as it is, its config too.
         kv_heads: G: a divisor of the model's own number (merging), or a multiple of it that divides the query heads.
+            One for each layer in a list gives custom modelling code.
         method: How heads are merged (docs/methods.md); `auto` for the best that needs only the weights.
         data: Text to calibrate on, for methods that look at text: `self` (the model writes it), a file, a hub data
             set; several in a list. None for what `options` says.
         out: Directory to make. None: as gqa-convert names it, and for a loaded model a temporary directory that is
             there as long as the result.
         progress: Show bars.
+        kv_budget: Instead of `kv_heads`, the share of the KV cache that is left: layers keep as many as they need.
         tokenizer: Of a loaded model, to be written beside it: text is read with it.
         options: How maps are found; None for the command's defaults.
         maps: A file that `calibrate` wrote, applied instead of `method`.
@@ -74,26 +75,25 @@ def convert_model(
         RefusedError: The model or an option cannot be used; before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
-    from gqa.convert.api import default_output, plan_conversion
+    from gqa.convert.api import default_output
 
     began = time.monotonic()
-    _check_counts(kv_heads=kv_heads, jobs=jobs, max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
+    asked = _asked(kv_heads, kv_budget)
+    _check_counts(jobs=jobs, max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
-        kept = scratch() if out is None and in_memory(model) else None
+        own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
-        plan = plan_conversion(
-            place, kv_heads, grouping=options.grouping if options else "auto", seed=seed, dtype=dtype,
-            max_shard_bytes=max_shard_bytes, revision=revision, headers_only=False, **_chosen(method, maps, target),
-        )  # fmt: skip
+        how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
+        plan = _planned(place, asked, method, options, progress, **how, **_chosen(maps=maps, target=target))
         named = default_output(plan.checkpoint.hub_id or place, plan)
-        goal = Path(out) if out is not None else Path(kept.name, named.name) if kept else named
+        goal = Path(out) if out is not None else Path(own.name, named.name) if own else named
         calibration = _maps_options(plan, data, options, seed)
         writing = {"overwrite": overwrite, "checksums": checksums, "load": verify_load, "jobs": jobs}
         made, layers = _write(plan, goal, calibration, progress, writing)
     return ConvertedModel(
         path=made.out, plan=made.plan, warnings=made.warnings, layer_errors=layers, checksums=made.checksums,
-        seconds=time.monotonic() - began, _kept=kept,
+        seconds=time.monotonic() - began, _kept=own,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def _write(
 
 def calibrate(
     model: Model,
-    kv_heads: int,
+    kv_heads: int | Sequence[int],
     out: str | os.PathLike[str],
     method: str = "calibrated",
     data: str | Sequence[str] | None = None,
@@ -132,10 +132,11 @@ def calibrate(
     from gqa.convert.api import plan_conversion
     from gqa.convert.recast.targets import ANY
 
-    _check_counts(kv_heads=kv_heads)
+    asked = _asked(kv_heads)
+    assert not isinstance(asked, float)
     with undisturbed(), stored(model, tokenizer) as place:
         plan = plan_conversion(
-            place, kv_heads, method=method, seed=seed, revision=revision, headers_only=False,
+            place, asked, method=method, seed=seed, revision=revision, headers_only=False,
             target=target or ANY, grouping=options.grouping if options else "auto",
         )  # fmt: skip
         if not plan.lacks_maps:
@@ -152,11 +153,43 @@ def calibrate(
     return FoundMaps(path=Path(out), layer_errors=bar.errors, method=plan.method, groups=plan.groups)
 
 
-def _chosen(method: str, maps: str | os.PathLike[str] | None, target: Target | None) -> dict[str, Any]:
+def _chosen(**given: Any) -> dict[str, Any]:
     """Those that are given, for what has defaults of its own."""
-    if maps is not None and method != AUTO:
-        raise RefusedError(f"method {method!r} and maps {os.fspath(maps)!r} are two ways; give one of them")
-    return {k: v for k, v in {"method": method, "maps": maps, "target": target}.items() if v is not None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _planned(
+    place: str, asked: Groups | float, method: str, options: MapsOptions | None, progress: bool, **how: Any
+) -> Plan:
+    """For the heads that were asked for, or those that leave a share of the cache."""
+    from gqa.checkpoint.hub import open_model
+    from gqa.convert.align.allot import heads_within
+    from gqa.convert.align.options import MapsOptions
+    from gqa.convert.api import plan_conversion
+
+    if how.get("maps") is not None and method != AUTO:
+        raise RefusedError(f"method {method!r} and maps {os.fspath(how['maps'])!r} are two ways; give one of them")
+    if isinstance(asked, float):
+        with Bar(not progress) as bar:
+            found = options or MapsOptions()
+            asked, _ = heads_within(open_model(place, how["revision"]), asked, found, watcher=bar)
+        method = MEASURING if method == AUTO else method
+    grouping = options.grouping if options else "auto"
+    return plan_conversion(place, asked, grouping=grouping, method=method, headers_only=False, **how)
+
+
+def _asked(kv_heads: object, kv_budget: object = None) -> Groups | float:
+    """One number of heads, or one for each layer; or a share of the cache, between 0 and 1."""
+    if (kv_heads is None) == (kv_budget is None):
+        raise RefusedError("give kv_heads, a number or one for each layer, or kv_budget, a share of the KV cache")
+    if kv_heads is None:
+        if isinstance(kv_budget, float) and 0 < kv_budget < 1:
+            return kv_budget
+        raise RefusedError(f"kv_budget is {kv_budget!r}; give a share above 0 and below 1")
+    named: list[Any] = list(kv_heads) if isinstance(kv_heads, Sequence) and kv_heads else [kv_heads]
+    for number in named:
+        _check_counts(kv_heads=number)
+    return named[0] if named == [kv_heads] else tuple(named)
 
 
 def _check_counts(**numbers: object) -> None:

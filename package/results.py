@@ -14,6 +14,7 @@ from .given import undisturbed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from gqa.convert.heads.layout import Groups
     from gqa.convert.maps_file import MapsFile
     from gqa.convert.plan import Plan
     from gqa.eval.tables import Table
@@ -105,12 +106,14 @@ class ConvertedModel(_Checkpoint):
 
     def facts(self) -> dict[str, str]:
         """What a notebook shows, by name."""
+        from gqa.convert.heads.layout import groups_text
         from gqa.convert.summary import kv_line
 
         plan = self.plan
+        kept = groups_text(plan.groups)
         told = {
             **super().facts(),
-            "key/value heads": f"{plan.config.main.kv} -> {plan.groups} of {plan.config.main.query} query heads",
+            "key/value heads": f"{plan.config.main.kv} -> {kept} of {plan.config.main.query} query heads",
             "method": plan.method + (f": {plan.choice.why}" if plan.choice else ""),
             "KV cache": kv_line(plan),
             "parameters": f"{plan.checkpoint.parameters:,} -> {plan.parameters_after:,}",
@@ -122,7 +125,9 @@ class ConvertedModel(_Checkpoint):
         return told | ({"warnings": "; ".join(self.warnings)} if self.warnings else {})
 
     def _line(self) -> str:
-        heads, groups = self.plan.config.main.kv, self.plan.groups
+        from gqa.convert.heads.layout import groups_text
+
+        heads, groups = self.plan.config.main.kv, groups_text(self.plan.groups)
         before, after = self.plan.cache_before.bytes_per_token, self.plan.cache_after.bytes_per_token
         cache = f", KV cache {before / after:.3g}x smaller" if 0 < after < before else ""
         return f"{self.path}: {heads} -> {groups} KV heads ({self.plan.method}){cache}"
@@ -167,7 +172,7 @@ class FoundMaps:
     path: Path
     layer_errors: Mapping[int, float]
     method: str
-    groups: int
+    groups: Groups
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)

@@ -32,6 +32,7 @@ SMALL = [
     (r"^self(:plain)?(:\w+)?$", r"self\1:2048"),
     (r"^stdlib:\w+$", "corpus.jsonl"),
     (r"^random:\d$", "random:1"),
+    (r"^(\d,\d)(,\d)+$", r"\1"),  # heads by layer, of which the stand-ins have two
 ]
 LIMITS = {
     "--tokens": "1024", "--calibration-tokens": "1024", "--refine-steps": "2", "--steps": "3", "--max-tokens": "1000",

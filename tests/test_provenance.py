@@ -43,6 +43,7 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
 # What is computed is the same with and without them, but for rounding on another device; `maps` are made by options
 # that are told, `revision`, trust and the two about the class are held against their own tests.
 OTHERS = {
+    "kv_budget",  # the record names the heads that it gave
     *("model", "output", "maps", "device", "remote_code", "attention", "max_shard_size", "revision", "dry_run"),
     *(
         "as_json",

@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "value": ({"convert": {"model": "model", "groups": "two"}}, "convert: Invalid value for '-g' / '--groups'"),
     "choice": (STEPS | {"convert": {"model": "model", "groups": 1, "method": "refind"}}, "did you mean refined?"),
     "flag": ({"convert": {"model": "model", "groups": 1, "checksums": 3}}, "3 is neither True nor False"),
-    "no groups": ({"convert": {"model": "model"}}, "convert: Missing option '-g' / '--groups'"),
+    "no groups": ({"convert": {"model": "model"}}, "convert: give --groups G, or --kv-budget SHARE"),
     "no model": ({"uptrain": UPTRAIN}, "uptrain: Missing argument 'MODEL'"),
     "no options": ({"convert": 3}, "convert is 3; give options as NAME: VALUE"),
     "a list": ([1], "is no recipe; give steps (convert, uptrain, eval), each with its options"),

@@ -33,6 +33,7 @@ class Names:
     like: str = ""
 
 
+# Model types whose class in transformers has no number of key/value heads.
 MODELS = {
     "gpt2": Names("GPT-2", "GPT2"),
     "opt": Names("OPT", "OPT", "gpt2"),
@@ -49,19 +50,41 @@ MODELS = {
     "mt5": Names("mT5", "MT5", "t5"),
     "umt5": Names("UMT5", "UMT5", "t5"),
 }
+# Those whose class has one, but one for all layers: `attention(config, layer)` is all that their layers make of it.
+BY_LAYER = {
+    "llama": Names("Llama", "Llama"),
+    "cohere": Names("Cohere", "Cohere", "llama"),
+    "cohere2": Names("Cohere 2", "Cohere2", "llama"),
+    "gemma": Names("Gemma", "Gemma", "llama"),
+    "gemma2": Names("Gemma 2", "Gemma2", "llama"),
+    "glm": Names("GLM", "Glm", "llama"),
+    "glm4": Names("GLM 4", "Glm4", "llama"),
+    "granite": Names("Granite", "Granite", "llama"),
+    "mistral": Names("Mistral", "Mistral", "llama"),
+    "olmo": Names("OLMo", "Olmo", "llama"),
+    "olmo2": Names("OLMo 2", "Olmo2", "llama"),
+    "phi": Names("Phi", "Phi", "llama"),
+    "phi3": Names("Phi-3", "Phi3", "llama"),
+    "qwen2": Names("Qwen2", "Qwen2", "llama"),
+    "qwen3": Names("Qwen3", "Qwen3", "llama"),
+    "smollm3": Names("SmolLM3", "SmolLM3", "llama"),
+    "stablelm": Names("StableLM", "StableLm", "llama"),
+    "starcoder2": Names("Starcoder2", "Starcoder2", "llama"),
+}
+NAMES = MODELS | BY_LAYER
 
 
 def _texts(name: str) -> list[str]:
     """The file that a type is like, which may be like another, with its own names; then its own, where it has one."""
-    like, path = MODELS[name].like, Path(__file__).parent / f"{name}.py"
+    like, path = NAMES[name].like, Path(__file__).parent / f"{name}.py"
     own = [path.read_text(encoding="utf-8")] if path.is_file() else []
     return [_renamed(text, like, name) for text in _texts(like)] + own if like else own
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    words, classes = MODELS[old].words, MODELS[old].classes
-    text = re.sub(rf"(?<![a-zA-Z]){words}(?![A-Za-z])", MODELS[new].words, text)
-    text = re.sub(rf"(?<![a-z]){classes}(?=[A-Z])", MODELS[new].classes, text)
+    words, classes = NAMES[old].words, NAMES[old].classes
+    text = re.sub(rf"(?<![a-zA-Z]){words}(?![A-Za-z])", NAMES[new].words, text)
+    text = re.sub(rf"(?<![a-z]){classes}(?=[A-Z])", NAMES[new].classes, text)
     return re.sub(rf"(?<=[._]){old}\b", new, text)
 
 
@@ -91,10 +114,10 @@ def auto_classes(model_type: str) -> dict[str, str]:
     """Names of transformers' Auto classes that know a model type of its own, and of the class that each has for it."""
     from transformers.models.auto import modeling_auto
 
-    found = {}
+    found, own = {}, NAMES[model_type].classes  # some also know a class of another model's module
     for name, auto in inspect.getmembers(modeling_auto, inspect.isclass):
         known = getattr(getattr(auto, "_model_mapping", None), "_model_mapping", {})
-        if name.startswith("AutoModel") and model_type in known:
+        if name.startswith("AutoModel") and str(known.get(model_type, "")).startswith(own):
             found[name] = str(known[model_type])
     return found
 
@@ -121,4 +144,4 @@ def text_of(name: str) -> str:
         for section in sections
     )
     doc, where = ast.get_docstring(ast.parse(file)), _CHOSEN if "grouped_attention" in text else ""
-    return _HEAD.format(words=MODELS[name].words, where=where, doc=doc) + "\n".join(written) + text
+    return _HEAD.format(words=NAMES[name].words, where=where, doc=doc) + "\n".join(written) + text

@@ -19,7 +19,7 @@ from gqa.convert.align.grouping import find_order
 from gqa.convert.align.moments import Moments, head_maps
 from gqa.convert.align.stream import Stream, gram, norm_gain
 from gqa.convert.heads.layout import LayerHeads
-from gqa.convert.heads.modules import Change, attention_modules
+from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.plan import Plan
@@ -34,16 +34,19 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
     assert isinstance(symmetry, Symmetry)
     guess, free_keys, stream = plan.merging.how.guesses, symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
-    changed = [(module, changes) for module in modules if (changes := plan.changes_of(module))]
-    for module, changes in changed:
+    found = [(m, module_changes(m, plan.config, plan.groups, symmetry.rules)) for m in modules]
+    last = max(number for number, (_, changes) in enumerate(found) if changes[0].merges)
+    for number, (module, changes) in enumerate(found[: last + 1]):
         heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
         if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
             raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
         width = stored["key"].shape[-1]
         stream = stream or Stream(checkpoint, text, symmetry, width, guess, device)
         gain, inputs = norm_gain(checkpoint, module, symmetry, width), stream.given(module)
-        if module is not changed[-1][0]:
+        if number < last:
             stream.add(module, gain, stored["output"], stored["value"])
+        if not changes[0].merges:
+            continue
         # Guessed moments do not say which slow frequencies could share: every frequency for itself loses less.
         rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), slow=()), None
         for role in ("query", "key", "value"):

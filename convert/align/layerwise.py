@@ -172,7 +172,7 @@ class Layerwise:
         self.model: PreTrainedModel = model.eval()
         self.prefix, self.device, self.attend = match[1], torch.device(device), attend_eager if eager else attend_sdpa
         self.layers: list[nn.Module] = list(model.get_submodule(self.prefix))
-        self._checkpoint, self._shared = checkpoint, shared_names(model)
+        self._checkpoint, self._shared, self._returned = checkpoint, shared_names(model), _RETURNED[0]
         self._stored = {own: name for name, own in self.names.items()}
         outside = (name for name in model.state_dict() if not name.startswith(f"{self.prefix}."))
         self._fill((name for name in outside if "lm_head" not in name), {})
@@ -217,6 +217,28 @@ class Layerwise:
             set_module_tensor_to_device(self.model, f"{self.prefix}.{index}.{name}", "meta")
 
     @torch.no_grad()
+    def depart(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) hidden states that the last layer gives -> (B, T, V) float32 logits; after `arrive`.
+
+        Raises RefusedError where the model has no head of a vocabulary.
+        """
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise RefusedError(f"{type(self.model).__name__} gives no logits; give a checkpoint with its head")
+        named = next(name for name, module in self.model.named_modules() if module is head)
+        self._fill((f"{named}.{name}" for name, part in head.named_parameters() if part.is_meta), {})
+        hidden = hidden.to(self.device)
+        for layer in self.layers:
+            layer.forward = lambda *args, **kwargs: self._returned(hidden)
+        try:
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+            found: Tensor = self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            for layer in self.layers:
+                del layer.forward
+        return found.float()
+
+    @torch.no_grad()
     def arrive(self, ids: Tensor) -> tuple[Tensor, list[Given]]:
         """(B, T) ids -> the (B, T, D) hidden states that the first layer is given, and what every layer is besides."""
         told: dict[int, tuple[Tensor, Given]] = {}
@@ -249,6 +271,7 @@ class Layerwise:
                 for layer in self.layers:
                     del layer.forward
             if len(told) == len(self.layers) and out.shape == (first := next(iter(told.values()))[0]).shape:
+                self._returned = returned
                 return first, [told[index][1] for index in range(len(self.layers))]
         # What torch itself says tells more than that a layer's result was not of the form that was tried.
         failed.sort(key=lambda error: not isinstance(error, RuntimeError))

@@ -18,7 +18,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_parts, stored_tensors
 from gqa.convert.align.layerwise import Feed, Layer, Layerwise
 from gqa.convert.align.options import MapsOptions
-from gqa.convert.heads.config import transformers_config
+from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
@@ -50,8 +50,8 @@ class Pair:
 
     def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
         """Those of the source's module, and how many key/value heads they become."""
-        heads, config = self.plan.config.heads(module.layer), self.plan.config
-        return heads, heads.kv * self.plan.groups // config.main.kv
+        config, layer = self.plan.config, module.layer
+        return config.heads(layer), target_heads(config, layer, self.plan.groups).kv
 
     def module_of(self, layer: int) -> AttentionModule | None:
         """The attention module of a layer whose heads are merged."""

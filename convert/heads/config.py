@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from gqa.checkpoint.custom_code import config_class
+from gqa.checkpoint.custom_code import config_class, listed_as
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES, NESTED, find_family
 from gqa.convert.heads.family import Edits, Family
-from gqa.convert.heads.layout import LayerHeads
+from gqa.convert.heads.layout import Groups, LayerHeads, groups_text
 from gqa.convert.heads.symmetries import Symmetry
 
 MAX_COUNT = 20_000  # layers or heads
@@ -71,6 +71,14 @@ class ModelConfig:
         counts = [self.family.heads(self.text, layer) for layer in range(self.layers)]
         stated = self.text.to_dict().get("num_key_value_heads") if self.family.edits is None else None
         return next((h for h in counts if h.kv == stated), counts[0])
+
+    @property
+    def average_kv(self) -> float:
+        """KV heads of a layer: of the main type, or on average where every layer has a number of its own."""
+        if listed_as(self.text.model_type) == self.text.model_type:
+            return self.main.kv
+        found = sum(self.heads(layer).kv for layer in range(self.layers)) / self.layers
+        return int(found) if found.is_integer() else round(found, 2)
 
 
 def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
@@ -181,21 +189,24 @@ def valid_groups(config: ModelConfig) -> list[int]:
     return [groups for groups in possible if groups == main.kv or _new_counts(config, {}, groups) is not None]
 
 
-def target_heads(config: ModelConfig, layer: int, groups: int) -> LayerHeads:
-    """Heads of a layer after the conversion: the ratio between layer types is kept."""
+def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
+    """Heads of a layer after the conversion: its own number, or the ratio between layer types is kept."""
     heads = config.heads(layer)
-    return replace(heads, kv=heads.kv * groups // config.main.kv)
+    if isinstance(groups, int):
+        return replace(heads, kv=heads.kv * groups // config.main.kv)
+    return replace(heads, kv=groups[layer] if layer < len(groups) else max(groups))
 
 
 def edit_config(
-    config: ModelConfig, groups: int, name: str, dtype: str | None = None
+    config: ModelConfig, groups: Groups, name: str, dtype: str | None = None
 ) -> tuple[ModelConfig, list[ConfigEdit]]:
     """The new config, read back through transformers and checked, and the keys of config.json that changed."""
     raw = copy.deepcopy(config.raw)
     for part in _parts(raw) if dtype else ():
         part |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)}
     owner: dict[str, Any] = _descend(raw, config.owner)
-    for dotted, value in (_new_counts(config, owner, groups) or {}).items():
+    most = groups if isinstance(groups, int) else max(groups)
+    for dotted, value in (_new_counts(config, owner, most) or {}).items():
         *steps, key = dotted.split(".")
         part = owner
         for step in steps:
@@ -205,13 +216,17 @@ def edit_config(
             raw[key] = value  # some larger models state the counts of their text part twice
     for override in (owner.get("per_layer_config") or {}).values():
         if override.get("num_key_value_heads") is not None:
-            override["num_key_value_heads"] = override["num_key_value_heads"] * groups // config.main.kv
+            override["num_key_value_heads"] = override["num_key_value_heads"] * most // config.main.kv
+    if isinstance(groups, tuple):
+        fewer = {str(layer): {"num_key_value_heads": kept} for layer, kept in enumerate(groups) if kept < most}
+        owner["per_layer_config"] = fewer
     try:
         again = read_config(raw, name)
     except CorruptError as error:  # which advises to correct the file, and that was read
         why = str(error).removeprefix(f"{name}: ").rpartition("; ")[0]
         raise RefusedError(
-            f"{name}: its config with {groups} key/value heads is no good: {why}; please report this config"
+            f"{name}: its config with {groups_text(groups)} key/value heads is no good: {why}; "
+            "please report this config"
         ) from None
     for layer in range(config.layers):
         found, meant = again.heads(layer), target_heads(config, layer, groups)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gqa.checkpoint.custom_code import listed_as
 from gqa.convert.heads.layout import LayerHeads, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry
 
@@ -91,19 +92,19 @@ class Family:
         return tuple(self.symmetries)
 
     def matches(self, model_type: str, config: Any) -> bool:
-        return model_type in self.symmetries and all(
+        return listed_as(model_type) in self.symmetries and all(
             getattr(config, name, None) == value for name, value in self.when.items()
         )
 
     def symmetry(self, config: Any) -> Symmetry | str:
         """How the heads of a model with this config can be changed, or why they cannot."""
-        found = self.symmetries[config.model_type]
+        found = self.symmetries[listed_as(config.model_type)]
         exception = found.unless if isinstance(found, Symmetry) else None
         return exception[0] if exception and exception[1](config) else found
 
     def beside(self, config: Any) -> tuple[Rule, ...]:
         """Rules of the tensors of query heads, where it is known which they are."""
-        found = self.symmetries[config.model_type]
+        found = self.symmetries[listed_as(config.model_type)]
         return found.rules if isinstance(found, Symmetry) else ()
 
     def covers(self, config: Any, kind: Kind) -> bool:

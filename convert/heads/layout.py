@@ -28,6 +28,15 @@ Role = Literal["query", "key", "value", "output"]
 Part = Literal["query", "key", "value", "output", "whole"]
 Parts = dict[Part, "Tensor"]
 QUERY_ROLES = ("query", "output")
+# G of a result: of all layers (where types of layers differ, of the main one; the others in proportion), or of each.
+Groups = int | tuple[int, ...]
+
+
+def groups_text(groups: Groups) -> str:
+    """`2`, or `1 to 3 (1.67 on average)`."""
+    if isinstance(groups, int):
+        return str(groups)
+    return f"{min(groups)} to {max(groups)} ({sum(groups) / len(groups):.3g} on average)"
 
 
 @dataclass(frozen=True)

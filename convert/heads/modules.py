@@ -18,7 +18,7 @@ from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
-from gqa.convert.heads.layout import QUERY_ROLES, LayerHeads, Part, Parts, Role, Rule, Separate, Untouched
+from gqa.convert.heads.layout import QUERY_ROLES, Groups, LayerHeads, Part, Parts, Role, Rule, Separate, Untouched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,11 @@ class Change:
     heads: LayerHeads
     groups: int
     module: str = ""
+
+    @property
+    def merges(self) -> bool:
+        """Whether it leaves fewer heads than there were."""
+        return self.groups < self.heads.kv
 
     def split(self, tensors: Sequence[Tensor]) -> Parts:
         """The heads in the sources. Raises CorruptError where they are not as many as the config says."""
@@ -139,10 +144,10 @@ def rule_of(tail: str, config: ModelConfig, beside: Sequence[Rule] = ()) -> Rule
 
 
 def module_changes(
-    module: AttentionModule, config: ModelConfig, groups: int, beside: Sequence[Rule] = ()
+    module: AttentionModule, config: ModelConfig, groups: Groups, beside: Sequence[Rule] = ()
 ) -> list[Change]:
-    """What happens to one attention module; every tensor of it must be known. `beside` are rules of tensors beside
-    keys and values that change with them.
+    """What happens to one attention module, which may be nothing; every tensor of it must be known. `beside` are rules
+    of tensors beside keys and values that change with them.
     """
     import torch
 
@@ -167,7 +172,7 @@ def module_changes(
     _check_projections(module, (*config.family.rules, *beside), changes, heads)
     for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
-    return [change for change in changes if target != heads.kv]
+    return changes
 
 
 def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: ModelConfig) -> None:

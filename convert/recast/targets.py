@@ -13,11 +13,13 @@ from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, stand_in
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
+from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import DEFAULT_KINDS, Kind, query_heads
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
+from gqa.convert.heads.layout import Groups
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.parts import Recasting
@@ -53,17 +55,20 @@ _CUSTOM = tuple(
     for made in family.model_types
 )
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
+# Where layers shall have different numbers of heads, which no class of transformers builds.
+_BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
 ENCODER_DECODERS = frozenset(
     model_type.removeprefix(PREFIX) for f in custom.FAMILIES if f.cross_attention for model_type in f.model_types
 )
 
 
-def recast(checkpoint: Checkpoint, groups: int, target: Target) -> Checkpoint:
+def recast(checkpoint: Checkpoint, groups: Groups, target: Target) -> Checkpoint:
     """The checkpoint itself, or a view of it as one of a class that holds `groups` KV heads; of several the first.
 
     Raises RefusedError where no class does, where none expresses what the config says, or none is as asked for.
     """
-    found = _candidates(checkpoint, target)
+    by_layer = isinstance(groups, tuple)
+    found = _candidates(checkpoint, target, by_layer)
     if not found:
         return checkpoint
     config = read_top(checkpoint.config, checkpoint.name)
@@ -82,7 +87,7 @@ def recast(checkpoint: Checkpoint, groups: int, target: Target) -> Checkpoint:
         if raw is None:
             continue
         possible = valid_groups(read_config(raw, checkpoint.name))
-        if groups in possible:
+        if by_layer or groups in possible:
             return _view(checkpoint, recasting, config, raw)
         names.append(recasting.target)
         allowed.update(possible)
@@ -95,10 +100,15 @@ def recast(checkpoint: Checkpoint, groups: int, target: Target) -> Checkpoint:
     )
 
 
-def _candidates(checkpoint: Checkpoint, target: Target) -> list[Recasting]:
+def _candidates(checkpoint: Checkpoint, target: Target, by_layer: bool) -> list[Recasting]:
     """The entries for a model type that are as asked for; none where it needs none."""
     name, model_type = checkpoint.name, checkpoint.config.get("model_type")
-    every = [r for r in RECASTINGS if r.source == model_type]
+    every = [r for r in (_BY_LAYER if by_layer else RECASTINGS) if r.source == model_type]
+    if by_layer and not every and model_type not in {r.target for r in _BY_LAYER}:
+        raise RefusedError(
+            f"{name} ({model_type}) must have as many key/value heads in all layers; they can differ in models of type "
+            f"{listing(BY_LAYER, 40)}: give one number"
+        )
     found = [r for r in every if target.remote_code is None or (r.way == CUSTOM_CODE) == target.remote_code]
     if every and not found and not target.remote_code:
         raise RefusedError(
@@ -175,7 +185,8 @@ def _made_config(raw: dict[str, Any], recasting: Recasting, config: Any, target:
         made["tie_word_embeddings"] = bool(config.tie_word_embeddings)
         return made | {key: raw[key] for key in ("torch_dtype", "dtype") if isinstance(raw.get(key), str)}
     made = {**raw, "model_type": recasting.target}
-    made |= {"num_key_value_heads": query_heads(config), "auto_map": auto_map(recasting.target)}
+    made |= {"auto_map": auto_map(recasting.target)}
+    made |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
     made["architectures"] = [stand_in(config.architectures, recasting.target)]
     if recasting.source in ENCODER_DECODERS:
         made["grouped_attention"] = list(target.attention or DEFAULT_KINDS)

@@ -1,0 +1,121 @@
+"""Which layers keep how many key/value heads, where a share of the cache's bytes is to be left.
+
+Layers do not lose alike. What one loses is measured by merging its heads alone, in closed form, on text that the model
+writes: the divergence of the next token's distribution from the base model's. The numbers of heads are those whose
+losses have the least sum within the bytes. Jointly converted layers lose more than that sum, in proportion (1.2 to 1.7
+times as much where it was measured, docs/budget.md), which leaves the order of the choices as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.read import Checkpoint
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.options import MapsOptions
+from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.convert.heads.config import valid_groups
+from gqa.convert.methods import MEASURING
+from gqa.convert.plan import Plan, make_plan
+
+FITTED, MEASURED = 16_384, 4_096  # tokens at the most that a layer is fitted to, and whose distributions are compared
+
+Losses = Sequence[Mapping[int, float]]  # of each layer: heads that it may keep -> nats a token that are lost by it
+
+
+def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
+    """The heads of each layer that lose least together, at most `budget` in all (a knapsack of multiple choice).
+
+    Raises ValueError where the fewest are more than that.
+    """
+    least = np.zeros(budget + 1)  # of the layers so far, by the heads that they may have
+    chosen: list[np.ndarray] = []
+    for layer in losses:
+        choices = sorted(layer)
+        found = np.full((len(choices), budget + 1), math.inf)
+        for row, kept in zip(found, choices, strict=True):
+            if kept <= budget:
+                row[kept:] = least[: budget + 1 - kept] + layer[kept]
+        best = found.argmin(0)
+        least = found.min(0)
+        chosen.append(np.array(choices)[best])
+    if math.isinf(least[budget]):
+        raise ValueError(f"{sum(map(min, losses))} heads are the fewest, {budget} are allowed")
+    heads: list[int] = []
+    for best in reversed(chosen):
+        heads.append(int(best[budget - sum(heads)]))
+    return tuple(reversed(heads))
+
+
+def heads_within(
+    checkpoint: Checkpoint, share: float, options: MapsOptions, ranks: int = 1, watcher: Watcher = SILENT
+) -> tuple[tuple[int, ...], Losses]:
+    """KV heads of every layer of a model, such that `share` of the KV cache's bytes is left, and what layers would
+    lose by any number. Raises RefusedError.
+
+    ranks: Every number is a multiple of this, for tensor parallelism.
+    """
+    plan = make_plan(checkpoint, 1, MEASURING)
+    heads, layers = plan.config.main.kv, plan.config.layers
+    counts = [kept for kept in valid_groups(plan.config) if kept <= heads and kept % ranks == 0]
+    budget = math.floor(share * layers * heads + 1e-9)
+    if not counts or min(counts) * layers > budget:
+        least = f"{min(counts) / heads:.3g}" if counts else f"none is a multiple of {ranks}"
+        raise RefusedError(
+            f"--kv-budget {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
+            f"is {least}"
+        )
+    rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
+    text = replace(options.text, tokens=rows * options.text.length)
+    blocks = text.blocks(checkpoint, options.device, watcher)
+    last = max(1, MEASURED // options.text.length)
+    losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
+    merging = [kept for kept in counts if kept < heads]
+    watcher.stage("measuring layers", len(merging) * layers, "layer")
+    for kept in merging:
+        alone = make_plan(checkpoint, kept, MEASURING)
+        found = losses_alone(alone, blocks[:-last], blocks[-last:], options, lambda: watcher.update(1))
+        for layer, lost in enumerate(found):
+            losses[layer][kept] = lost
+    return allotted(losses, budget), losses
+
+
+@torch.no_grad()
+def losses_alone(
+    plan: Plan, blocks: Tensor, measured: Tensor, options: MapsOptions, done: Callable[[], None] = lambda: None
+) -> list[float]:
+    """Of every layer, the divergence in nats a token from the base model if that layer alone had the plan's heads.
+
+    `blocks` (N, T) are what it is fitted to, on `measured` (M, T) distributions are compared. Held are M x T x D
+    numbers for each layer, and the weights of one layer at a time.
+    """
+    calibrator = Calibrator(plan, blocks, options)
+    pair, changed = calibrator.pair, dict[int, Tensor]()
+    true = pair.arrive(measured).source
+    for layer in range(calibrator.layers):
+        result = calibrator.run(layer)
+        calibrator.streams.converted.copy_(calibrator.streams.source)  # the next one, too, is changed alone
+        own = pair.original(layer, None)
+        for stream in changed.values():
+            own.pass_through(stream)
+        if result:
+            changed[layer] = true.clone()
+            pair.merged(result.module, result.maps).pass_through(changed[layer])
+            pair.target.release(layer)
+        own.pass_through(true)
+        pair.source.release(layer)
+        done()
+    lost = [0.0] * calibrator.layers
+    for rows in torch.arange(len(true)).split(pair.feed.batch):
+        base = pair.source.depart(true[rows]).log_softmax(-1)
+        for layer, stream in changed.items():
+            other = pair.source.depart(stream[rows]).log_softmax(-1)
+            lost[layer] += float((base.exp() * (base - other)).sum())
+    return [nats / measured.numel() for nats in lost]
