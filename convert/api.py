@@ -166,6 +166,6 @@ def default_output(model: str, plan: Plan) -> Path:
     """
     suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
     if isinstance(plan.groups, tuple):
-        suffix = f"-kv{100 * plan.cache_after.bytes_per_token / plan.cache_before.bytes_per_token:.0f}"
+        suffix = f"-kv{100 * sum(plan.groups) / len(plan.groups) / plan.config.main.kv:.0f}"
     suffix += f"-{plan.method}" if plan.method in METHODS else ""
     return beside(model, suffix)

@@ -105,7 +105,7 @@ def plan_text(plan: Plan, tensors: bool = True) -> str:
         f"KV cache    {kv_line(plan)}",
         "parameters  {before:,} -> {after:,}".format(**told["parameters"])
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
-        *("config      {key}: {before} -> {after}".format(**edit) for edit in told["config_edits"]),
+        *(_cut("config      {key}: {before} -> {after}".format(**edit)) for edit in told["config_edits"]),
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in told["shards"]),
         *(f"note        {note}" for note in plan.engine_notes),
     ]
@@ -114,6 +114,11 @@ def plan_text(plan: Plan, tensors: bool = True) -> str:
     changed = plan.changed
     lines += map(_tensor_line, changed) if tensors else [f"tensors     {len(changed)} changed"]
     return "\n".join(map(one_line, lines))
+
+
+def _cut(line: str, most: int = 200) -> str:
+    """Some keys list all layers."""
+    return line if len(line) <= most else f"{line[: most - 4]} ..."
 
 
 def _tensor_line(tensor: OutputTensor) -> str:
