@@ -27,6 +27,7 @@ from gqa.convert.align.self_samples import sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
+from gqa.eval.cache_bits import quantise_cache, quantised_attention
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.memory import fit
@@ -64,7 +65,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     quiet = options.quiet or not main
     device = usable_device(options.device)
     say_device(device, quiet)
-    subjects = open_subjects(names, options.trust_remote_code, options.revision)
+    subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
     harness = Harness(subjects, options, quiet) if options.tasks else None
     results: dict[str, Any] = {
         "command": words,
@@ -79,6 +80,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
         context = choose_context(subjects, options.context, options.beyond_positions)
         results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context)
     with ExitStack() as stack:
+        stack.enter_context(quantised_attention(options.cache_bits or ()))
 
         def bars(total: int, unit: str, name: str) -> Progress:
             shown = progress_bar(total, unit, name, quiet)
@@ -101,10 +103,18 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
             return {}
         if options.decode:
             time_decoding(subjects, options, contexts, bars)
-    if harness:
-        for subject in subjects:
-            subject.record["tasks"] = harness.run(load(subject, options), subject.tokenizer)
+        if harness:
+            for subject in subjects:
+                subject.record["tasks"] = harness.run(load(subject, options), subject.tokenizer)
     return results
+
+
+def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
+    """These and, of each number of `bits`, all of them with a KV cache of it. Raises RefusedError for other caches."""
+    for subject in subjects if bits else ():
+        if subject.config.is_encoder_decoder or not subject.cache:
+            raise RefusedError(f"--cache-bits is for decoders with key/value heads, and {subject.name} is none")
+    return [*subjects, *(subject.quantised(each) for each in bits for subject in subjects)]
 
 
 def _recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -> int | None:
@@ -130,10 +140,13 @@ def usable_device(asked: str | None) -> str:
 def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
     advice = "choose another --precision or give fewer checkpoints to --decode"
     with _explained(subject.name, options, "its weights", advice):
-        return load_model(
+        model = load_model(
             subject.path, dtype=options.precision, device=usable_device(options.device),
             attention=options.attn_implementation, trust_remote_code=subject.trust_remote_code,
         )  # fmt: skip
+        if subject.cache_bits and subject.cache:
+            quantise_cache(model, subject.cache_bits, len(subject.cache.layers), subject.name)
+        return model
 
 
 @contextmanager

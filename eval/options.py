@@ -63,6 +63,9 @@ class EvaluateOptions:
     recall: bool | None = option_field(
         None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
         "their keys, passkeys.  [default: with -o]", "--recall/--no-recall")
+    cache_bits: Sequence[int] | None = option_field(
+        None, "Also measure every checkpoint with a KV cache of so many bits, like 8,4,2.",
+        type=Several(click.IntRange(2, 8)))
     decode: bool = option_field(False, "Time prefill and decoding.")
     decode_batches: Sequence[int] = option_field(
         (1, 8), "How many sequences --decode times at once.", aliases="--batches", type=Several(_POSITIVE),
@@ -110,8 +113,10 @@ class EvaluateOptions:
         for leader, followers in _NEEDS.items():
             if not getattr(self, leader) and (alone := [name for name in followers if name in given]):
                 raise RefusedError(f"{_flag(alone[0])} means nothing without {_flag(leader)}: give both or none")
+        if self.cache_bits and self.decode:
+            raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
         for name in ("kl", "fail_above"):
-            if getattr(self, name) and not others:
+            if getattr(self, name) and not (others or self.cache_bits):
                 raise RefusedError(f"{_flag(name)} compares checkpoints: give at least two")
         if self.stride and self.protocol not in (None, "strided"):
             raise RefusedError(f"--stride does not go with --protocol {self.protocol}, whose windows are fixed")

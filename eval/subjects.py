@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,11 @@ class Subject:
     path: str
     checkpoint: Checkpoint
     trust_remote_code: bool = False
+    cache_bits: int | None = None
+
+    def quantised(self, bits: int) -> Subject:
+        """The same with a KV cache of `bits`."""
+        return replace(self, name=f"{self.name}, int{bits}", cache_bits=bits)
 
     @cached_property
     def config(self) -> Any:
@@ -71,9 +76,10 @@ class Subject:
     def cache(self) -> KVCache | None:
         """By formula; None for an architecture whose key/value heads are not known."""
         try:
-            return checkpoint_cache(self.checkpoint)
+            found = checkpoint_cache(self.checkpoint)
         except RefusedError:
             return None
+        return found.quantised(self.cache_bits) if self.cache_bits else found
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -97,6 +103,7 @@ class Subject:
                 "context": context,
                 "bytes_at_context": self.cache.bytes_at(context) if context else None,
                 "remark": self.cache.remark,
+                "bits": self.cache_bits,
             }
         return found
 

@@ -25,7 +25,7 @@ from gqa.eval.memory import rank_cache, what_fits
 LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
 WINDOW = 5  # of the tiny models
 
-LLAMA_2_7B = KVCache((CachedLayer(32, 256, None),) * 32, 2, 4096)
+LLAMA_2_7B = KVCache((CachedLayer(32, 256, None, 128),) * 32, 2, 4096)
 LLAMA_2_7B_WEIGHTS = 2 * 6_738_415_616
 GB = 10**9
 

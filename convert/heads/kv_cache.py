@@ -7,21 +7,39 @@ most its window.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gqa.checkpoint.headers import BITS
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import AttentionModule
 
+PART = 64  # numbers at the most that share a scale where a cache is quantised
+SCALES = 4  # bytes of the smallest number and the step of a part
+
+
+def parts_of(dim: int) -> int:
+    """Into how many equal parts a head's key or value of `dim` numbers is cut."""
+    return next(parts for parts in range(-(-dim // PART), dim + 1) if dim % parts == 0)
+
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """KV heads of one layer, the numbers one token takes in one head (key and value), and the window, if any."""
+    """KV heads of one layer, the numbers one token takes in one head (key and value), and the window, if any;
+    `value_dim` of the numbers are the value, half of them where it is not said.
+    """
 
     heads: int
     numbers: int
     window: int | None
+    value_dim: int | None = None
+
+    def bytes_per_token(self, number: int, bits: int | None) -> int:
+        """Of all heads, with `number` bytes each, or quantised to `bits`."""
+        if bits is None:
+            return self.heads * self.numbers * number
+        value = self.numbers // 2 if self.value_dim is None else self.value_dim
+        return self.heads * sum(-(-dim * bits // 8) + SCALES * parts_of(dim) for dim in (self.numbers - value, value))
 
 
 @dataclass(frozen=True)
@@ -30,16 +48,21 @@ class KVCache:
     bytes_per_number: int
     context: int | None
     remark: str | None = None  # where transformers caches other heads than the model's key/value heads
+    bits: int | None = None  # of a number, where the cache is quantised; scales come on top
+
+    def quantised(self, bits: int) -> KVCache:
+        """The same with `bits` for each number, and scales."""
+        return replace(self, bits=bits)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token takes while no window is full."""
-        return sum(layer.heads * layer.numbers for layer in self.layers) * self.bytes_per_number
+        return sum(layer.bytes_per_token(self.bytes_per_number, self.bits) for layer in self.layers)
 
     def bytes_at(self, tokens: int) -> int:
         """Bytes of one sequence of `tokens`."""
-        numbers = sum(layer.heads * layer.numbers * min(tokens, layer.window or tokens) for layer in self.layers)
-        return numbers * self.bytes_per_number
+        each = ((layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window) for layer in self.layers)
+        return sum(held * min(tokens, window or tokens) for held, window in each)
 
 
 def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
@@ -57,7 +80,8 @@ def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
     for layer in sorted(layer for layer in found if not config.shares_kv(layer)):
         heads = config.heads(layer)
         cached = heads.query if every else heads.kv
-        layers.append(CachedLayer(cached, heads.key_dim + heads.value_dim, _window(text, layer)))
+        numbers = heads.key_dim + heads.value_dim
+        layers.append(CachedLayer(cached, numbers, _window(text, layer), heads.value_dim))
     remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
     context = getattr(text, "max_position_embeddings", None)
     return KVCache(tuple(layers), BITS[dtype] // 8, context, remark if every and main.kv < main.query else None)
