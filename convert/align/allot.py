@@ -2,8 +2,8 @@
 
 Layers do not lose alike. What one loses is measured by merging its heads alone, in closed form, on text that the model
 writes: the divergence of the next token's distribution from the base model's. The numbers of heads are those whose
-losses have the least sum within the bytes. Jointly converted layers lose more than that sum, in proportion (1.2 to 1.7
-times as much where it was measured, docs/budget.md), which leaves the order of the choices as it is.
+losses have the least sum within the bytes. Layers that are converted together lose more than that sum; where all lose
+more in proportion, the choice stays the best one.
 """
 
 from __future__ import annotations
