@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,7 +23,7 @@ from gqa.checkpoint.console import (
     with_options,
 )
 from gqa.checkpoint.errors import RefusedError, one_line
-from gqa.checkpoint.write import DEFAULT_JOBS
+from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
 from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
 from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
@@ -150,6 +151,8 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
     from gqa.convert.summary import allotment_text
 
     source, how = open_model(options["model"], options["revision"]), read_maps(options)
+    if options["output"]:  # what would refuse it later does so before the work
+        OutputDirectory(Path(options["output"]), source.directory, options["overwrite"])
     say_device(how.device, options["quiet"])
     with Bar(options["quiet"]) as bar:
         heads, losses = heads_within(source, options["kv_budget"], how, options["tensor_parallel"] or 1, bar)

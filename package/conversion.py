@@ -85,7 +85,8 @@ def convert_model(
         own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
         how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
-        plan = _planned(place, asked, method, options, progress, **how, **_chosen(maps=maps, target=target))
+        chosen = _chosen(maps=maps, target=target)
+        plan = _planned(place, asked, method, _with_text(options, data, seed), progress, **how, **chosen)
         named = default_output(plan.checkpoint.hub_id or place, plan)
         goal = Path(out) if out is not None else Path(own.name, named.name) if own else named
         calibration = _maps_options(plan, data, options, seed)
@@ -158,24 +159,19 @@ def _chosen(**given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _planned(
-    place: str, asked: Groups | float, method: str, options: MapsOptions | None, progress: bool, **how: Any
-) -> Plan:
+def _planned(place: str, asked: Groups | float, method: str, options: MapsOptions, progress: bool, **how: Any) -> Plan:
     """For the heads that were asked for, or those that leave a share of the cache."""
     from gqa.checkpoint.hub import open_model
     from gqa.convert.align.allot import heads_within
-    from gqa.convert.align.options import MapsOptions
     from gqa.convert.api import plan_conversion
 
     if how.get("maps") is not None and method != AUTO:
         raise RefusedError(f"method {method!r} and maps {os.fspath(how['maps'])!r} are two ways; give one of them")
     if isinstance(asked, float):
         with Bar(not progress) as bar:
-            found = options or MapsOptions()
-            asked, _ = heads_within(open_model(place, how["revision"]), asked, found, watcher=bar)
+            asked, _ = heads_within(open_model(place, how["revision"]), asked, options, watcher=bar)
         method = MEASURING if method == AUTO else method
-    grouping = options.grouping if options else "auto"
-    return plan_conversion(place, asked, grouping=grouping, method=method, headers_only=False, **how)
+    return plan_conversion(place, asked, grouping=options.grouping, method=method, headers_only=False, **how)
 
 
 def _asked(kv_heads: object, kv_budget: object = None) -> Groups | float:
@@ -211,6 +207,11 @@ def _maps_options(
         raise RefusedError(f"options mean nothing to method {plan.method}, which finds no maps; leave them out")
     if not plan.lacks_maps:
         return None
+    return _with_text(options, data, seed)
+
+
+def _with_text(options: MapsOptions | None, data: str | Sequence[str] | None, seed: int) -> MapsOptions:
+    """The options, or those of the command, with the text and the seed that were given beside them."""
     from gqa.checkpoint.devices import find_device
     from gqa.convert.align.options import MapsOptions
 

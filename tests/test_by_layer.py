@@ -17,11 +17,14 @@ import torch
 from checkpoints import check_refused, contents, edit_json, llama, load, refusal, run
 from safetensors.torch import save_file
 from test_families import error, write_checkpoint
+from tiny_custom import SOURCES
 from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
 from training import options_for, tiny_checkpoint, trained
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import gqa
+from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
@@ -259,6 +262,23 @@ def test_its_name_says_how_much_is_left(uneven: Path, monkeypatch: pytest.Monkey
     assert uneven.with_name("model-kv62-mean").is_dir()
 
 
+def test_from_python(uneven: Path, tmp_path: Path) -> None:
+    """The same heads; text that is given beside options is what layers are measured on."""
+    how = small_options()
+    made = gqa.convert_model(str(uneven), kv_budget=0.625, out=tmp_path / "a", options=how, progress=False)
+    assert (made.plan.groups, made.plan.method) == ((1, 4, 1, 4), "calibrated")
+    named = gqa.convert_model(
+        str(uneven), [1, 4, 1, 4], "calibrated", out=tmp_path / "b", options=how, progress=False
+    )  # fmt: skip
+    assert contents(made.path) == contents(named.path)
+    given = {"kv_budget": 0.625, "out": tmp_path / "c", "options": how, "progress": False}
+    with pytest.raises(CorpusError, match="nothing-here"):
+        gqa.convert_model(str(uneven), data="./nothing-here.txt", **given)
+    for wrong in ({"kv_heads": 1, "kv_budget": 0.5}, {}, {"kv_budget": 1.0}, {"kv_heads": [1, 0, 1, 1]}):
+        with pytest.raises(RefusedError, match="give"):
+            gqa.convert_model(str(uneven), **wrong)
+
+
 # -------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -282,6 +302,20 @@ def test_its_name_says_how_much_is_left(uneven: Path, monkeypatch: pytest.Monkey
 def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
     check_refused(run(uneven, *words, "-o", tmp_path / "out"), says)
     assert not (tmp_path / "out").exists()
+
+
+def test_refused_before_anything_is_measured(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A place that is taken, and a class whose layers cannot differ."""
+    monkeypatch.setattr(CalibrationText, "blocks", lambda *given: pytest.fail("it was measured"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/config.json").write_text("{}")
+    check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"), "--overwrite")
+    gpt2 = write_checkpoint(
+        build(next(tiny for tiny in SOURCES if tiny.name == "gpt2"), QUERY_HEADS), tmp_path / "gpt2"
+    )
+    assert "as many key/value heads in all layers" in refusal(gpt2, "--kv-budget", "0.5")
 
 
 def test_the_page_lists_them() -> None:

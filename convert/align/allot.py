@@ -21,9 +21,10 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.heads.config import valid_groups
+from gqa.convert.heads.config import read_config, valid_groups
 from gqa.convert.methods import MEASURING
 from gqa.convert.plan import Plan, make_plan
+from gqa.convert.recast.targets import as_it_is
 
 FITTED, MEASURED = 16_384, 4_096  # tokens at the most that a layer is fitted to, and whose distributions are compared
 
@@ -62,9 +63,9 @@ def heads_within(
 
     ranks: Every number is a multiple of this, for tensor parallelism.
     """
-    plan = make_plan(checkpoint, 1, MEASURING)
-    heads, layers = plan.config.main.kv, plan.config.layers
-    counts = [kept for kept in valid_groups(plan.config) if kept <= heads and kept % ranks == 0]
+    config = read_config(as_it_is(checkpoint).config, checkpoint.name)
+    heads, layers = config.main.kv, config.layers
+    counts = [kept for kept in valid_groups(config) if kept <= heads and kept % ranks == 0]
     budget = math.floor(share * layers * heads + 1e-9)
     if not counts or min(counts) * layers > budget:
         least = f"{min(counts) / heads:.3g}" if counts else f"none is a multiple of {ranks}"
@@ -72,6 +73,7 @@ def heads_within(
             f"--kv-budget {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
             f"is {least}"
         )
+    make_plan(checkpoint, (heads, *[min(counts)] * (layers - 1)), MEASURING)  # refuses what cannot differ by layer
     rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
     text = replace(options.text, tokens=rows * options.text.length)
     blocks = text.blocks(checkpoint, options.device, watcher)
