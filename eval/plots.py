@@ -116,7 +116,7 @@ def _attention_error(models: list[Results], axes: Axes) -> None:
     axes.set(xlabel="attention module, in order", ylabel="relative error (1 = the whole output)")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+    legend_below(axes)
 
 
 def _decode(models: list[Results], axes: Axes) -> None:
@@ -131,7 +131,7 @@ def _decode(models: list[Results], axes: Axes) -> None:
     axes.set(xlabel="context (tokens)", ylabel="milliseconds per token")
     # An outlier's bar may leave the picture; the lines must not be flattened by it.
     axes.set_ylim(0, 1.4e3 * max(p["seconds_per_token"] for m in models for p in m["decode"]["points"]))
-    axes.legend(ncols=2)
+    legend_below(axes)
 
 
 def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:

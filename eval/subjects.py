@@ -32,7 +32,7 @@ class Subject:
 
     def quantised(self, bits: int) -> Subject:
         """The same with a KV cache of `bits`."""
-        return replace(self, name=f"{self.name}, int{bits}", cache_bits=bits)
+        return replace(self, name=f"{self.name} (int{bits})", cache_bits=bits)
 
     @cached_property
     def config(self) -> Any:
