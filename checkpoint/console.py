@@ -342,6 +342,15 @@ def _terminated(number: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def check_alone() -> None:
+    """Raises RefusedError in a command that would do all its work once in each of several processes."""
+    if (found := os.environ.get("WORLD_SIZE", "1")) != "1":
+        program = click.get_current_context().find_root().info_name
+        raise RefusedError(
+            f"{program} runs in one process, and WORLD_SIZE is {found}; start it without torchrun or accelerate launch"
+        )
+
+
 def run(command: click.Command, program: str, interrupted: str) -> None:
     """Run a command; in colour where the terminal has it, unless NO_COLOR is set (no-color.org).
 

@@ -13,6 +13,7 @@ from gqa.checkpoint.console import (
     CONTEXT_SETTINGS,
     Choice,
     Command,
+    check_alone,
     option,
     run,
     say_device,
@@ -117,6 +118,7 @@ def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
     from gqa.convert.heads.layout import groups_text
     from gqa.convert.plan import make_plan
 
+    check_alone()
     refuse_unused([options["method"]], f"--method {options['method']}")
     source = open_model(model, options["revision"])
     plan = make_plan(source, groups, options["method"], options["seed"], target=read_target(options))

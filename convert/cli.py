@@ -14,6 +14,7 @@ from gqa.checkpoint.console import (
     ByteSize,
     Choice,
     Command,
+    check_alone,
     check_pushing,
     option,
     push_result,
@@ -118,6 +119,7 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     """
     from gqa.convert.api import plan_conversion
 
+    check_alone()
     if options["maps"]:
         refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
     asked = AUTOMATIC if options["method"] == AUTO else (options["method"],)
