@@ -65,6 +65,27 @@ def test_moments_of_an_mlp(gated: bool, act: str) -> None:
         assert not torch.allclose(apart.diagonal(), moments.diagonal(), rtol=0.1)
 
 
+def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 random signs by less than a fifth, which more signs lessen; units differ by much more."""
+    torch.manual_seed(0)
+    width, units = 256, 512
+    root = torch.randn(width, 3)
+    factor = torch.linalg.cholesky(torch.eye(width) + root @ root.mT)
+    gate, up = (torch.randn(units, width) * (1 + 3 * torch.rand(units, 1)) / width**0.5 for _ in range(2))
+    down = torch.eye(units)
+
+    def sizes(probes: int) -> Tensor:
+        monkeypatch.setattr("gqa.convert.align.stream._PROBES", probes)
+        return Mlp(gate, up, down, ACT2FN["silu"]).moments(factor).diagonal()
+
+    exact, off = sizes(width // 2), []
+    assert exact.std() > exact.mean()
+    for probes in (16, 100):
+        off.append(float((sizes(probes) / exact - 1).abs().median()))
+    assert 0 < off[1] < 0.2
+    assert off[1] < off[0] / 1.5
+
+
 def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half again as like it as independent inputs are, in every layer; the embedded model's layers are real ones."""
     guessed = given(SOURCE, 2, monkeypatch)

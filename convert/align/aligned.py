@@ -38,7 +38,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
     last = max(number for number, (_, changes) in enumerate(found) if changes[0].merges)
     for number, (module, changes) in enumerate(found[: last + 1]):
         heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
-        if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
+        if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
             raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
         width = stored["key"].shape[-1]
         stream = stream or Stream(checkpoint, text, symmetry, width, guess, device)

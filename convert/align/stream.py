@@ -27,6 +27,7 @@ _SHARE = 0.01  # of independent inputs in the guess, for what it does not see
 _NODES = 241  # of an integral over a Gaussian
 _LITTLE = (1e-9, 1e-7, 1e-5, 1e-3)  # of independent inputs, until rounding leaves a matrix positive
 _ROWS = 16_384  # of a table in float64 at a time
+_PROBES = 512  # by which what a wide MLP's units are given is estimated: variances to 6 %, sqrt(2 / n)
 _BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of the work of a square
 
 
@@ -109,9 +110,11 @@ class Stream:
         if self._sum is None:
             return None
         moments = self._sum * (self._width / self._sum.trace().clamp_min(1e-30))  # a norm makes them as large as that
+        own, diagonal = moments.diagonal().clone(), moments.diagonal()
         for little in _LITTLE:
-            factor, failed = torch.linalg.cholesky_ex(moments + little * torch.eye(self._width, dtype=moments.dtype))
-            if not bool(failed) and bool(factor.isfinite().all()):
+            diagonal.copy_(own + little)
+            factor, failed = torch.linalg.cholesky_ex(moments)
+            if not bool(failed) and bool(factor.sum().isfinite()):
                 found: Tensor = factor.float().to(self._device)
                 return found
         return None
@@ -167,8 +170,8 @@ class Mlp:
         units depended on each other only by their means.
         """
         factor = factor.to(self.up)
-        up = by_lower(self.up, factor)
-        first = up if self.gate is None else by_lower(self.gate, factor)
+        up = _sizes(self.up, factor)
+        first = up if self.gate is None else _sizes(self.gate, factor)
         variance = first.square().sum(1, keepdim=True).clamp_min(1e-30)
         nodes = torch.linspace(-6, 6, _NODES).to(factor)
         weights = torch.exp(-nodes.square() / 2)
@@ -183,6 +186,16 @@ class Mlp:
             mean, square = acted @ weights, acted.square() @ weights
         middle, spread = self.down @ mean, (square - mean.square()).clamp_min(0).sqrt()
         return (gram(self.down * spread) + torch.outer(middle, middle)).cpu().double()
+
+
+def _sizes(rows: Tensor, lower: Tensor) -> Tensor:
+    """(n, D) @ (D, D) of a lower triangle L; of a wide one (n, `_PROBES`), the same by L R of random signs R, whose
+    products of one row with another are off by chance and right on average (Johnson and Lindenstrauss).
+    """
+    if len(lower) <= 2 * _PROBES:
+        return by_lower(rows, lower)
+    signs = torch.randint(2, (len(lower), _PROBES), generator=torch.Generator().manual_seed(0)).to(lower) * 2 - 1
+    return rows @ (lower @ signs / _PROBES**0.5)
 
 
 def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
