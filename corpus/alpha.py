@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -67,22 +68,13 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     That of the SHA-256 of a text's SHA-256, the seed, the epoch and how many documents before have the same text:
     copies of a text are spread out. Which of them is which makes no difference.
     """
+    import pandas
+
     raw = digests.tobytes()
-    told = (f"{seed}:{epoch}:{copy}".encode() for copy in _copies(digests).tolist())
+    copies = pandas.DataFrame(np.frombuffer(raw, np.uint64).reshape(-1, 4)).groupby([0, 1, 2, 3]).cumcount()
+    told = (f"{seed}:{epoch}:{copy}".encode() for copy in copies)
     keys = [hashlib.sha256(raw[32 * i : 32 * i + 32] + text).digest()[:8] for i, text in enumerate(told)]
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
-
-
-def _copies(digests: NDArray[np.uint8]) -> Ints:
-    """(D,) for each row, how many rows before are equal to it."""
-    rows = np.ascontiguousarray(digests).view("V32").ravel()
-    by_row = np.argsort(rows, kind="stable")
-    fresh = np.ones(len(rows), bool)
-    fresh[1:] = rows[by_row][1:] != rows[by_row][:-1]
-    place = np.arange(len(rows))
-    copies = np.empty(len(rows), np.int64)
-    copies[by_row] = place - np.maximum.accumulate(np.where(fresh, place, 0))
-    return copies
 
 
 def heldout_mask(digests: NDArray[np.uint8], fraction: float) -> NDArray[np.bool_]:
@@ -190,10 +182,19 @@ class StreamedBlocks:
         self.sources = sources
         self.encoder = Encoder(tokenizer)
         self.size, self.n_blocks, self.boundaries = block_size, n_blocks, boundaries
+        self._recent: deque[tuple[int, Block]] = deque(maxlen=8)
 
-    def blocks(self, start: int = 0) -> Iterator[Block]:
-        """Blocks from number `start` on. Those before are read too: a stream has no other way to get there."""
-        return islice(self._packed(), start, self.n_blocks)
+    def __iter__(self) -> Iterator[Block]:
+        return islice(self._packed(), self.n_blocks)
+
+    def __getitem__(self, index: int) -> Block:
+        """Block `index`. The stream is read forward, and again from its start for one eight before the last."""
+        if not self._recent or index < self._recent[0][0]:
+            self._read = enumerate(self)
+            self._recent.clear()
+        while not self._recent or self._recent[-1][0] < index:
+            self._recent.append(next(self._read))
+        return dict(self._recent)[index]
 
     def _packed(self) -> Iterator[Block]:
         parts: list[NDArray[np.int32]] = []

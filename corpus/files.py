@@ -222,7 +222,8 @@ def _read_columns(path: Path, field: str) -> Iterator[Document]:
 
     number = 0
     try:
-        for column in _columns(path, field):
+        for batch in _batches(path, field):
+            column = batch.column(field)
             column.validate(full=True)  # what is memory-mapped is not checked when it is opened
             for value in column:
                 number += 1
@@ -233,33 +234,26 @@ def _read_columns(path: Path, field: str) -> Iterator[Document]:
         raise CorpusError(f"{path} is no {kind} file or is damaged: {explain(error)}; make or fetch it again") from None
 
 
-def _columns(path: Path, field: str) -> Iterator[Any]:
-    """The values of one column in pieces of some thousand."""
+def _batches(path: Path, field: str) -> Iterator[Any]:
+    """Record batches of some thousand rows that have the field, of Parquet nothing else."""
     import pyarrow
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    if path.suffix.lower() == ".parquet":
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, field)
-            yield from (batch.column(0) for batch in file.iter_batches(1024, columns=[field]))
-        return
+    parquet = path.suffix.lower() == ".parquet"
     with pyarrow.memory_map(str(path)) as raw:
+        stream: Any
         try:
-            stream: Any = pyarrow.ipc.open_stream(raw)
-            batches = iter(stream)
-        except pyarrow.ArrowInvalid:  # the file format, which Feather uses, rather than the stream
-            stream = pyarrow.ipc.open_file(raw)
-            batches = (stream.get_batch(i) for i in range(stream.num_record_batches))
-        _check_column(path, stream.schema, field)
-        yield from (batch.column(field) for batch in batches)
-
-
-def _check_column(path: Path, schema: Any, field: str) -> None:
-    from pyarrow import types
-
-    if field not in schema.names:
-        raise missing_field(str(path), field, schema.names)
-    kind = schema.field(field).type
-    value = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(value) or types.is_large_string(value) or types.is_string_view(value)):
-        raise CorpusError(f"{path}: field {field!r} is no text but {kind}; name a field of text")
+            stream = pyarrow.parquet.ParquetFile(raw) if parquet else pyarrow.ipc.open_stream(raw)
+        except pyarrow.ArrowInvalid:
+            if parquet:
+                raise
+            stream = pyarrow.ipc.open_file(raw)  # the file format, which Feather uses, rather than the stream
+        names = (stream.schema_arrow if parquet else stream.schema).names
+        if field not in names:
+            raise missing_field(str(path), field, names)
+        if parquet:
+            yield from stream.iter_batches(1024, columns=[field])
+        elif isinstance(stream, pyarrow.ipc.RecordBatchFileReader):
+            yield from (stream.get_batch(i) for i in range(stream.num_record_batches))
+        else:
+            yield from stream

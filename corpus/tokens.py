@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,7 @@ Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
 _LAYOUT = 1  # of what is cached
-_BATCH_TEXTS, _BATCH_CHARACTERS = 1024, 1 << 22  # tokenised at a time
+_BATCH = 64  # documents tokenised at a time
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class Encoder:
 
     def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
         """Each document with its tokens, BOS and EOS among them."""
-        before = [] if self.bos is None else [self.bos]
-        for batch in _batches(documents):
+        before, documents = [] if self.bos is None else [self.bos], iter(documents)
+        while batch := list(islice(documents, _BATCH)):
             encoded = self.tokenizer(
                 [found.text for found in batch],
                 add_special_tokens=False,
@@ -168,19 +168,6 @@ class Encoder:
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts BOS before a text when nobody tells it otherwise."""
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for found in documents:
-        batch.append(found)
-        characters += len(found.text)
-        if len(batch) == _BATCH_TEXTS or characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 class Blocks:

@@ -84,9 +84,8 @@ def convert_model(
         stack.enter_context(undisturbed())
         own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
-        how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
-        chosen = _chosen(maps=maps, target=target)
-        plan = _planned(place, asked, method, _with_text(options, data, seed), progress, **how, **chosen)
+        how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision, "maps": maps}
+        plan = _planned(place, asked, method, _with_text(options, data, seed), progress, target=target, **how)
         named = default_output(plan.checkpoint.hub_id or place, plan)
         goal = Path(out) if out is not None else Path(own.name, named.name) if own else named
         calibration = _maps_options(plan, data, options, seed)
@@ -154,23 +153,20 @@ def calibrate(
     return FoundMaps(path=Path(out), layer_errors=bar.errors, method=plan.method, groups=plan.groups)
 
 
-def _chosen(**given: Any) -> dict[str, Any]:
-    """Those that are given, for what has defaults of its own."""
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def _planned(place: str, asked: Groups | float, method: str, options: MapsOptions, progress: bool, **how: Any) -> Plan:
     """For the heads that were asked for, or those that leave a share of the cache."""
     from gqa.checkpoint.hub import open_model
     from gqa.convert.align.allot import heads_within
     from gqa.convert.api import plan_conversion
+    from gqa.convert.recast.targets import ANY
 
-    if how.get("maps") is not None and method != AUTO:
+    if how["maps"] is not None and method != AUTO:
         raise RefusedError(f"method {method!r} and maps {os.fspath(how['maps'])!r} are two ways; give one of them")
     if isinstance(asked, float):
         with Bar(not progress) as bar:
             asked, _ = heads_within(open_model(place, how["revision"]), asked, options, watcher=bar)
         method = MEASURING if method == AUTO else method
+    how["target"] = how["target"] or ANY
     return plan_conversion(place, asked, grouping=options.grouping, method=method, headers_only=False, **how)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,6 +15,7 @@ import click
 
 from gqa.checkpoint.console import Several
 from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.provenance import key_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +65,9 @@ def scratch() -> TemporaryDirectory[str]:
 
 
 def name_of(model: Any) -> str:
-    """What a model in memory is called: where it is from, else its class."""
+    """Where a model lies; what one in memory is called: where it is from, else its class."""
+    if not in_memory(model):
+        return os.fspath(model)
     name = Path(str(getattr(model, "name_or_path", "") or "")).name
     return name if name.strip(".") else type(model).__name__
 
@@ -99,39 +102,49 @@ def undisturbed() -> Iterator[None]:
 
 
 def asked(
-    command: click.Command, models: Sequence[str], values: Mapping[str, Any], of_terminals: Collection[str], **more: Any
-) -> tuple[click.Context, list[str]]:
+    command: click.Command, places: Mapping[str, Any], values: Mapping[str, Any], of_terminals: Collection[str],
+    **more: Any,
+) -> tuple[click.Context, list[str]]:  # fmt: skip
     """A command with its options as it would read them (`params`), and the words that it would read them from.
 
-    `values` are by the names of options; None is as if nothing were said. Those `of_terminals` are not for Python,
-    `more` are said whatever the caller may say.
+    `places` are its arguments; `values` are by the names of options; None is as if nothing were said. Those
+    `of_terminals` are not for Python, `more` are said whatever the caller may say.
     Raises TypeError for a name that there is none of, and RefusedError, in the command's own words, for a value that it
     would not take.
     """
-    found = [p for p in command.params if isinstance(p, click.Option) and p.expose_value]
-    known = sorted({option_name(option) for option in found if option.name not in of_terminals})
-    options = {str(option.name): option for option in found} | {option_name(option): option for option in found}
+    options = [p for p in command.params if isinstance(p, click.Option) and p.name not in of_terminals]
+    known = {key_of(option).replace("-", "_"): key_of(option) for option in options if option.expose_value}
+    keys = {str(option.name): key_of(option) for option in options} | known
     for name in values:
-        if name not in options or options[name].name in of_terminals:
+        if name not in keys:
             near = get_close_matches(name, known, 1)
-            told = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
+            told = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(sorted(known))}"
             raise TypeError(f"{name!r} is no option; {told}")
     try:
-        said = [(options[name], value) for name, value in {**values, **more}.items() if value is not None]
-        words = [word for option, value in said for word in words_of(option, value)]
-        context = command.make_context(command.name, [*words, "--", *models])
+        words = words_of(command, {keys.get(name, name): value for name, value in {**places, **values, **more}.items()})
+        context = command.make_context(command.name, list(words))
     except click.UsageError as error:
         raise RefusedError(error.format_message().rstrip(".")) from None
-    return context, [*models, *words]
+    end = words.index("--")
+    return context, [*words[end + 1 :], *words[:end]]
 
 
-def option_name(option: click.Option) -> str:
-    """The documented name of an option as a keyword."""
-    return option.opts[-1].lstrip("-").replace("-", "_")
+def words_of(command: click.Command, said: Mapping[str, Any]) -> list[str]:
+    """What says options and, after `--`, arguments on a command line, by the names that recipes have for them
+    (`key_of`); None is not said. Raises click.BadParameter for what cannot be said.
+    """
+    words: list[str] = []
+    places: list[str] = []
+    for param in command.params:
+        value = said.get(key_of(param))
+        if isinstance(param, click.Option):
+            words += [] if value is None else _option_words(param, value)
+        elif value is not None:
+            places += map(str, value if isinstance(value, list | tuple) else [value])
+    return [*words, "--", *places]
 
 
-def words_of(option: click.Option, value: Any) -> list[str]:
-    """What says a value on a command line. Raises click.BadParameter for what cannot be said."""
+def _option_words(option: click.Option, value: Any) -> list[str]:
     flag = option.opts[-1]
     if option.is_flag:
         if not isinstance(value, bool):

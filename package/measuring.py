@@ -54,7 +54,7 @@ def evaluate(
     path = None if out is None else Path(out)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
-        names = [name_of(model) if in_memory(model) else os.fspath(model) for model in (baseline, *models)]
+        names = {"baseline": name_of(baseline), "models": [name_of(model) for model in models]}
         context, words = asked(command, names, given, _OF_TERMINALS)
         read = EVALUATION.read(context.params, output=path, quiet=not progress).settled(given, len(models))
         if path is not None:
@@ -97,7 +97,7 @@ def ablate(
     from gqa.eval.study.tradeoff import Bounds
 
     place = os.fspath(model)
-    context, words = asked(command, [place], {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
+    context, words = asked(command, {"model": place}, {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
     read = {name: value for name, value in context.params.items() if name not in ("model", "output", "quiet")}
     with undisturbed(), context.scope():
         if read["overwrite"]:

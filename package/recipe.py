@@ -24,6 +24,7 @@ import yaml
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, near, option, run, version_option
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, asked, key_of
+from gqa.uptrain.options import differences
 
 from .given import words_of
 
@@ -53,7 +54,7 @@ class Step:
 
     def words(self, **changes: Any) -> list[str]:
         """The command line, with some options changed."""
-        return _words(self.command, {**self.options, **changes})
+        return words_of(self.command, {**self.options, **changes})
 
     def recorded(self) -> Mapping[str, Any] | None:
         """The recipe of what lies at `out`: None where there is no result, empty where it does not say."""
@@ -119,26 +120,13 @@ def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: s
             options = before | options
         options = {"output": str(directory / place)} | options
         try:
-            with command.make_context(f"gqa-{name}", _words(command, options)) as ctx:
+            with command.make_context(f"gqa-{name}", words_of(command, options)) as ctx:
                 found = asked(ctx)[name]
         except click.UsageError as error:
             raise RefusedError(f"{told}: {name}: {error.format_message().rstrip('.')}") from None
         steps.append(Step(name, command, options, Path(options["output"]), found))
         made = [*(made or [str(options.get("model", ""))]), str(options["output"])]
     return steps
-
-
-def _words(command: click.Command, options: Mapping[str, Any]) -> list[str]:
-    """Options as a command line has them, arguments last."""
-    words: list[str] = []
-    places: list[str] = []
-    for found in command.params:
-        value = options.get(key_of(found))
-        if isinstance(found, click.Option):
-            words += [] if value is None else words_of(found, value)
-        elif value is not None:
-            places += map(str, value) if isinstance(value, list) else [str(value)]
-    return [*words, "--", *places]
 
 
 def left_to_do(steps: list[Step], overwrite: bool) -> list[Step]:
@@ -151,11 +139,7 @@ def left_to_do(steps: list[Step], overwrite: bool) -> list[Step]:
         if found == step.recipe and not left:
             continue
         if found is not None and not overwrite:
-            keys = sorted({*found, *step.recipe})
-            changed = [
-                f"{k}: {found.get(k)} -> {step.recipe.get(k)}" for k in keys if found.get(k) != step.recipe.get(k)
-            ]
-            why = "; ".join(changed) or f"{left[0].name} is run again before it"
+            why = "; ".join(differences(step.recipe, found)) or f"{left[0].name} is run again before it"
             raise RefusedError(f"{step.out} holds a result of another recipe ({why}); give --overwrite to replace it")
         left.append(step)
     return left

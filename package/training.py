@@ -51,7 +51,7 @@ def uptrain_model(
     from gqa.checkpoint.hub import beside
     from gqa.convert.align.watcher import Bar
     from gqa.uptrain.cli import command
-    from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.options import TRAINING, TrainOptions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
 
@@ -59,23 +59,20 @@ def uptrain_model(
         if options or any(given is not None for given in (data, teacher, out, tokenizer)):
             raise TypeError("TrainOptions say everything: leave out what stands beside them, or change it in them")
         said = {f.name: getattr(model, f.name) for f in fields(TrainOptions) if getattr(model, f.name) != f.default}
-        model, out, options = said.pop("model"), said.pop("output"), said
-        data, teacher = options.pop("data", None), options.pop("teacher", None)
+        return uptrain_model(out=said.pop("output"), progress=progress, **said)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         kept = scratch() if out is None and in_memory(model) else None
-        loaded = teacher is not None and in_memory(teacher)
-        given = {"data": data, "teacher": name_of(teacher) if loaded else teacher, **options}
-        name = name_of(model) if in_memory(model) else os.fspath(model)
+        name = name_of(model)
         goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else beside(name, "-uptrained")
-        context, words = asked(command, [name], given | {"output": goal}, _OF_TERMINALS)
-        known = TrainOptions.__dataclass_fields__
-        read = {option: value for option, value in context.params.items() if option in known}
-        read |= {"model": stack.enter_context(stored(model, tokenizer))}
-        read |= {"teacher": stack.enter_context(stored(teacher, tokenizer))} if loaded and teacher is not None else {}
+        given = {"data": data, "teacher": None if teacher is None else name_of(teacher), **options}
+        context, words = asked(command, {"model": name}, given, _OF_TERMINALS, output=goal)
+        places = {"model": stack.enter_context(stored(model, tokenizer))}
+        if teacher is not None and in_memory(teacher):
+            places["teacher"] = stack.enter_context(stored(teacher, tokenizer))
         stack.enter_context(_own_accelerator())
         with Bar(not progress) as bar:
-            setup = prepare(TrainOptions(**read), watcher=bar)
+            setup = prepare(TRAINING.read(context.params, output=goal, **places), watcher=bar)
         _, record = uptrain(setup, quiet=not progress, words=words)
     return TrainedModel(path=goal, record=record, _kept=kept)
 

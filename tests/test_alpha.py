@@ -29,7 +29,7 @@ def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TokenisedT
 
 def ids(blocks: Any) -> list[int]:
     """All tokens of the blocks, in their order."""
-    taken = blocks if isinstance(blocks, Blocks) else blocks.blocks()
+    taken = blocks
     return [int(token) for block in taken for token in block["input_ids"]]
 
 
@@ -207,10 +207,10 @@ def test_the_stream_is_packed_as_blocks_are(streamed: Any, tokenizer: Any, tmp_p
     texts = texts_of(100)
     kept = Blocks(tokenised(tmp_path / "a.jsonl", texts, tokenizer), np.arange(len(texts)), 64, boundaries=True)
     stream = streamed(texts, boundaries=True)
-    for ours, theirs in zip(stream.blocks(), [kept[b] for b in range(len(kept))], strict=True):
+    for ours, theirs in zip(stream, [kept[b] for b in range(len(kept))], strict=True):
         assert ours.keys() == theirs.keys()
         assert all(np.array_equal(values, theirs[name]) for name, values in ours.items())
-    later = list(stream.blocks(start=3))
+    later = [stream[b] for b in range(3, len(kept))]
     assert len(later) == len(kept) - 3
     assert later[0]["input_ids"].tolist() == kept[3]["input_ids"].tolist()
 
@@ -228,7 +228,7 @@ def test_streams_end_or_begin_again(streamed: Any) -> None:
     assert again[: len(once)] == once
     assert len(again) == 3 * len(once)
     with pytest.raises(CorpusError, match=r"\(train part, 1 held out\) holds no text"):
-        list(streamed(texts_of(10), n_blocks=5, heldout_fraction=1.0).blocks())
+        list(streamed(texts_of(10), n_blocks=5, heldout_fraction=1.0))
 
 
 def test_mixed_streams(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,5 +247,5 @@ def test_mixed_streams(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_stream_is_tokenised_on_the_way(streamed: Any, counted: Counted) -> None:
     """One block of an endless stream needs no more than a batch of documents."""
-    next(streamed(texts_of(3000), n_blocks=10**9).blocks())
+    next(iter(streamed(texts_of(3000), n_blocks=10**9)))
     assert 0 < counted.taken() < 200

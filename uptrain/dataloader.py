@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -27,27 +26,11 @@ from gqa.uptrain.training_model import Batch
 _ENDLESS = 2**62  # tokens of a stream
 
 
-class Numbered:
-    """The blocks of a stream by number. It is read forward, and again from its start for one eight before the last."""
-
-    def __init__(self, stream: StreamedBlocks) -> None:
-        self.size, self._stream = stream.size, stream
-        self._recent: deque[tuple[int, Block]] = deque(maxlen=8)
-
-    def __getitem__(self, index: int) -> Block:
-        if not self._recent or index < self._recent[0][0]:
-            self._blocks = enumerate(self._stream.blocks())
-            self._recent.clear()
-        while not self._recent or self._recent[-1][0] < index:
-            self._recent.append(next(self._blocks))
-        return dict(self._recent)[index]
-
-
 @dataclass(frozen=True)
 class Repeating:
     """Blocks of which half repeat themselves (`gqa.corpus.repeats`)."""
 
-    plain: Blocks | Numbered
+    plain: Blocks | StreamedBlocks
     seed: int
 
     @property
@@ -66,7 +49,7 @@ class Dataloader:
     `fingerprint`: equal where the data is. `summary`: what the data is, for people. `heldout`: what was held back.
     """
 
-    blocks: Blocks | SampledBlocks | Repeating | Numbered
+    blocks: Blocks | StreamedBlocks | SampledBlocks | Repeating
     batch_size: int
     steps: int
     fingerprint: str
@@ -94,49 +77,49 @@ def stack(blocks: list[Block]) -> Batch:
 def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
     """Of blocks of `longest` tokens at most, as `settle_steps` decides. Raises RefusedError and CorpusError."""
     sources, back = parse_sources(options.data, **_how(options)), not heldout_sources(options)
-    if not options.streaming:
-        text, heldout = concatenate([tokenise(source, tokenizer) for source in sources]), list[Block]()
+    blocks: Blocks | StreamedBlocks
+    if options.streaming:
+        if options.alpha is not None and options.pretraining_tokens is None:
+            raise RefusedError(
+                "the length of a stream is not known: give --pretraining-tokens that --alpha is a share of"
+            )
+        options = settle_steps(options, _ENDLESS, longest, ranks)
+        steps = _steps(n_blocks_for(_ENDLESS, options.block, **_length(options)), options)
+        first = _heldout_blocks(options) if back else 0
+        blocks = StreamedBlocks(
+            sources, tokenizer, block_size=options.block, n_blocks=first + steps * options.blocks_per_step,
+            heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
+        )  # fmt: skip
+        told = f"a stream of {', '.join(source.spec for source in sources)}"
+        fingerprint, heldout = f"{told} {blocks.encoder.identify()}", [blocks[number] for number in range(first)]
+    else:
+        text, heldout, first = concatenate([tokenise(source, tokenizer) for source in sources]), [], 0
         options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
-        block_size, batch = options.block, options.blocks_per_step
         if back:
-            text, heldout = _hold_back(text, options, block_size)
+            text, heldout = _hold_back(text, options)
         weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
         chosen = select(
-            text, block_size=block_size, seed=options.seed, heldout_fraction=options.heldout_fraction, weights=weights,
-            boundaries=options.mask_documents, **_length(options),
+            text, block_size=options.block, seed=options.seed, heldout_fraction=options.heldout_fraction,
+            weights=weights, boundaries=options.mask_documents, **_length(options),
         )  # fmt: skip
-        steps = _steps(chosen.blocks.n_blocks, options, block_size)
-        own = Repeating(chosen.blocks, options.seed) if options.repeats else chosen.blocks
-        return Dataloader(own, batch, steps, text.fingerprint, chosen.summary(), heldout)
-    if options.alpha is not None and options.pretraining_tokens is None:
-        raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
-    options = settle_steps(options, _ENDLESS, longest, ranks)
-    block_size, batch = options.block, options.blocks_per_step
-    steps = _steps(n_blocks_for(_ENDLESS, block_size, **_length(options)), options, block_size)
-    first = wanted_blocks(options, block_size) if back else 0
-    blocks = StreamedBlocks(
-        sources, tokenizer, block_size=block_size, n_blocks=first + steps * batch,
-        heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
-    )  # fmt: skip
-    told = f"a stream of {', '.join(source.spec for source in sources)}"
-    heldout = list(islice(blocks.blocks(), first))
-    read = Repeating(Numbered(blocks), options.seed) if options.repeats else Numbered(blocks)
-    return Dataloader(read, batch, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
+        blocks, told, fingerprint = chosen.blocks, chosen.summary(), text.fingerprint
+        steps = _steps(blocks.n_blocks, options)
+    read = Repeating(blocks, options.seed) if options.repeats else blocks
+    return Dataloader(read, options.blocks_per_step, steps, fingerprint, told, heldout, first)
 
 
-def wanted_blocks(options: TrainOptions, block_size: int) -> int:
-    """Held-out blocks, at most."""
-    return max(1, options.heldout_tokens // block_size)
+def _heldout_blocks(options: TrainOptions) -> int:
+    """At most."""
+    return max(1, options.heldout_tokens // options.block)
 
 
-def _hold_back(text: TokenisedText, options: TrainOptions, block_size: int) -> tuple[TokenisedText, list[Block]]:
+def _hold_back(text: TokenisedText, options: TrainOptions) -> tuple[TokenisedText, list[Block]]:
     """The text without a twentieth of it, or --heldout-tokens, and that in blocks; nothing of less than 20 blocks."""
-    count = min(wanted_blocks(options, block_size), int(text.lengths.sum()) // (20 * block_size))
+    count = min(_heldout_blocks(options), int(text.lengths.sum()) // (20 * options.block))
     if not count:
         return text, []
-    rest, aside = text.set_aside(count * block_size)
-    blocks = Blocks(aside, np.arange(len(aside)), block_size, boundaries=options.mask_documents)
-    return rest, [blocks[number] for number in range(len(blocks))]
+    rest, aside = text.set_aside(count * options.block)
+    return rest, list(Blocks(aside, np.arange(len(aside)), options.block, boundaries=options.mask_documents))
 
 
 def open_sampled(
@@ -149,19 +132,16 @@ def open_sampled(
     own = parse_self(options.data[0])
     data_tokens = own.tokens or _ENDLESS
     options = settle_steps(options, data_tokens, longest, ranks)
-    block_size, batch = options.block, options.blocks_per_step
-    length = _length(options)
-    if not options.lengths:  # all that is written
-        length["tokens"] = data_tokens
-    n_blocks = n_blocks_for(data_tokens, block_size, **length)
-    if n_blocks * block_size > data_tokens:
+    length = _length(options) | ({} if options.lengths else {"tokens": data_tokens})  # all that is written
+    n_blocks = n_blocks_for(data_tokens, options.block, **length)
+    if n_blocks * options.block > data_tokens:
         raise RefusedError(
-            f"{n_blocks * block_size:,} tokens of training are more than --data {options.data[0]}; ask for more"
+            f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
-    steps = _steps(n_blocks, options, block_size)
-    count, first = steps * batch, 0 if options.heldout else wanted_blocks(options, block_size)
-    blocks = sampled_blocks(load, device, checkpoint, block_size, first + count, options.seed, own.plain, watcher)
-    told = f"{count:,} blocks of {block_size:,} that {checkpoint.name} writes"
+    batch, steps = options.blocks_per_step, _steps(n_blocks, options)
+    count, first = steps * batch, 0 if options.heldout else _heldout_blocks(options)
+    blocks = sampled_blocks(load, device, checkpoint, options.block, first + count, options.seed, own.plain, watcher)
+    told = f"{count:,} blocks of {options.block:,} that {checkpoint.name} writes"
     heldout = [blocks[number] for number in range(first)]
     return Dataloader(blocks, batch, steps, blocks.fingerprint, told, heldout, first)
 
@@ -174,11 +154,11 @@ def _length(options: TrainOptions) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _steps(n_blocks: int, options: TrainOptions, block_size: int) -> int:
+def _steps(n_blocks: int, options: TrainOptions) -> int:
     if steps := n_blocks // options.blocks_per_step:
         return steps
     raise RefusedError(
-        f"there are {n_blocks} blocks of {block_size} tokens to train on, less than one batch of "
+        f"there are {n_blocks} blocks of {options.block} tokens to train on, less than one batch of "
         f"{options.batch_size}; give more, a smaller --batch-size or a smaller --context"
     )
 
@@ -188,20 +168,17 @@ def open_heldout(options: TrainOptions, tokenizer: Any) -> list[Block]:
 
     Raises RefusedError and CorpusError.
     """
-    sources, block_size = heldout_sources(options), options.block
-    wanted = wanted_blocks(options, block_size)
+    sources, wanted, how = heldout_sources(options), _heldout_blocks(options), {"boundaries": options.mask_documents}
     if not sources:
         return []
     if any(source.streaming for source in sources):
-        stream = StreamedBlocks(sources, tokenizer, block_size=block_size, boundaries=options.mask_documents)
-        found = list(islice(stream.blocks(), wanted))
+        found = list(islice(StreamedBlocks(sources, tokenizer, block_size=options.block, **how), wanted))
     else:
         text = concatenate([tokenise(source, tokenizer) for source in sources])
-        blocks = Blocks(text, np.arange(len(text)), block_size, boundaries=options.mask_documents)
-        spread = np.linspace(0, len(blocks) - 1, min(wanted, len(blocks)))
-        found = [blocks[int(number)] for number in spread]
+        blocks = Blocks(text, np.arange(len(text)), options.block, **how)
+        found = [blocks[int(number)] for number in np.linspace(0, len(blocks) - 1, min(wanted, len(blocks)))]
     if not found:
-        raise RefusedError(f"the held-out text has less than one block of {block_size} tokens; give more")
+        raise RefusedError(f"the held-out text has less than one block of {options.block} tokens; give more")
     return found
 
 

@@ -5,7 +5,7 @@ be continued. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
@@ -248,6 +248,6 @@ class TrainOptions:
 TRAINING = OptionsOf(TrainOptions)
 
 
-def differences(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """`name: before -> now` for everything that is not equal."""
     return [f"{k}: {before.get(k)} -> {now.get(k)}" for k in sorted({*now, *before}) if now.get(k) != before.get(k)]

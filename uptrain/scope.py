@@ -60,19 +60,13 @@ def trained_names(model: PreTrainedModel) -> list[str]:
 
 def unreached(model: PreTrainedModel) -> list[str]:
     """Names of parameters that would train but that no prediction from plain text depends on: the towers of a
-    multimodal model. Found in the graph of one prediction, without a gradient.
+    multimodal model. Found by the gradient of one prediction.
     """
-    device = next(model.parameters()).device
-    logits = model(input_ids=torch.zeros((1, 2), dtype=torch.long, device=device), use_cache=False).logits
-    waiting, seen, reached = [logits.grad_fn], set(), set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        reached.add(id(getattr(node, "variable", None)))
-        waiting.extend(following for following, _ in node.next_functions)
-    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached]
+    ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
+    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    found = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    model.zero_grad()
+    return found
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
