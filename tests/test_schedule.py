@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,11 +15,6 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.schedule import Schedule, rate_factor, warmup_steps
 from gqa.uptrain.scope import decay_groups
-
-
-def rates(schedule: Schedule, steps: int, **options: Any) -> list[float]:
-    return [rate_factor(step, steps, schedule, **options) for step in range(steps)]
-
 
 HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
 
@@ -36,20 +30,17 @@ HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5 * (1 + math.cos(3 * math.pi / 4))
         ("wsd", {"decay": 0.01}, [1, 1, 1, 1, 1, 1]),
         ("wsd", {"decay": 1.0}, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
         ("linear", {"warmup": 9}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]),
+        ("wsd", {"decay": 0.1}, [1.0] * 28 + [2 / 3, 1 / 3]),  # 0.1 x 30 is a little more than 3 in binary
+        *(
+            (schedule, {"warmup": warmup}, [rate])
+            for schedule in get_args(Schedule)
+            for warmup, rate in ((0, 1), (1, 0.5))
+        ),
     ],
 )
 def test_rates_by_hand(schedule: Schedule, options: dict[str, Any], expected: list[float]) -> None:
-    assert rates(schedule, 6, **options) == pytest.approx(expected)
-
-
-def test_shares_are_exact() -> None:
-    """0.1 x 30 is a little more than 3 in binary."""
-    assert rates("wsd", 30, decay=0.1)[26:] == pytest.approx([1, 1, 2 / 3, 1 / 3])
-
-
-def test_rates_are_within_bounds_and_never_zero() -> None:
-    for schedule, steps, warmup in product(get_args(Schedule), (1, 2, 7), (0, 1, 9)):
-        assert all(0 < rate <= 1 for rate in rates(schedule, steps, warmup=warmup))
+    steps = len(expected)
+    assert [rate_factor(step, steps, schedule, **options) for step in range(steps)] == pytest.approx(expected)
 
 
 def test_warmup_by_default() -> None:
@@ -110,11 +101,6 @@ def options(**given: Any) -> TrainOptions:
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:
     with pytest.raises(RefusedError, match=says.replace("(", r"\(").replace(".", r"\.")):
         options(**given).check(ranks)
-
-
-def test_micro_batch() -> None:
-    assert options(batch_size=8).blocks_at_a_time(2) == 4
-    assert options(batch_size=8, micro_batch=2).blocks_at_a_time(2) == 2
 
 
 def test_what_binds_a_run() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -63,9 +62,3 @@ def test_batches_hold_every_window_once_and_similar_lengths_together():
     grouped = list(batches(windows, 2))
     assert grouped == [[1, 3], [5, 2], [0, 4]]
     assert list(batches(windows, 100)) == [[1, 3, 5, 2, 0, 4]]
-
-
-@pytest.mark.parametrize("scored", [0, 4])
-def test_a_window_scores_what_it_can_predict(scored):
-    with pytest.raises(AssertionError):
-        Window((1, 2, 3, 4), scored)
