@@ -29,8 +29,7 @@ def text(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> TokenisedT
 
 def ids(blocks: Any) -> list[int]:
     """All tokens of the blocks, in their order."""
-    taken = blocks
-    return [int(token) for block in taken for token in block["input_ids"]]
+    return [int(token) for block in blocks for token in block["input_ids"]]
 
 
 def selected(text: TokenisedText, **options: Any) -> Selection:
@@ -119,8 +118,6 @@ def test_heldout_documents_are_in_no_alpha(tokenizer: Any, tmp_path: Path) -> No
     assert chosen.heldout_documents == heldout_mask(made.digests, 0.1).sum() > len(heldout)
     rest = tokenise(source.part("train", 0.1), tokenizer)
     assert ids(selected(rest, alpha=1.0).blocks) == ids(selected(made, alpha=1.0, heldout_fraction=0.1).blocks)
-    assert heldout_mask(made.digests, 1.0).all()
-    assert not heldout_mask(made.digests, 0.0).any()
     with pytest.raises(CorpusError, match="all documents are held out and none is left to train on"):
         selected(made, alpha=1.0, heldout_fraction=1.0)
 
@@ -166,7 +163,6 @@ def test_weights_are_shares_of_the_tokens(tokenizer: Any, tmp_path: Path) -> Non
 
 def test_n_blocks_for() -> None:
     assert n_blocks_for(100, 1, alpha=0.29) == 29  # and not 28, which is 0.29 * 100 in binary, rounded down
-    assert n_blocks_for(1000, 10, alpha=0.05) == 5
     assert n_blocks_for(1009, 10, alpha=1.0) == 100
     assert n_blocks_for(1000, 10, alpha=0.05, pretraining_tokens=10**6) == 5000
     assert n_blocks_for(1000, 10, tokens=2_005) == 200
@@ -215,18 +211,15 @@ def test_the_stream_is_packed_as_blocks_are(streamed: Any, tokenizer: Any, tmp_p
     assert later[0]["input_ids"].tolist() == kept[3]["input_ids"].tolist()
 
 
-def test_streams_hold_out_what_selections_hold_out(streamed: Any) -> None:
-    texts = texts_of(200)
-    train = ids(streamed(texts, part=0.2))
-    assert ids(streamed(texts, heldout_fraction=0.2)) == train
-    assert len(train) < len(ids(streamed(texts))) - 64
-
-
 def test_streams_end_or_begin_again(streamed: Any) -> None:
     once = ids(streamed(texts_of(10), block_size=16))
     again = ids(streamed(texts_of(10), block_size=16, n_blocks=3 * len(once) // 16))
     assert again[: len(once)] == once
     assert len(again) == 3 * len(once)
+    texts = texts_of(200)
+    train = ids(streamed(texts, part=0.2))
+    assert ids(streamed(texts, heldout_fraction=0.2)) == train
+    assert len(train) < len(ids(streamed(texts))) - 64
     with pytest.raises(CorpusError, match=r"\(train part, 1 held out\) holds no text"):
         list(streamed(texts_of(10), n_blocks=5, heldout_fraction=1.0))
 
