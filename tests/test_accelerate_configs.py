@@ -35,13 +35,6 @@ def arguments(name: str, *more: str) -> argparse.Namespace:
     return found
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
-    """As the launcher starts a process, whose plugin reads what it is told."""
-    for name, value in environment.items():
-        if name.startswith(("FSDP_", "ACCELERATE_")):
-            monkeypatch.setenv(name, value)
-
-
 def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
     """accelerate itself refuses unknown keys at the top and ignores those of its sections."""
     assert set(BY_NAME) == {"one-gpu", "ddp", "fsdp2", "zero2", "zero3", "two-nodes"}
@@ -70,27 +63,26 @@ def test_processes() -> None:
     assert (second.nnodes, second.node_rank, second.rdzv_endpoint) == ("2", 1, "node0:29500")
 
 
-def test_fsdp_is_the_second_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, prepare_multi_gpu_env(arguments("fsdp2")))
-    plugin = FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
-    assert plugin.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
-    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
-    assert not plugin.activation_checkpointing
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_plugin(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = arguments(f"zero{stage}")
-    assert found.use_deepspeed
-    found.deepspeed_fields_from_accelerate_config = ""  # the launcher's next line
-    launched(monkeypatch, prepare_deepspeed_cmd_env(found)[1])
-    plugin = DeepSpeedPlugin()
-    assert plugin.zero_stage == stage
-    assert plugin.deepspeed_config["gradient_clipping"] == 1.0
-    gathered = plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
-    assert gathered is (stage == 3)
+@pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3"])
+def test_plugins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process that the launcher starts makes of what it is told."""
+    found = arguments(name)
+    if found.use_deepspeed:
+        found.deepspeed_fields_from_accelerate_config = ""  # the launcher's next line
+    told = prepare_deepspeed_cmd_env(found)[1] if found.use_deepspeed else prepare_multi_gpu_env(found)
+    for variable, value in told.items():
+        if variable.startswith(("FSDP_", "ACCELERATE_")):
+            monkeypatch.setenv(variable, value)
+    if name == "fsdp2":
+        fsdp = FullyShardedDataParallelPlugin()
+        assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
+        assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+        assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
+    else:
+        deepspeed = DeepSpeedPlugin()
+        gathered = deepspeed.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
+        assert (f"zero{deepspeed.zero_stage}", gathered) == (name, name == "zero3")
+        assert deepspeed.deepspeed_config["gradient_clipping"] == 1.0
 
 
 def test_the_commands_in_comments_parse() -> None:
@@ -103,9 +95,6 @@ def test_the_commands_in_comments_parse() -> None:
         assert Path(found.config_file) == path.relative_to(ROOT)
         assert (found.module, found.training_script) == (True, "gqa.uptrain")
         assert {word for word in found.training_script_args if word.startswith("-")} <= options
-
-
-# ------------------------------------------------------------------------------------------------- launched
 
 
 def test_two_nodes_train_as_one(runs: Runs, tmp_path: Path) -> None:

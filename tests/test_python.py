@@ -123,9 +123,6 @@ def test_training_is_that_of_the_command(given: Path, tmp_path: Path, alone: Non
         )
         assert theirs.mixed_precision == "bf16"
     assert contents(made.path).keys() == contents(tmp_path / "b").keys()
-    assert (
-        contents(made.path)["model.safetensors.index.json"] == contents(tmp_path / "b")["model.safetensors.index.json"]
-    )
     ours, other = made.load().state_dict(), gqa.TrainedModel(path=tmp_path / "b", record={}).load().state_dict()
     assert all(torch.equal(ours[name], other[name]) for name in ours)
     assert made.record["options"]["learning_rate"] == 1e-2
@@ -237,16 +234,8 @@ def test_what_cannot_be_is_refused_in_one_line(name: str, given: Path, loaded: A
 
 def test_training_options_say_everything(given: Path, tmp_path: Path, alone: None) -> None:
     data = (str(given / "data.jsonl"),)
-    options = gqa.TrainOptions(
-        str(given / "model"),
-        tmp_path / "out",
-        data=data,
-        steps=1,
-        batch_size=2,
-        block_size=32,
-        weight_decay=0.0,
-        warmup=0,
-    )
+    how: dict[str, Any] = {"steps": 1, "batch_size": 2, "block_size": 32, "weight_decay": 0.0, "warmup": 0}
+    options = gqa.TrainOptions(str(given / "model"), tmp_path / "out", data=data, **how)
     record = gqa.uptrain_model(options, progress=False).record
     assert (record["steps"], record["options"]["weight_decay"], record["options"]["warmup"]) == (1, 0.0, 0)
     assert record["options"]["block_size"] == 32

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import Result, run
-from training import load, material, tiny_checkpoint
+from training import load, material
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import beside
@@ -148,15 +148,6 @@ def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for model in (str(tmp_path / "a"), f"{tmp_path / 'a'}/", "."):
         assert beside(model, "-uptrained") == tmp_path / "a-uptrained"
     assert beside("lab/model", "-uptrained") == Path("model-uptrained")
-
-
-def test_a_teacher_of_another_conversion_is_still_refused(converted: Path, tmp_path: Path) -> None:
-    """One that is found is held against the model as one that is named."""
-    shutil.rmtree(tmp_path / "base")
-    tiny_checkpoint(tmp_path / "base", vocab_size=512)
-    done = uptrain(converted, "--steps", 1)
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "the teacher base predicts 512 tokens" in done.err
 
 
 def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, tmp_path: Path) -> None:
