@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_accumulation_and_ranks_change_nothing(runs: Runs, tmp_path: Path, name:
 
 
 def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """FSDP2: losses and exported weights are DDP's; a killed run continues from its shards."""
+    """FSDP2: losses and exported weights are DDP's; a killed run continues from its shards, also without any."""
     for model, load_once in (("model", False), ("tied", True)):
         words = {"model": model, "steps": 4, "teacher": "teacher", "save_every": 2, "keep_state": True}
         whole, out = tmp_path / f"{model}-ddp", tmp_path / f"{model}-fsdp"
@@ -55,11 +56,15 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
         assert killed.code == -signal.SIGKILL
         files = {path.name for path in States(Path(f"{out}-state"), 2).latest()[0].rglob("*.distcp")}
         assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
-        alone = runs.run(*runs.words(out, **words), "--resume")
-        assert "was saved with FSDP and this run is without; continue it as it was" in alone.err
+        alone = tmp_path / f"{model}-alone"
+        shutil.copytree(f"{out}-state", f"{alone}-state")
         runs.finish(*runs.words(out, **words), "--resume", ranks=2, before=f"shard({load_once})")
-        assert losses(out) == pytest.approx(losses(whole), rel=1e-6)
-        assert difference(out, whole) <= 1e-6
+        runs.finish(*runs.words(alone, **words), "--resume")
+        for continued in (out, alone):
+            assert losses(continued) == pytest.approx(losses(whole), rel=1e-6)
+            assert difference(continued, whole) <= 1e-6
+    shards = runs.run(*runs.words(whole, **words), "--resume", "--overwrite", ranks=2, before="shard()")
+    assert "was saved without FSDP and this run is with it; continue it without" in shards.err
 
 
 def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, tmp_path: Path) -> None:
@@ -95,6 +100,13 @@ def test_adapters_and_towers(runs: Runs, tmp_path: Path, name: str) -> None:
     runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
     runs.finish(*runs.words(tmp_path / "other", **words), **how)
     assert difference(tmp_path / "ddp", tmp_path / "other") <= most
+
+
+def test_others_wait_for_the_first_process_longer_than_a_collective_would(runs: Runs, tmp_path: Path) -> None:
+    """Text, states, and the result are work of one process alone."""
+    words = runs.words(tmp_path / "out", steps=2, save_every=2, keep_state=True)
+    runs.finish(*words, ranks=2, before="slow(7, 5)")
+    assert len(losses(tmp_path / "out")) == 2
 
 
 def test_torchrun(runs: Runs, tmp_path: Path) -> None:

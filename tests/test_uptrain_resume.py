@@ -88,15 +88,21 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
         assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in load(one).items())
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1)])
-def test_more_or_fewer_ranks_may_continue(runs: Runs, tmp_path: Path, before: int, after: int) -> None:
+MICRO = {"batch_size": 8, "micro_batch": 2, "save_every": 1}
+
+
+@pytest.mark.parametrize(("before", "after", "batch", "given"), [(1, 2, 8, {}), (3, 1, 6, {}), (2, 1, 8, MICRO)])
+def test_more_or_fewer_ranks_may_continue(
+    runs: Runs, tmp_path: Path, before: int, after: int, batch: int, given: dict[str, Any]
+) -> None:
     """Blocks and losses do not depend on ranks, so neither does a state. How large a step is where nothing says it may
-    depend on them, and stays what it was.
+    depend on them, and stays what it was; how many passes a process makes of it may change.
     """
     out = tmp_path / "out"
-    runs.run(*saving(runs, out, batch_size=None), ranks=before, before="kill_at(3)")
-    runs.finish(*saving(runs, out, batch_size=None), "--resume", ranks=after)
-    runs.finish(*saving(runs, tmp_path / "straight", batch_size={1: 8, 3: 6}[before]))
+    words = saving(runs, out, **{"batch_size": None} | given)
+    runs.run(*words, ranks=before, before="kill_at(2)" if given else "kill_at(3)")
+    runs.finish(*words, "--resume", ranks=after)
+    runs.finish(*saving(runs, tmp_path / "straight", batch_size=batch))
     assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 

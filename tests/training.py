@@ -15,9 +15,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -302,6 +304,31 @@ def tell_gradients(file: str) -> None:
             stream.write(json.dumps([held, float(sum(exact)) / max(len(exact), 1)]) + "\n")
 
     Accelerator.backward = told  # type: ignore[method-assign]
+
+
+def slow(seconds: float, patience: float) -> None:
+    """The first process alone takes `seconds` to read text, to write the best weights, a state and the result; a
+    collective ends after `patience`.
+    """
+    import torch.distributed
+
+    import gqa.uptrain.run
+    import gqa.uptrain.setup
+    import gqa.uptrain.state as state
+
+    begin = torch.distributed.init_process_group
+    limit = timedelta(seconds=patience)
+    torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
+    for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"), (torch, "save"),
+                        (state, "_describe")):  # fmt: skip
+        work, left = getattr(owner, name), [os.environ["RANK"] == "0"]
+
+        def after(*given: Any, work: Any = work, left: list[bool] = left, **options: Any) -> Any:
+            if left.pop() if left else False:
+                time.sleep(seconds)
+            return work(*given, **options)
+
+        setattr(owner, name, after)
 
 
 def judged(*losses: float) -> None:

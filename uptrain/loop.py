@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from gqa.uptrain.dataloader import stack
@@ -23,8 +23,9 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import rate_factor, warmup_steps
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.state import check_same_run, check_sharded_alike
+from gqa.uptrain.state import check_same_run, load
 from gqa.uptrain.training_model import Batch, TrainingModel, predictions
+from gqa.uptrain.waiting import main_first
 
 EVALUATIONS = 4  # of held-out text on the way, unless --eval-every says how often
 Weights = dict[str, Tensor]
@@ -75,7 +76,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
     with _trackers(setup):
         with setup.memory_explained():
             model, optimizer = accelerator.prepare(training, make_optimizer(training, options))
-            progress = _resume(setup) if options.resume else TrainingProgress()
+            progress = _resume(setup, model, optimizer) if options.resume else TrainingProgress()
         if progress.step == 0 and setup.heldout:
             _evaluate(setup, model, progress)
         log = Log(setup, progress.step, quiet)
@@ -193,8 +194,9 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress) -> dict[str,
         progress.heldout_after, progress.best_step = found, progress.step
         if progress.step < setup.dataloader.steps:  # the last are at hand when they are written
             own = weights(setup.accelerator, model)
-            if setup.accelerator.is_main_process:
-                setup.states.keep_best({name: own[name] for name in trained_names(setup.model)})
+            with main_first():
+                if setup.accelerator.is_main_process:
+                    setup.states.keep_best({name: own[name] for name in trained_names(setup.model)})
     return {f"heldout_{name}": value for name, value in found.items()}
 
 
@@ -249,11 +251,11 @@ def _identity(setup: Setup) -> dict[str, Any]:
     return {"options": setup.options.binding(), "data": setup.dataloader.fingerprint}
 
 
-def _resume(setup: Setup) -> TrainingProgress:
-    path, record = setup.states.latest(whole=setup.accelerator.is_main_process)
+def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
+    with main_first():  # which reads all of it
+        path, record = setup.states.latest(whole=setup.accelerator.is_main_process)
     check_same_run(path, record, _identity(setup))
-    check_sharded_alike(path, setup.accelerator.distributed_type == DistributedType.FSDP)
-    setup.accelerator.load_state(str(path))
+    load(path, setup.accelerator, model, optimizer)
     if setup.accelerator.is_main_process:
         setup.states.take_best(path)
     return TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})

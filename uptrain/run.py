@@ -33,6 +33,7 @@ from gqa.uptrain.lora import merged, save_adapter
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.summary import card, record_of
+from gqa.uptrain.waiting import main_first
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,9 +53,9 @@ def uptrain(
     with setup.states.held():
         progress, weights = train(setup, quiet=quiet, after_step=after_step)
         record = finite(record_of(setup, progress, words))
-        if setup.accelerator.is_main_process:
-            _export(setup, weights, record)
-        setup.accelerator.wait_for_everyone()
+        with main_first():
+            if setup.accelerator.is_main_process:
+                _export(setup, weights, record)
     return progress, record
 
 

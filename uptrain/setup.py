@@ -39,6 +39,7 @@ from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.state import States
+from gqa.uptrain.waiting import main_first
 
 MAX_BLOCK = 2048
 
@@ -123,7 +124,7 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
             load = partial(_load, original, options, str(accelerator.device))
             teacher = (teacher or load("auto")).requires_grad_(False)
             _check_teacher(teacher, original, model, tokenizer, options)
-    with accelerator.main_process_first():  # one process tokenises, the others find it done
+    with main_first():  # one process tokenises, the others find it done
         if is_self(options.data[0]):
             dataloader = open_sampled(options, load, str(accelerator.device), original, longest, processes, watcher)
         else:

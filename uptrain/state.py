@@ -26,6 +26,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
 from gqa.uptrain.options import TrainOptions, differences
+from gqa.uptrain.waiting import main_first, wait_for_everyone
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 RECORD = "trainer_state.json"
 BEST = "best.bin"
-_SHARDS = "pytorch_model_fsdp_0"  # accelerate's name
+_SHARDS, _OPTIMIZER_SHARDS = "pytorch_model_fsdp_0", "optimizer_0"  # accelerate's names
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,15 @@ class States:
         final = self.directory / f"step-{record['step']:08d}"
         work = final.with_suffix(".partial")
         with self._failing(f"the state of step {record['step']} could not be saved", "the one before", work):
+            accelerator.step = 0  # micro-batches of a step are counted anew: other ranks have other shares of it
             # Not as safetensors: those hold no tied weights, which then are missing when the state is loaded.
             accelerator.save_state(str(work), safe_serialization=False)
-            accelerator.wait_for_everyone()
-            if accelerator.is_main_process:
-                if (self.directory / BEST).exists():
-                    _link(self.directory / BEST, work / BEST)
-                self._publish(work, final, record)
-        accelerator.wait_for_everyone()
+            wait_for_everyone()
+            with main_first():
+                if accelerator.is_main_process:
+                    if (self.directory / BEST).exists():
+                        _link(self.directory / BEST, work / BEST)
+                    self._publish(work, final, record)
         return final
 
     def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
@@ -158,13 +160,26 @@ class States:
         return path, record
 
 
-def check_sharded_alike(path: Path, sharded: bool) -> None:
-    """Raises RefusedError where a state holds shards and the run does not, or the other way round."""
-    if (path / _SHARDS).is_dir() != sharded:
-        was, now = ("with", "without") if not sharded else ("without", "with")
-        raise RefusedError(
-            f"{path} was saved {was} FSDP and this run is {now}; continue it as it was, on any number of processes"
-        )
+def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    """Weights, optimiser and random states as they were, also of shards where the run has none. Raises RefusedError
+    where the run has shards and the state none.
+    """
+    from accelerate.checkpointing import load_accelerator_state
+    from accelerate.utils import DistributedType
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded and not (path / _SHARDS).is_dir():
+        raise RefusedError(f"{path} was saved without FSDP and this run is with it; continue it without")
+    if sharded or not (path / _SHARDS).is_dir():
+        accelerator.load_state(str(path))
+    else:
+        weights, moments = get_state_dict(model, optimizer.optimizer)
+        checkpoint.load({"model": weights}, checkpoint_id=path / _SHARDS)
+        checkpoint.load({"optimizer": moments}, checkpoint_id=path / _OPTIMIZER_SHARDS)
+        set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
 
 
 def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
