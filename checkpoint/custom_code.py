@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from gqa.checkpoint import modelling
-from gqa.checkpoint.modelling.text import BY_LAYER, NAMES, auto_classes, text_of
+from gqa.checkpoint.modelling.text import BY_LAYER, DECILM, NAMES, auto_classes, class_of, text_of
 from gqa.checkpoint.provenance import version
 
 PREFIX = "gqa_"
@@ -29,6 +29,11 @@ def listed_as(model_type: str) -> str:
     return source if source in BY_LAYER else model_type
 
 
+def loads_as_decilm(model_type: str) -> bool:
+    """Whether vLLM and llama.cpp load models of this type, whose layers have numbers of heads of their own."""
+    return model_type in MODEL_TYPES and model_type.removeprefix(PREFIX) in DECILM
+
+
 def file_of(model_type: str) -> tuple[str, str]:
     """Name and text of the file beside the weights, whose first line says where it is from."""
     origin = f"# Written by gqa-convert {version()}. It needs nothing but torch and transformers.\n"
@@ -39,7 +44,7 @@ def auto_map(model_type: str) -> dict[str, str]:
     """What config.json says about where transformers finds the classes."""
     source, file = model_type.removeprefix(PREFIX), f"modeling_{model_type}"
     classes = {"AutoConfig": f"{NAMES[source].classes}Config"} | auto_classes(source)
-    return {auto: f"{file}.GQA{name}" for auto, name in classes.items()}
+    return {auto: f"{file}.{class_of(source, name)}" for auto, name in classes.items()}
 
 
 @cache
@@ -82,6 +87,7 @@ _USUAL = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForCau
 
 def stand_in(architectures: list[str] | None, model_type: str) -> str:
     """The name of our class for that of a config of the source."""
-    classes = auto_classes(model_type.removeprefix(PREFIX))
+    source = model_type.removeprefix(PREFIX)
+    classes = auto_classes(source)
     named = [name for name in architectures or () if name in classes.values()]
-    return f"GQA{(named + [classes[auto] for auto in _USUAL if auto in classes])[0]}"
+    return class_of(source, (named + [classes[auto] for auto in _USUAL if auto in classes])[0])

@@ -21,7 +21,7 @@ from tiny_custom import SOURCES
 from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
 from training import options_for, tiny_checkpoint, trained
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import gqa
 from gqa.checkpoint.errors import CorpusError, RefusedError
@@ -120,6 +120,46 @@ def test_it_is_saved_and_loaded_again(source: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
     assert predicted(again).equal(predicted(model))
+    assert as_engines_read_it(tmp_path / "again") == list(HEADS)
+
+
+def as_engines_read_it(place: Path) -> list[int]:
+    """The heads of each layer as vLLM and llama.cpp's converter take them (docs/budget.md), who must agree."""
+    raw = json.loads((place / "config.json").read_text())
+    assert raw["architectures"] == ["DeciLMForCausalLM"]
+    assert raw["num_key_value_heads"] == max(raw["num_key_value_heads_per_layer"])  # what is sized once fits all
+    config = AutoConfig.from_pretrained(place, trust_remote_code=True)
+    assert {block.ffn.intermediate_size for block in config.block_configs} == {raw["intermediate_size"]}
+    found = [config.num_attention_heads // block.attention.n_heads_in_group for block in config.block_configs]
+    assert found == raw["num_key_value_heads_per_layer"]
+    return found
+
+
+@one_family
+def test_engines_are_told_what_is_stored(source: Path, tmp_path: Path) -> None:
+    """The oracle is the shape of the keys. One number for all layers is an ordinary Llama, as are other models none."""
+    edit_json(source / "config.json", lambda raw: {key: raw[key] for key in raw if key != "rms_norm_eps"})
+    for heads in (HEADS, HEADS[::-1]):
+        out = convert_checkpoint(source, heads, tmp_path / f"{heads[0]}", method="mean").out
+        tensors, raw = load(out), json.loads((out / "config.json").read_text())
+        dim = len(tensors["model.layers.0.self_attn.q_proj.weight"]) // QUERY_HEADS
+        stored = [len(tensors[f"model.layers.{layer}.self_attn.k_proj.weight"]) // dim for layer in range(2)]
+        assert as_engines_read_it(out) == stored == list(heads)
+        assert raw["rms_norm_eps"] == LlamaConfig().rms_norm_eps
+    half = convert_checkpoint(source, (2, 4), tmp_path / "half", method="mean").out
+    assert as_engines_read_it(convert_checkpoint(half, 2, tmp_path / "less", method="mean").out) == [1, 2]
+    all_alike = json.loads((convert_checkpoint(source, 2, tmp_path / "2").out / "config.json").read_text())
+    assert all_alike["architectures"] == ["LlamaForCausalLM"]
+    assert not {"num_key_value_heads_per_layer", "rms_norm_eps"} & {*all_alike}
+
+
+def test_only_what_engines_read_as_llama_is_called_so(tmp_path: Path) -> None:
+    model = write_checkpoint(build(TINY["qwen2"], QUERY_HEADS), tmp_path / "model")
+    out = convert_checkpoint(model, HEADS, tmp_path / "out", method="mean").out
+    raw = json.loads((out / "config.json").read_text())
+    assert raw["architectures"] == ["GQAQwen2ForCausalLM"]
+    assert "num_key_value_heads_per_layer" not in raw
+    assert "block_configs" not in (out / "modeling_gqa_qwen2.py").read_text()
 
 
 @pytest.mark.usefixtures("alone")
@@ -132,6 +172,7 @@ def test_it_is_trained_and_measured_as_any_other(tmp_path: Path) -> None:
     assert {name: tensor.shape for name, tensor in before.items()} == {n: t.shape for n, t in after.items()}
     assert any(not tensor.equal(after[name]) for name, tensor in before.items())
     assert (tmp_path / "trained/modeling_gqa_llama.py").read_text() == (out / "modeling_gqa_llama.py").read_text()
+    assert as_engines_read_it(tmp_path / "trained") == list(HEADS)
     base, converted = (
         Subject(place.name, str(place), read_checkpoint(place)) for place in (model, tmp_path / "trained")
     )

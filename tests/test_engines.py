@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import llama, run
 
+from gqa.checkpoint.custom_code import MODEL_TYPES
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.engines import LIMITS, engine_notes
 from gqa.convert.heads.families.table import FAMILIES
@@ -33,9 +34,20 @@ SQUARED = "llama.cpp: it has squared ReLU built in for nemotron: it computes wit
 CACHED = "transformers caches 8 heads a layer, other engines only the 2 key/value heads"
 
 
+NO_LAYERS = "CTranslate2, onnxruntime-genai: they know no model whose layers have different numbers of KV heads"
+BPE = "llama.cpp: its converter refuses the result if the tokenizer is BPE without byte fallback"
+LLAMA_3 = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                            "original_max_position_embeddings": 64}}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "starts"),
     [
+        ("gqa_llama", {}, (NO_LAYERS, BPE)),
+        ("gqa_llama", {"vocab_size": 128_256}, (NO_LAYERS,)),
+        ("gqa_llama", {"vocab_size": 128_256} | LLAMA_3, (NO_LAYERS, "llama.cpp: its converter cannot read the tok")),
+        ("llama", LLAMA_3, ()),
+        ("gqa_qwen2", {}, (NO_LAYERS, "llama.cpp: of models whose layers have different numbers of KV heads it knows")),
         *((name, {"kv": kv}, ()) for name in ORDINARY for kv in (2, 8)),
         ("phi", {}, (PHI,)),
         ("phi", {"kv": 8}, ()),
@@ -75,7 +87,7 @@ def test_several_limits_at_once() -> None:
 
 def test_limits_name_model_types_that_can_be_converted() -> None:
     supported = {model_type for family in FAMILIES for model_type in family.model_types}
-    assert {model_type for limit in LIMITS for model_type in limit.model_types} <= supported
+    assert {model_type for limit in LIMITS for model_type in limit.model_types} <= supported | MODEL_TYPES
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], []])

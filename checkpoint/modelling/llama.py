@@ -2,6 +2,7 @@
 `per_layer_config` says. Layers that it does not name have `num_key_value_heads`.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import LlamaConfig
@@ -12,6 +13,18 @@ class GQALlamaConfig(LlamaConfig):
     """Llama's config under a name of its own: Llama's classes would build all layers alike."""
 
     model_type = "gqa_llama"
+
+
+def block_configs(config: GQALlamaConfig) -> list[SimpleNamespace]:
+    """The layers as vLLM reads those of a DeciLM: how many query heads share a key/value head, how wide the MLP is."""
+    heads, width = config.num_attention_heads, config.intermediate_size
+    return [
+        SimpleNamespace(
+            attention=SimpleNamespace(no_op=False, n_heads_in_group=heads // layer.num_key_value_heads),
+            ffn=SimpleNamespace(no_op=False, intermediate_size=width),
+        )
+        for layer in config.per_layer_config
+    ]
 
 
 class Grouped(source.LlamaPreTrainedModel):

@@ -72,6 +72,8 @@ BY_LAYER = {
     "starcoder2": Names("Starcoder2", "Starcoder2", "llama"),
 }
 NAMES = MODELS | BY_LAYER
+# Of them, those that vLLM and llama.cpp load too. They know such a model by the name of its class.
+DECILM = ("llama",)
 
 
 def _texts(name: str) -> list[str]:
@@ -122,6 +124,11 @@ def auto_classes(model_type: str) -> dict[str, str]:
     return found
 
 
+def class_of(name: str, model: str) -> str:
+    """What the file for a model type calls the class that is `model` in transformers."""
+    return "DeciLMForCausalLM" if name in DECILM and model.endswith("ForCausalLM") else f"GQA{model}"
+
+
 def text_of(name: str) -> str:
     """The file for a model type of transformers (without `gqa_`), with a class for each that transformers has of it."""
     definitions: dict[str, str] = {}
@@ -130,7 +137,9 @@ def text_of(name: str) -> str:
         definitions = _below(definitions, imports, file)
     text = ""
     for model in dict.fromkeys(auto_classes(name).values()):
-        text += f"\n\nclass GQA{model}(Grouped, source.{model}):\n    pass\n"
+        text += f"\n\nclass {class_of(name, model)}(Grouped, source.{model}):\n    pass\n"
+    if name in DECILM:
+        text += f"\n\nGQA{NAMES[name].classes}Config.block_configs = property(block_configs)\n"
     for key, definition in reversed(definitions.items()):
         if re.search(rf"\b{key}\b", text):
             text = f"\n\n{definition.strip()}\n{text}"

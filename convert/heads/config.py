@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from gqa.checkpoint.custom_code import config_class, listed_as
+from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES, NESTED, find_family
@@ -220,6 +220,9 @@ def edit_config(
     if isinstance(groups, tuple):
         fewer = {str(layer): {"num_key_value_heads": kept} for layer, kept in enumerate(groups) if kept < most}
         owner["per_layer_config"] = fewer
+    if loads_as_decilm(config.text.model_type):  # llama.cpp's converter reads nothing but config.json
+        counts = [target_heads(config, layer, groups).kv for layer in range(config.layers)]
+        owner["num_key_value_heads_per_layer"] = counts
     try:
         again = read_config(raw, name)
     except CorruptError as error:  # which advises to correct the file, and that was read

@@ -9,15 +9,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gqa.checkpoint.custom_code import PREFIX, loads_as_decilm
+from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.kv_cache import KVCache
 
 _DEFAULT_THETA = 10_000
 
 
-def _theta(config: ModelConfig) -> Any:
+_LLAMA_3_WORDS = 128_256
+_BY_LAYER = tuple(f"{PREFIX}{source}" for source in BY_LAYER)
+_DECILM = tuple(filter(loads_as_decilm, _BY_LAYER))
+
+
+def _rope(config: ModelConfig, key: str, default: Any) -> Any:
     parameters = getattr(config.text, "rope_parameters", None)
-    return parameters.get("rope_theta", _DEFAULT_THETA) if isinstance(parameters, dict) else _DEFAULT_THETA
+    return parameters.get(key, default) if isinstance(parameters, dict) else default
+
+
+def _theta(config: ModelConfig) -> Any:
+    return _rope(config, "rope_theta", _DEFAULT_THETA)
 
 
 def _other_theta(config: ModelConfig) -> bool:
@@ -32,7 +43,7 @@ def _other_head_dim(config: ModelConfig) -> bool:
 class Limit:
     """An engine, the model types it has trouble with, when, and what happens.
 
-    In `text`, {model_type}, {theta}, {head_dim} and {activation} stand for those of the checkpoint.
+    In `text`, {model_type}, {theta}, {rope}, {head_dim} and {activation} stand for those of the checkpoint.
     """
 
     engine: str
@@ -56,6 +67,14 @@ LIMITS: tuple[Limit, ...] = (
           "it knows no head_dim of {model_type} but hidden_size / heads, so it cannot load {head_dim}"),
     Limit("CTranslate2", ("llama", "qwen2"), _other_head_dim,
           "its loader knows no head_dim of {model_type} but hidden_size / heads: it refuses or misreads {head_dim}"),
+    Limit("CTranslate2, onnxruntime-genai", _BY_LAYER, lambda config: True,
+          "they know no model whose layers have different numbers of KV heads, so they cannot load the result"),
+    Limit("llama.cpp", tuple(made for made in _BY_LAYER if made not in _DECILM), lambda config: True,
+          "of models whose layers have different numbers of KV heads it knows Llama, so it cannot load the result"),
+    Limit("llama.cpp", _DECILM, lambda config: bool(config.text.vocab_size != _LLAMA_3_WORDS),
+          "its converter refuses the result if the tokenizer is BPE without byte fallback (docs/engines.md)"),
+    Limit("llama.cpp", _DECILM, lambda config: _rope(config, "rope_type", "") in ("llama3", "longrope", "yarn"),
+          "its converter cannot read the tokenizer beside the custom code of a model with {rope} rotary embeddings"),
 )  # fmt: skip
 
 
@@ -65,6 +84,7 @@ def engine_notes(config: ModelConfig, cache: KVCache) -> tuple[str, ...]:
     facts = {
         "model_type": model_type,
         "theta": f"{theta:.12g}" if isinstance(theta, float) else theta,
+        "rope": _rope(config, "rope_type", None),
         "head_dim": config.main.key_dim,
         "activation": getattr(config.text, "hidden_act", None),
     }

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, stand_in
+from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import Checkpoint
@@ -57,6 +57,8 @@ _CUSTOM = tuple(
 RECASTINGS: tuple[Recasting, ...] = (*NATIVE, *_CUSTOM)
 # Where layers shall have different numbers of heads, which no class of transformers builds.
 _BY_LAYER = tuple(Recasting(source, f"{PREFIX}{source}") for source in BY_LAYER)
+# What llama.cpp's converter must find in config.json, as it knows no defaults of our class.
+_READ_FROM_THE_FILE = ("max_position_embeddings", "rms_norm_eps")
 ENCODER_DECODERS = frozenset(
     model_type.removeprefix(PREFIX) for f in custom.FAMILIES if f.cross_attention for model_type in f.model_types
 )
@@ -188,6 +190,8 @@ def _made_config(raw: dict[str, Any], recasting: Recasting, config: Any, target:
     made |= {"auto_map": auto_map(recasting.target)}
     made |= {} if recasting in _BY_LAYER else {"num_key_value_heads": query_heads(config)}
     made["architectures"] = [stand_in(config.architectures, recasting.target)]
+    if loads_as_decilm(recasting.target):
+        made |= {key: getattr(config, key) for key in _READ_FROM_THE_FILE if key not in raw}
     if recasting.source in ENCODER_DECODERS:
         made["grouped_attention"] = list(target.attention or DEFAULT_KINDS)
     return made

@@ -60,7 +60,8 @@ class Transformers(Client):
 
     @torch.no_grad()
     def answer(self, checkpoint: Path, work: Path, prompt: list[int]) -> Answer:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa").eval()
+        how = {"dtype": torch.float32, "attn_implementation": "sdpa", "trust_remote_code": True}
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, **how).eval()
         tokens: list[int] = []
         rows, given, cache = [], prompt, None
         for _ in range(STEPS):
@@ -77,11 +78,12 @@ class CTranslate2(Client):
     def answer(self, checkpoint: Path, work: Path, prompt: list[int]) -> Answer:
         import ctranslate2
 
-        run_main("ctranslate2.converters.transformers", "--model", checkpoint, "--output_dir", work)
-        words = AutoTokenizer.from_pretrained(checkpoint).convert_ids_to_tokens(prompt)
+        words = ("--model", checkpoint, "--output_dir", work, "--trust_remote_code")
+        run_main("ctranslate2.converters.transformers", *words)
+        pieces = AutoTokenizer.from_pretrained(checkpoint).convert_ids_to_tokens(prompt)
         engine = ctranslate2.Generator(os.fspath(work), device="cpu", compute_type="float32", intra_threads=1)
         options = {"max_length": STEPS, "sampling_topk": 1, "end_token": [], "include_prompt_in_result": False}
-        result = engine.generate_batch([words], return_logits_vocab=True, **options)[0]
+        result = engine.generate_batch([pieces], return_logits_vocab=True, **options)[0]
         rows = torch.stack([torch.from_numpy(np.array(row)) for row in result.logits[0]])
         return Answer(result.sequences_ids[0], rows.log_softmax(-1))
 
@@ -92,8 +94,8 @@ class OnnxRuntime(Client):
     def answer(self, checkpoint: Path, work: Path, prompt: list[int]) -> Answer:
         import onnxruntime_genai
 
-        words = ("-i", checkpoint, "-o", work, "-c", work / "cache", "-p", "fp32", "-e", "cpu")
-        run_main("onnxruntime_genai.models.builder", *words)
+        words = ("-i", checkpoint, "-o", work, "-c", work / "cache", "-p", "fp32", "-e", "cpu", "--extra_options")
+        run_main("onnxruntime_genai.models.builder", *words, "hf_remote=true")
         model = onnxruntime_genai.Model(os.fspath(work))
         settings = onnxruntime_genai.GeneratorParams(model)
         settings.set_search_options(max_length=len(prompt) + STEPS, do_sample=False)
@@ -153,10 +155,14 @@ def write_gguf(checkpoint: Path, file: Path) -> None:
 def run_main(program: str | Path, *words: object) -> None:
     """`python -m MODULE WORDS` or `python SCRIPT WORDS` in this process, silently. Raises what the program raises."""
     with mock.patch.object(sys, "argv", [str(program), *map(str, words)]), quiet():
-        if isinstance(program, Path):
-            runpy.run_path(str(program), run_name="__main__")
-        else:
-            runpy.run_module(program, run_name="__main__")
+        try:
+            if isinstance(program, Path):
+                runpy.run_path(str(program), run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__")
+        except SystemExit as left:
+            if left.code:
+                raise RuntimeError(f"exit code {left.code}") from None
 
 
 @contextlib.contextmanager

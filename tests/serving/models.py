@@ -23,6 +23,10 @@ COMMON: dict[str, Any] = {
     "vocab_size": 4096,
 }  # fmt: skip
 GEMMA = {"head_dim": 32, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+ROPE_OF_LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 THETA_10000 = {"rope_theta": 10000.0}
 FALCON = {
     "num_kv_heads": HEADS, "new_decoder_architecture": True, "multi_query": False, "parallel_attn": True,
@@ -35,6 +39,8 @@ SEQUENTIAL = {"use_parallel_residual": False, "hidden_act": "gelu"}
 # Name -> class, model type, and what config.json says beside COMMON.
 RANDOM: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama, head_dim 64": ("LlamaForCausalLM", "llama", {"head_dim": 64}),
+    "Llama, scaled rotary": ("LlamaForCausalLM", "llama", {"rope_scaling": ROPE_OF_LLAMA_3}),
+    "Llama, BPE": ("LlamaForCausalLM", "llama", {}),
     "Mistral": ("MistralForCausalLM", "mistral", {"head_dim": 32, "sliding_window": None}),
     "Qwen2": ("Qwen2ForCausalLM", "qwen2", {"vocab_size": 4160}),  # its tokenizer class adds tokens, as ever padded
     "Qwen2, head_dim 64": ("Qwen2ForCausalLM", "qwen2", {"vocab_size": 4160, "head_dim": 64}),
@@ -80,10 +86,15 @@ def write_random(name: str, directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
     for file in TOKENIZER:
         shutil.copy(EMBEDDED / file, directory / file)
+    if name.endswith("BPE"):
+        tokenizer = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        tokenizer["model"]["byte_fallback"] = False
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+        (directory / "tokenizer.model").unlink()
     return directory
 
 
-def convert(source: Path, groups: int, out: Path) -> Path:
+def convert(source: Path, groups: int | str, out: Path) -> Path:
     """`gqa-convert --groups G --method mean --dtype float32 -o OUT SOURCE`."""
     result = run("--groups", groups, "--method", "mean", "--dtype", "float32", "-o", out, source)
     if result.code:
@@ -92,12 +103,20 @@ def convert(source: Path, groups: int, out: Path) -> Path:
 
 
 def swap_heads(source: Path, out: Path) -> Path:
-    """The same checkpoint with its KV heads in reverse order: what a client computes that misreads the groups."""
+    """What a client computes that misreads the groups: the same checkpoint with its KV heads in reverse order.
+
+    Where layers have different numbers, those of the first and the last, which have as many, change places.
+    """
     shutil.copytree(source, out)
-    groups = json.loads((source / "config.json").read_text(encoding="utf-8"))["num_key_value_heads"]
-    tensors = load(source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    last, tensors = config["num_hidden_layers"] - 1, load(source)
+    swapped = dict(tensors)
     for name, tensor in tensors.items():
         if ".k_proj." in name or ".v_proj." in name:
-            tensors[name] = tensor.unflatten(0, (groups, -1)).flip(0).flatten(0, 1)
-    write_safetensors(out / "model.safetensors", tensors)
+            if "per_layer_config" not in config:
+                swapped[name] = tensor.unflatten(0, (config["num_key_value_heads"], -1)).flip(0).flatten(0, 1)
+            elif ".layers.0." in name:
+                other = name.replace(".0.", f".{last}.")
+                swapped[name], swapped[other] = tensors[other], tensor
+    write_safetensors(out / "model.safetensors", swapped)
     return out
