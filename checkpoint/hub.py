@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from fnmatch import fnmatch
 from functools import partial
 from glob import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain
@@ -149,37 +149,21 @@ def _cached(model: str, revision: str | None) -> Checkpoint | None:
 
 
 def _remote_table(model: str, commit: str | None, file: str) -> list[TensorSpec]:
-    """The tensors of a file at the hub, as strictly read as those of a local one.
+    """The tensors of a file at the hub, as strictly read as those of a local one: a file of its size, in which nothing
+    follows the header.
 
-    HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file, keeps the last of two tensors of
-    one name, and reads a whole shard into memory where a server knows no ranges.
+    HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file and keeps the last of two tensors
+    of one name.
     """
-    from huggingface_hub import hf_hub_url
+    from huggingface_hub import HfFileSystem
 
-    url = hf_hub_url(model, file, revision=commit)
-    start, size = _first_bytes(url, _FIRST_BYTES)
-    end = 8 + int.from_bytes(start[:8], "little")
-    if len(start) < end <= min(size, 8 + MAX_HEADER_BYTES):
-        start, _ = _first_bytes(url, end)
-    return read_header(io.BytesIO(start), file, size)
-
-
-def _first_bytes(url: str, count: int) -> tuple[bytes, int]:
-    """The first bytes of a remote file and its size; no more is read where a server knows no ranges."""
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff  # type: ignore[attr-defined]
-
-    headers = build_hf_headers() | {"Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
-    with http_stream_backoff("GET", url, headers=headers, timeout=30) as response:
-        if response.status_code == 416:  # it has no such bytes: it is empty
-            return b"", 0
-        hf_raise_for_status(response)
-        told = response.headers["Content-Range" if response.status_code == 206 else "Content-Length"]
-        data = bytearray()
-        for chunk in response.iter_bytes():
-            data += chunk
-            if len(data) >= count:
-                break
-    return bytes(data[:count]), int(told.rpartition("/")[2])
+    hub = HfFileSystem(skip_instance_cache=True)
+    with TemporaryDirectory() as place, hub.open(f"{model}/{file}", revision=commit, block_size=_FIRST_BYTES) as stream:
+        length = stream.read(8)
+        copy = Path(place) / "header.safetensors"
+        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
+        os.truncate(copy, stream.size)
+        return read_header(copy, file)
 
 
 def check_push(repo: str, private: bool = True) -> None:

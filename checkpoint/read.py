@@ -182,9 +182,10 @@ def read_checkpoint(directory: Path, revision: str | None = None, hub_id: str | 
             )
         pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
         tables = {
-            file: _pickled_table(file, pickled[file]) if file in pickled else _safetensors_table(directory, file)
+            file: _pickled_table(file, pickled[file]) if file in pickled
+            else read_header(_weights_path(directory, file), file)
             for file in files
-        }
+        }  # fmt: skip
         kept, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, *files})
     except NotADirectoryError:
         raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None
@@ -270,12 +271,6 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
     if index is not None:
         _check_index(index, tensors)
     return tensors
-
-
-def _safetensors_table(directory: Path, file: str) -> list[TensorSpec]:
-    path = _weights_path(directory, file)
-    with path.open("rb") as stream:
-        return read_header(stream, file, path.stat().st_size)
 
 
 def _weights_path(directory: Path, file: str) -> Path:

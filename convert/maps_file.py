@@ -102,10 +102,7 @@ def save_maps(
 
 def join_maps(path: Path, parts: Sequence[Path], description: Mapping[str, Any]) -> None:
     """Write what several files hold to `path`, whole or not at all: bytes are copied, no tensor is in memory."""
-    specs = []
-    for part in parts:
-        with part.open("rb") as stream:
-            specs += read_header(stream, str(part), part.stat().st_size)
+    specs = [spec for part in parts for spec in read_header(part, str(part))]
     specs.sort(key=lambda spec: (-BITS[spec.dtype], spec.name))  # as the library has them: all are aligned
     with replacing(path) as temporary, temporary.open("wb", buffering=0) as target:
         write_bytes(target, format_header({s.name: (s.dtype, s.shape) for s in specs}, _metadata(description)))

@@ -6,7 +6,6 @@ GQA_FUZZ=20 runs twenty times as many examples, and other ones each time.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import struct
@@ -22,7 +21,7 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, one_line
-from gqa.checkpoint.headers import BITS, TensorSpec, format_header, parse_header, read_header
+from gqa.checkpoint.headers import BITS, TensorSpec, format_header, read_header
 from gqa.checkpoint.read import index_files, merge_tables, read_checkpoint, read_json
 from gqa.convert.plan import make_plan
 
@@ -61,35 +60,25 @@ def others_read_the_same(raw: bytes, specs: list[TensorSpec]) -> None:
         assert bytes(theirs[spec.name]["data"]) == raw[spec.begin : spec.end]
 
 
-def check_file(raw: bytes) -> bool:
-    """Whether the bytes are accepted; only CorruptError may say that they are not."""
-    said = ""
-    try:
-        specs = read_header(io.BytesIO(raw), "x.safetensors", len(raw))
-    except CorruptError as error:
-        said = one_line(str(error))
-    if said:
-        assert len(said) < 1100
-        assert said.isprintable()
-        return False
+def check_file(raw: bytes) -> list[TensorSpec] | None:
+    """The tensors, where the bytes are accepted; only CorruptError may say that they are not."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "x.safetensors"
+        path.write_bytes(raw)
+        try:
+            specs = read_header(path, path.name)
+        except CorruptError as error:
+            said = one_line(str(error))
+            assert len(said) < 1100
+            assert said.isprintable()
+            return None
     others_read_the_same(raw, specs)
-    return True
+    return specs
 
 
 def with_header(header: object, data: bytes = b"", spaces: int = 0) -> bytes:
     text = json.dumps(header).encode() + b" " * spaces
     return struct.pack("<Q", len(text)) + text + data
-
-
-@fuzz(300)
-@given(st.binary(max_size=64))
-@example(b"")
-@example(b"\x02" + bytes(7) + b"{}")
-def test_arbitrary_bytes(raw: bytes) -> None:
-    check_file(raw)
-    check_file(struct.pack("<Q", len(raw)) + raw)
-    with contextlib.suppress(CorruptError):
-        parse_header(raw, "x", 8 + len(raw))
 
 
 @st.composite
@@ -132,17 +121,11 @@ def nearly_sound_headers(draw: st.DrawFn) -> tuple[dict[str, Any], int, bool]:
 def test_structured_headers(made: tuple[dict[str, Any], int, bool], spaces: int, more: int) -> None:
     header, size, sound = made
     surrogates = any(not text.isascii() and "\\ud" in json.dumps(text) for text in map(str, header))
-    accepted = check_file(with_header(header, bytes(max(0, size + more)), spaces))
+    accepted = check_file(with_header(header, bytes(max(0, size + more)), spaces)) is not None
     if sound and more == 0 and not surrogates and "\\ud" not in json.dumps(header):
         assert accepted
     if more > 0:
         assert not accepted
-
-
-@fuzz(300)
-@given(st.dictionaries(NAMES, JSON, max_size=3))
-def test_headers_of_anything(header: dict[str, Any]) -> None:
-    check_file(with_header(header))
 
 
 SOUND = with_header(
@@ -186,8 +169,8 @@ def test_what_is_written_is_read_back(rows: list[tuple[str, str, list[int], int]
     head = format_header({name: (dtype, tuple(shape)) for name, dtype, shape, _ in rows})
     assert len(head) % 8 == 0
     raw = head + bytes(sum(size for *_, size in rows))
-    assert check_file(raw)
-    specs = read_header(io.BytesIO(raw), "x", len(raw))
+    specs = check_file(raw)
+    assert specs is not None
     assert {(s.name, s.dtype, s.shape, s.nbytes) for s in specs} == {(n, d, tuple(s), b) for n, d, s, b in rows}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import time
 import tracemalloc
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -160,6 +159,31 @@ REFUSED_TYPES = {
     "mamba": "no attention", "llama4_vision_model": "not supported",
 }  # fmt: skip
 
+# What the format's own library does not take.
+UNSOUND: dict[str, Break] = {
+    "empty file": text(SINGLE, b""),
+    "seven bytes": text(SINGLE, bytes(7)),
+    "header longer than the file": raw(b"{}", length=4000),
+    "a length just below the limit in a small file must not allocate it": raw(b"{}", length=19_999_999),
+    "header is not JSON": raw(b"{'a':1}"),
+    "header has half a surrogate pair": header(lambda h: h | {"\ud800": h[K0]}),
+    "header nested deeply": raw(b"[" * 200_000),
+    "garbage that would take 600 MB of Python's": raw(b"[" + b"[]," * 6_000_000 + b"1]"),
+    "metadata of numbers": header(lambda h: h | {"__metadata__": {"a": 1}}),
+    "an entry lacks its shape": header(lambda h: h[K0].__delitem__("shape")),
+    "unknown dtype": header(setting(K0, "dtype", "F33")),
+    "overlapping offsets": header(shift(K0, -8, -8)),
+    "a hole": header(shift(K0, 8, 8)),
+    "bytes at the end": header(lambda h: None, lambda data: data + b"12345678"),
+    "truncated": header(lambda h: None, lambda data: data[:-100]),
+    "offsets out of range": header(setting("lm_head.weight", "data_offsets", [0, 2**62])),
+    "negative offsets": header(setting(K0, "data_offsets", [-4, 4])),
+    "offsets of True": header(setting(K0, "data_offsets", [False, True])),
+    "shape of floats": header(setting(K0, "shape", [16.0, 32.0])),
+    "shape against bytes": header(setting(K0, "shape", [16, 33])),
+    "shape overflows": raw(BIG),
+}
+
 Cases = dict[str, tuple[Break, tuple[str, ...]]]
 # A way to break a sound checkpoint of one file, and what the message must contain.
 CASES: Cases = {
@@ -208,48 +232,14 @@ CASES: Cases = {
     "a side directory's link leads back": (link("assets/again", "."), ("assets/again in", "is a link to a dir")),
     "a side file is a pipe": (lambda m: os.mkfifo(m / "pipe"), ("pipe", "not a regular file")),
     # the header
-    "empty file": (text(SINGLE, b""), (SINGLE, "truncated", AGAIN)),
-    "seven bytes": (text(SINGLE, b"1234567"), (SINGLE, "truncated")),
+    **{name: (breaks, (SINGLE, "is truncated or no safetensors file: ", AGAIN)) for name, breaks in UNSOUND.items()},
     "a Git LFS pointer": (text(SINGLE, LFS), ("git lfs pull",)),
-    "a web page": (text(SINGLE, b"<!DOCTYPE html><html>Not found</html>"), (SINGLE, "not safetensors?")),
-    "header longer than the file": (raw(b"{}", length=4000), ("truncated", "4000", "10", AGAIN)),
-    "a length just below the limit in a small file must not allocate it": (raw(b"{}", length=19_999_999),
-         ("truncated", "19999999")),
-    "header of 2^63 bytes": (raw(b"{}", length=2**63), (str(2**63), "20000000 are allowed")),
-    "header is not JSON": (raw(b"{'a':1}"), ("its header is not JSON",)),
-    "header is not UTF-8": (raw(b'{"\xff":1}'), ("its header is not JSON",)),
-    "header is empty": (raw(b""), ("its header is not JSON",)),
-    "header has NaN": (raw(b'{"a":NaN}'), ("its header is not JSON", "NaN")),
-    "header has half a surrogate pair": (header(lambda h: h | {"\ud800": h[K0]}), ("not JSON", "surrogates")),
-    "header nested deeply": (raw(b"[" * 200_000), ("its header is not JSON",)),
-    "header is a list": (raw(b"[]"), ("JSON list, not an object",)),
-    "header is all": (header(lambda h: {}, lambda data: b""), ("hold no tensors", "download")),
-    "metadata is a list": (header(lambda h: h | {"__metadata__": [1]}), ("__metadata__", "object of strings")),
-    "metadata of numbers": (header(lambda h: h | {"__metadata__": {"a": 1}}), ("__metadata__",)),
-    "an entry is a list": (header(lambda h: h | {K0: ["F32", [1], [0, 4]]}), (K0, "dtype, shape and data_offsets")),
-    "an entry lacks its shape": (header(lambda h: h[K0].__delitem__("shape")), (K0, "dtype, shape")),
-    "unknown dtype": (header(setting(K0, "dtype", "F33")), (K0, "unknown dtype 'F33'", "BF16")),
-    "dtype is a list": (header(setting(K0, "dtype", ["F32"])), (K0, "unknown dtype")),
+    "a web page": (text(SINGLE, b"<!DOCTYPE html>"), (SINGLE, "are allowed; is it safetensors?")),
+    "a header of 2^63 bytes": (raw(b"{}", length=2**63), (str(2**63), "20000000 are allowed")),
+    "no tensors": (header(lambda h: {}, lambda data: b""), ("hold no tensors", "download")),
     "duplicate tensor": (duplicates, ("duplicate", K0)),
-    "duplicate names are found in linear time": (
-        raw(b"{" + b",".join(b'"%d":1' % n for n in (*range(100_000), 0)) + b"}"), ("duplicate 0 in its header",)),
-    "overlapping offsets": (header(shift(K0, -8, -8)), ("overlap", AGAIN)),
-    "a hole": (header(shift(K0, 8, 8)), ("hole",)),
-    "bytes at the end": (header(lambda h: None, lambda data: data + b"12345678"), ("8 bytes belong to no tensor",)),
-    "truncated": (header(lambda h: None, lambda data: data[:-100]), ("lm_head.weight", "truncated", AGAIN)),
-    "offsets out of range": (header(setting("lm_head.weight", "data_offsets", [0, 2**62])), ("lm_head", "trunca")),
-    "minus nothing": (raw(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[-0,0]}}'), ("natural numbers",)),
-    "negative offsets": (header(setting(K0, "data_offsets", [-4, 4])), (K0, "natural numbers")),
-    "reversed offsets": (header(setting(K0, "data_offsets", [8, 4])), (K0, "bytes 8 to 4")),
-    "offsets beyond 64 bits": (header(setting(K0, "data_offsets", [0, 2**70])), (K0, "natural numbers")),
-    "offsets of True": (header(setting(K0, "data_offsets", [False, True])), (K0, "natural numbers")),
-    "three offsets": (header(setting(K0, "data_offsets", [0, 4, 8])), (K0, "natural numbers")),
-    "shape is a number": (header(setting(K0, "shape", 512)), (K0, "natural numbers")),
-    "shape of floats": (header(setting(K0, "shape", [16.0, 32.0])), (K0, "natural numbers")),
-    "negative shape": (header(setting(K0, "shape", [-16, -32])), (K0, "natural numbers")),
-    "shape against bytes": (header(setting(K0, "shape", [16, 33])), (K0, "2048 bytes", "needs 2112")),
-    "shape overflows": (raw(BIG), ("63 bits",)),
-    "shape of a thousand dimensions": (header(setting(K0, "shape", [1] * 1000)), ("1000 dimensions",)),
+    "shape of a thousand dimensions": (header(setting("model.norm.weight", "shape", [32] + [1] * 999)),
+         ("1000 dimensions",)),
     # tensors against the config and each other
     "K has other rows": (settings(kv=2), (K0, "[16, 32]", "16 rows", "config asks for", "2 key heads x 4")),
     "K and V in another width": (settings(head_dim=8), (K0, "16 rows", "4 key heads x 8")),
@@ -325,27 +315,15 @@ def test_too_large_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     refused(llama(tmp_path / "m"), says=("config.json has", "at most 100 are allowed"))
 
 
-@pytest.mark.parametrize(
-    ("garbage", "count", "says"),
-    [
-        (b"[],", 33_000_000, "header of 99000003 bytes, at most 20000000 are allowed"),
-        (b"[],", 6_000_000, "its header holds more than 100000 tensors would"),
-        (b'{"a":0},', 2_000_000, "its header holds more than 100000 tensors would"),
-    ],
-)
-def test_a_large_header_of_garbage_is_not_parsed(tmp_path: Path, garbage: bytes, count: int, says: str) -> None:
+def test_a_large_header_is_not_even_read(tmp_path: Path) -> None:
     """100 MB of empty lists are 3 GB of Python's."""
-    write_raw(tmp_path / SINGLE, b"[" + garbage * count + b"1]", b"")
-    size = (tmp_path / SINGLE).stat().st_size
-    with (tmp_path / SINGLE).open("rb") as stream:
-        tracemalloc.start()
-        start = time.monotonic()
-        with pytest.raises(CorruptError, match=says):
-            read_safetensors_header(stream, SINGLE, size)
-        seconds, (_, peak) = time.monotonic() - start, tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert seconds < 2
-    assert peak < 25 << 20
+    write_raw(tmp_path / SINGLE, b"[" + b"[]," * 33_000_000 + b"1]", b"")
+    tracemalloc.start()
+    with pytest.raises(CorruptError, match="header of 99000003 bytes, at most 20000000 are allowed"):
+        read_safetensors_header(tmp_path / SINGLE, SINGLE)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_hub_cache_links_are_followed_to_their_blobs_only(tmp_path: Path) -> None:
