@@ -195,19 +195,18 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            raise click.UsageError(f"No such option {error.option_name}{self._near(error.option_name)}") from None
+            shown = {name: name for found in self.params for name in (*found.opts, *found.secondary_opts)}
+            for found in self.params:
+                if isinstance(found, Option):
+                    shown |= dict.fromkeys((*found.aliases, *found.secondary_aliases), found.opts[-1])
+            like = "".join(f"; did you mean {shown[name]}?" for name in get_close_matches(error.option_name, shown, 1))
+            raise click.UsageError(f"No such option {error.option_name}{like}") from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """At once it says that it has begun: to import torch and transformers takes seconds."""
         if watched() and not ctx.params.get("quiet"):
             click.echo(f"{ctx.info_name} {installed('gqa')} is starting", err=True)
         return super().invoke(ctx)
-
-    def _near(self, name: str) -> str:
-        options = [found for found in self.params if isinstance(found, Option)]
-        shown = {name: found.opts[-1] for found in options for name in (*found.aliases, *found.secondary_aliases)}
-        shown |= {name: name for found in self.params for name in (*found.opts, *found.secondary_opts)}
-        return "".join(f"; did you mean {shown[found]}?" for found in get_close_matches(name, shown, 1))
 
 
 def _sources(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -274,17 +273,11 @@ def with_options(*groups: Sequence[Decorator]) -> Decorator:
     return decorate
 
 
-def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        own, torch, transformers = map(installed, ("gqa", "torch", "transformers"))
-        click.echo(f"{ctx.find_root().info_name} {own} (torch {torch}, transformers {transformers})")
-        ctx.exit()
-
-
-version_option = click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
-    help="Print the version, and those of torch and transformers, and exit.",
-)  # fmt: skip
+def version_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--version of one command, whose name click keeps."""
+    versions = "%(prog)s %(version)s (torch {}, transformers {})".format(*map(installed, ("torch", "transformers")))
+    told = "Print the version, and those of torch and transformers, and exit."
+    return click.version_option(installed("gqa"), message=versions, help=told)(command)
 
 
 # What is left comes first, so that it never falls off a narrow terminal; the bar takes the columns that remain.
@@ -338,10 +331,6 @@ def fail(program: str, message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _terminated(number: int, frame: Any) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def check_alone() -> None:
     """Raises RefusedError in a command that would do all its work once in each of several processes."""
     if (found := os.environ.get("WORLD_SIZE", "1")) != "1":
@@ -356,7 +345,7 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
 
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
     """
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         command.main(prog_name=program, standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
     except click.ClickException as error:

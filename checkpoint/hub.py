@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from fnmatch import fnmatch
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -32,9 +31,8 @@ from gqa.checkpoint.read import (
 )
 
 # Weights are fetched by name; the same model in other formats is not fetched at all.
-_NO_SIDE_FILES = [f"*{suffix}" for suffix in sorted(WEIGHT_SUFFIXES)]
-_OTHER_FORMATS = ["original/*", "onnx/*", "openvino/*"]
-_NO_SIDE_FILES += ["*.index.json", *_OTHER_FORMATS]
+_OTHER_FORMATS = ("original/", "onnx/", "openvino/")
+_NO_SIDE_FILES = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", *(f"{at}*" for at in _OTHER_FORMATS)]
 _REPLACED = ["model*.safetensors", INDEX, "pytorch_model*.bin", TORCH_INDEX]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FIRST_BYTES = 2**16  # of a remote shard: nearly always its whole header
@@ -122,8 +120,7 @@ def _from_hub(
         if headers_only:
             return headers
         check(headers)
-    side = (name for name in present if not any(fnmatch(name, pattern) for pattern in _OTHER_FORMATS))
-    needed = files + [name for name in side if not holds_weights(name)]
+    needed = files + [name for name in present if not (name.startswith(_OTHER_FORMATS) or holds_weights(name))]
     if index is not None:
         needed.append(INDEX if files[0].endswith(".safetensors") else TORCH_INDEX)
     # By the name that was asked for, so that the cache knows it offline; the commit is that of the headers.
@@ -198,17 +195,10 @@ def push(directory: Path, repo: str, private: bool = True) -> str:
     try:
         with quiet("huggingface_hub"):
             address = api.create_repo(repo, private=private, exist_ok=True)
-            if private and api.model_info(repo).private is False:
-                raise OSError(f"{directory} is complete but was not pushed: {repo} is public; allow that with --public")
             api.upload_folder(
-                repo_id=repo,
-                folder_path=directory,
-                commit_message="Upload with gqa",
-                delete_patterns=_REPLACED,
+                repo_id=repo, folder_path=directory, commit_message="Upload with gqa", delete_patterns=_REPLACED
             )
     except Exception as error:
-        if type(error) is OSError and error.errno is None:
-            raise
         again = f"hf upload {repo} {directory} .{' --private' if private else ''}"
         raise OSError(
             f"{directory} is complete, but pushing it failed: {_reason(error, repo)}; push it with: {again}"

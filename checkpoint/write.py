@@ -6,7 +6,6 @@ only the hidden directory, which the next run removes: a lock beside it tells a 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import math
 import os
@@ -110,11 +109,9 @@ class OutputDirectory:
             self._check_existing()
         except RefusedError as error:  # it was made while this run was writing
             raise OutputError(str(error)) from None
-        if not self.out.exists():
-            self.work.rename(self.out)
-        elif not exchange(self.work, self.out):
+        if self.out.exists():
             self.out.rename(self._old)
-            self.work.rename(self.out)
+        self.work.rename(self.out)
         fsync_directory(self.out.parent)
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
@@ -152,18 +149,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step, so that no moment is without either; False where the system cannot."""
-    if os.name != "posix":
-        return False
-    library = ctypes.CDLL(None)
-    here, swap = -100, 2  # AT_FDCWD, and RENAME_EXCHANGE of Linux = RENAME_SWAP of macOS
-    names = os.fsencode(one), os.fsencode(other)
-    if hasattr(library, "renameat2"):
-        return bool(library.renameat2(here, names[0], here, names[1], swap) == 0)
-    return hasattr(library, "renamex_np") and bool(library.renamex_np(*names, swap) == 0)
 
 
 def fsync_directory(directory: Path) -> None:
@@ -269,18 +254,11 @@ def copy_range(
         progress(moved)
 
 
-_UNSUPPORTED = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EPERM}
-
-
 def _copy_in_kernel(source: BinaryIO, target: BinaryIO, offset: int, count: int) -> int:
-    """Bytes moved; 0 where this system, kernel or file system cannot (some answer that instead of an error)."""
-    if not hasattr(os, "copy_file_range"):
-        return 0
+    """Bytes moved; 0 where this system, kernel or file system cannot: what else is wrong shows when they are read."""
     try:
         return os.copy_file_range(source.fileno(), target.fileno(), count, offset_src=offset)
-    except OSError as error:
-        if error.errno not in _UNSUPPORTED:
-            raise
+    except (AttributeError, OSError):
         return 0
 
 

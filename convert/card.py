@@ -23,7 +23,7 @@ from gqa.checkpoint.provenance import (
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.heads.layout import groups_text
 from gqa.convert.plan import Plan
-from gqa.convert.recast.view import CUSTOM_CODE
+from gqa.convert.recast.parts import CUSTOM_CODE
 from gqa.convert.summary import plan_record, size
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}

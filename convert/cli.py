@@ -190,12 +190,12 @@ def _say(text: str, options: dict[str, Any]) -> None:
 
 def _announce(plan: Plan, options: dict[str, Any]) -> None:
     """What is known before anything is done: which method was taken for which reason, and above all what it lacks."""
-    for warning in plan.warnings if plan.choice or options["dry_run"] else ():
+    for warning in plan.warnings if plan.why or options["dry_run"] else ():
         _warn(warning)
     if is_given("method") and plan.method not in METHODS:
         _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
-    if plan.choice:
-        _say(f"method      {plan.method} (--method {AUTO}): {plan.choice.why}", options)
+    if plan.why:
+        _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
 
 
 def _warn(text: str) -> None:
@@ -212,7 +212,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
         _say(text, options)
     if result:
-        for warning in result.warnings[len(plan.warnings) if plan.choice else 0 :]:
+        for warning in result.warnings[len(plan.warnings) if plan.why else 0 :]:
             _warn(warning)
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)

@@ -108,26 +108,14 @@ def first(kv: int, groups: int) -> HeadMaps:
     return HeadMaps(key=weights, value=weights)
 
 
+_FROM_WEIGHTS = "gqa.convert.align.aligned:from_weights"
 register("random", "nothing", "seconds", "drawn at random: a control, of no use untrained", redraws=True)(mean)
-register(
-    "procrustes",
-    "weights",
-    "seconds",
-    "rotated to agree, then the mean",
-    finder="gqa.convert.align.aligned:from_weights",
-)(mean)
-register(
-    "aligned",
-    "weights",
-    "minutes",
-    "the closed form on what the weights make layers expect",
-    guesses=True,
-    finder="gqa.convert.align.aligned:from_weights",
-)(mean)
+register("procrustes", "weights", "seconds", "rotated to agree, then the mean", finder=_FROM_WEIGHTS)(mean)
+_EXPECTED = "the closed form on what the weights make layers expect"
+register("aligned", "weights", "minutes", _EXPECTED, guesses=True, finder=_FROM_WEIGHTS)(mean)
 register("calibrated", "text", "three forward passes", "the closed form on what layers are given by text")(mean)
-register("refined", "text", "calibrated, and minutes a layer", "calibrated, then trained layer by layer", refines=True)(
-    mean
-)
+_TRAINED = "calibrated, then trained layer by layer"
+register("refined", "text", "calibrated, and minutes a layer", _TRAINED, refines=True)(mean)
 
 MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
 AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be

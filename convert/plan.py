@@ -12,7 +12,7 @@ from gqa.checkpoint.errors import RefusedError, alternatives
 from gqa.checkpoint.headers import TensorSpec, byte_size
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.checkpoint.shards import shard_names
-from gqa.convert.choose import Choice, choose
+from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.heads.engines import engine_notes
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
@@ -20,7 +20,7 @@ from gqa.convert.heads.layout import Groups, Rule, Untouched
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
-from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, instead
+from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
 from gqa.convert.recast.targets import ANY, Target, recast
 
 _MOST_GROUPS = 100  # that heads can form, of a size: what one of them loses takes milliseconds
@@ -73,7 +73,7 @@ class Plan:
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
     engine_notes: tuple[str, ...] = ()
-    choice: Choice | None = None  # where no method was named and heads are merged
+    why: str = ""  # the method was taken, where none was named and heads are merged
 
     @property
     def fewest(self) -> int:
@@ -137,10 +137,8 @@ def make_plan(
     config = read_config(checkpoint.config, checkpoint.name)
     check_groups(config, given, checkpoint.name)
     modules = attention_modules(checkpoint, config)
-    choice = choose(checkpoint, config, modules) if method == AUTO else None
     merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
-    if choice:
-        method, choice = choice.method, choice if merges else None
+    method, why = _choose(checkpoint, config, modules) if method == AUTO else (method, "")
     beside = _rules_beside(config, method, checkpoint.name) if merges else ()
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
     changes = [change for change in changes if change.groups != change.heads.kv]
@@ -166,10 +164,19 @@ def make_plan(
         cache_before=kv_cache(config, cached, kv_dtype),
         cache_after=cache_after,
         dtype=stored,
-        warnings=tuple(_warnings(checkpoint, choice)),
+        warnings=tuple(_warnings(checkpoint, why if merges and not METHODS[method].aligns else "")),
         engine_notes=engine_notes(new, cache_after),
-        choice=choice,
+        why=why if merges else "",
     )
+
+
+def _choose(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[AttentionModule]) -> tuple[str, str]:
+    """The best method of those that look at weights alone, and why it is, in words."""
+    if isinstance(config.symmetry, str):
+        return next(iter(METHODS)), f"heads of {config.text.model_type} cannot be aligned: {config.symmetry}"
+    known = can_guess_inputs(checkpoint, config, modules)
+    (found,) = best(lambda method: method.needs == "weights" and (known or not method.guesses))
+    return found, f"what its layers are given can{'' if known else 'not'} be guessed from the weights"
 
 
 def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
@@ -266,9 +273,9 @@ def _shards(outputs: Sequence[OutputTensor], checkpoint: Checkpoint, max_bytes: 
     return tuple(map(Shard, shard_names(len(found)), found))
 
 
-def _warnings(checkpoint: Checkpoint, choice: Choice | None) -> Iterable[str]:
-    if choice and choice.needs_training:
-        yield f"the result needs training before it is of use: {choice.why}, so their mean is taken"
+def _warnings(checkpoint: Checkpoint, resort: str) -> Iterable[str]:
+    if resort:
+        yield f"the result needs training before it is of use: {resort}, so their mean is taken"
     if checkpoint.config.get("model_type") in MODEL_TYPES:
         yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
     elif "auto_map" in checkpoint.config:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import one_line
 from gqa.convert.heads.layout import Groups, groups_text
-from gqa.convert.plan import OutputTensor, Plan
+from gqa.convert.plan import Plan
 
 
 def size(count: float) -> str:
@@ -105,23 +105,16 @@ def plan_text(plan: Plan, tensors: bool = True) -> str:
         f"KV cache    {kv_line(plan)}",
         "parameters  {before:,} -> {after:,}".format(**told["parameters"])
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
-        *(_cut("config      {key}: {before} -> {after}".format(**edit)) for edit in told["config_edits"]),
+        *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in told["config_edits"]),
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in told["shards"]),
         *(f"note        {note}" for note in plan.engine_notes),
     ]
     if plan.method == "none":
         lines.append("identity    these are the source's own key/value heads")
-    changed = plan.changed
-    lines += map(_tensor_line, changed) if tensors else [f"tensors     {len(changed)} changed"]
+    if not tensors:
+        lines.append(f"tensors     {len(told['changed_tensors'])} changed")
+    for tensor in plan.changed if tensors else ():
+        several = f"{len(tensor.sources)} x " if len(tensor.sources) > 1 else ""
+        before = f"{several}{list(tensor.sources[0].shape)}"
+        lines.append(f"tensor      {tensor.name}: {before} -> {list(tensor.shape)} {tensor.dtype}")
     return "\n".join(map(one_line, lines))
-
-
-def _cut(line: str, most: int = 200) -> str:
-    """Some keys list all layers."""
-    return line if len(line) <= most else f"{line[: most - 4]} ..."
-
-
-def _tensor_line(tensor: OutputTensor) -> str:
-    several = f"{len(tensor.sources)} x " if len(tensor.sources) > 1 else ""
-    before = f"{several}{list(tensor.sources[0].shape)}"
-    return f"tensor      {tensor.name}: {before} -> {list(tensor.shape)} {tensor.dtype}"

@@ -114,7 +114,7 @@ class ConvertedModel(_Checkpoint):
         told = {
             **super().facts(),
             "key/value heads": f"{plan.config.main.kv} -> {kept} of {plan.config.main.query} query heads",
-            "method": plan.method + (f": {plan.choice.why}" if plan.choice else ""),
+            "method": plan.method + (f": {plan.why}" if plan.why else ""),
             "KV cache": kv_line(plan),
             "parameters": f"{plan.checkpoint.parameters:,} -> {plan.parameters_after:,}",
             "took": f"{self.seconds:.1f} s",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "ctypes.dlsym", "fcntl.flock"}
+CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "fcntl.flock"}
 
 
 def serve(start: Callable[[dict[str, Any]], object]) -> None:
@@ -49,9 +49,7 @@ def convert(job: dict[str, Any]) -> None:
     """`gqa-convert`.
 
     "fatal": n kills it just before the nth time that it changes a name (open for writing, rename, mkdir, unlink).
-    "exchange": false takes the atomic exchange of two names away, as on systems that have none.
     """
-    from gqa.checkpoint import write
     from gqa.convert.cli import main
 
     left = [job.get("fatal", 0)]
@@ -63,8 +61,6 @@ def convert(job: dict[str, Any]) -> None:
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    if not job.get("exchange", True):
-        write.exchange = lambda one, other: False  # type: ignore[assignment]
     sys.addaudithook(count)
     sys.argv = ["gqa-convert", *job["words"]]
     main()

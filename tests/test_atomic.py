@@ -64,8 +64,8 @@ def check_stopped(out: Path, *complete: dict[str, str]) -> str:
     return "new" if found == complete[0] else "old"
 
 
-@pytest.mark.parametrize(("overwrite", "exchange"), [(False, True), (True, True), (True, False)])
-def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwrite: bool, exchange: bool) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwrite: bool) -> None:
     """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
     kept = tmp_path.with_name(tmp_path.name + "-kept")
@@ -76,12 +76,12 @@ def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwr
     for fatal in range(1, 400):
         if overwrite:
             shutil.copytree(kept / "1", out)
-        killed = server.start(*words, fatal=fatal, exchange=exchange)
+        killed = server.start(*words, fatal=fatal)
         if killed.wait() == 0:
             break
         states.append(check_stopped(out, new, old))
         again = words if overwrite or states[-1] == "absent" else [*words, "--overwrite"]
-        following = server.start(*again, exchange=exchange)
+        following = server.start(*again)
         assert following.wait() == 0, (fatal, following.said())
         assert check_stopped(out, new) == "new"
         assert leftovers(tmp_path) == []
@@ -90,12 +90,12 @@ def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwr
     assert len(states) > 12
     first = "old" if overwrite else "absent"
     moments = [states[0], *(b for a, b in pairwise(states) if a != b)]
-    # Without an exchange there is a moment between two renames; the next run puts the old one back first.
-    assert moments == [first, *(["absent"] if overwrite and not exchange else []), "new"]
+    # There is a moment between two renames; the next run puts the old one back first.
+    assert moments == [first, *(["absent"] if overwrite else []), "new"]
 
 
 def test_old_result_is_put_back_by_the_next_run(tmp_path: Path) -> None:
-    """A run without exchange was killed between its two renames: the old result is there again, and is respected."""
+    """A run was killed between its two renames: the old result is there again, and is respected."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
     assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
     old = snapshot(out)
@@ -279,9 +279,7 @@ def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_failed_second_rename_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: tuple[str, ...]
 ) -> None:
-    """Where two names cannot be exchanged and the new one cannot be put in place, the old one is; by the next run,
-    where it cannot be put back either.
-    """
+    """Where the new one cannot be put in place, the old one is; by the next run, where it cannot be put back either."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
     assert run("--groups", 1, "--method", "mean", "-o", out, model).code == 0
     before, rename = snapshot(tmp_path), Path.rename
@@ -291,7 +289,6 @@ def test_failed_second_rename_is_undone(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(path, target)
 
-    monkeypatch.setattr(writer, "exchange", lambda one, other: False)
     monkeypatch.setattr(Path, "rename", fail)
     assert run(*MERGED, "--overwrite", "-o", out, model).code == 1
     monkeypatch.undo()

@@ -35,18 +35,15 @@ def tiny(name: str, place: Path) -> Path:
 def test_what_is_taken_follows_from_the_layers(name: str, tmp_path: Path) -> None:
     plan = plan_conversion(tiny(name, tmp_path / "m"), 2)
     symmetry = plan.config.symmetry
-    assert plan.choice
-    assert (plan.method, plan.choice.needs_training) == (TAKEN[name], TAKEN[name] == "mean")
+    assert plan.method == TAKEN[name]
     assert plan.method in AUTOMATIC
     modules = attention_modules(plan.checkpoint, plan.config)
     assert can_guess_inputs(plan.checkpoint, plan.config, modules) == METHODS[plan.method].guesses
     if isinstance(symmetry, Symmetry):
         assert not plan.warnings
     else:
-        assert plan.warnings == (
-            f"the result needs training before it is of use: {plan.choice.why}, so their mean is taken",
-        )
-        assert symmetry in plan.choice.why
+        assert plan.warnings == (f"the result needs training before it is of use: {plan.why}, so their mean is taken",)
+        assert symmetry in plan.why
 
 
 def test_a_layer_unlike_the_others_ends_the_guess(tmp_path: Path) -> None:
@@ -88,7 +85,7 @@ def test_the_last_resort_warns_first(tmp_path: Path) -> None:
 
 def test_nothing_is_chosen_where_nothing_is_merged(tmp_path: Path) -> None:
     plan = plan_conversion(tiny("doge", tmp_path / "m"), 4)
-    assert (plan.choice, plan.method, plan.warnings) == (None, "none", ())
+    assert (plan.why, plan.method, plan.warnings) == ("", "none", ())
     assert "--method" not in run("--groups", 8, "--dry-run", llama(tmp_path / "l")).out
 
 

@@ -10,7 +10,6 @@ import copy
 import importlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -275,22 +274,17 @@ def _descend(raw: Any, path: tuple[str, ...]) -> Any:
     return raw if isinstance(raw, dict) else None
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """transformers comments on configs that it only reads; the user sees our lines."""
+def transformers_config(raw: dict[str, Any]) -> Any:
+    """The config object of a config.json of a model type that transformers has, or that is ours. What transformers has
+    to say of configs that it only reads is not told: the user sees our lines.
+    """
     logging = importlib.import_module("transformers.utils.logging")
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        return config_class(raw["model_type"]).from_dict(_with_floats(copy.deepcopy(raw)))
     finally:
         logging.set_verbosity(level)
-
-
-def transformers_config(raw: dict[str, Any]) -> Any:
-    """The config object of a config.json of a model type that transformers has, or that is ours."""
-    with _quiet_transformers():
-        return config_class(raw["model_type"]).from_dict(_with_floats(copy.deepcopy(raw)))
 
 
 def _with_floats(value: Any) -> Any:

@@ -22,9 +22,8 @@ from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.recast.native import NATIVE
-from gqa.convert.recast.parts import Recasting
+from gqa.convert.recast.parts import CUSTOM_CODE, Recasting, View
 from gqa.convert.recast.tokenizer_files import tokenizer_edits
-from gqa.convert.recast.view import CUSTOM_CODE, View
 
 
 @dataclass(frozen=True)

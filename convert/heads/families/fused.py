@@ -23,10 +23,6 @@ def _falcon_old_edits(groups: int, heads: LayerHeads, config: Any) -> Edits | No
     return {"new_decoder_architecture": True, "num_kv_heads": groups, "num_ln_in_parallel_attn": 1}
 
 
-def _bigcode_edits(groups: int, heads: LayerHeads, config: Any) -> Edits | None:
-    return {"multi_query": groups == 1} if groups in (1, heads.query) else None
-
-
 FAMILIES: tuple[Family, ...] = (
     Family(
         "fused [Q | K | V]",
@@ -86,6 +82,6 @@ FAMILIES: tuple[Family, ...] = (
         attention=("attn",),
         rules=(Rule("c_attn", Fused("grouped")),),
         heads=_multi_query_heads,
-        edits=_bigcode_edits,
+        edits=lambda groups, heads, config: {"multi_query": groups == 1} if groups in (1, heads.query) else None,
     ),
 )

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gqa.convert.heads.family import Family
 from gqa.convert.heads.layout import Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer
 
+_ADAPTERS = "its shared attention adapters keep full-size keys and values, which transformers cannot run with fewer"
 _SHARED = "several layers share one block, which reads their streams side by side with the embeddings"
-
-
-def _zamba2_refusal(config: Any) -> str | None:
-    if getattr(config, "use_shared_attention_adapter", False):
-        return "its shared attention adapters keep full-size keys and values, which transformers cannot run with fewer"
-    return None
-
-
-def _mllama_rotated(config: Any, layer: int, dim: int) -> int:
-    return 0 if layer in config.cross_attention_layers else dim
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -35,7 +24,7 @@ FAMILIES: tuple[Family, ...] = (
         "shared transformer blocks",
         {"zamba2": _SHARED},
         attention=("shared_transformer.self_attn",),
-        refusal=_zamba2_refusal,
+        refusal=lambda config: _ADAPTERS if getattr(config, "use_shared_attention_adapter", False) else None,
     ),
     Family(
         "k_proj.linear and v_proj.linear",
@@ -62,7 +51,9 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "self- and cross-attention",
         {
-            "mllama_text_model": Symmetry(_mllama_rotated, keys=False),
+            "mllama_text_model": Symmetry(
+                lambda config, layer, dim: 0 if layer in config.cross_attention_layers else dim, keys=False
+            ),
             "t5_gemma_module": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True),
             "t5gemma2_decoder": Symmetry(norms=("pre_self_attn_layernorm",), one_plus=True, keys=False),
             "canary_decoder": Symmetry(no_layer),

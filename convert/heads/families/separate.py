@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gqa.convert.heads.family import SEPARATE, Edits, Family, layer_heads, uniform_heads
+from gqa.convert.heads.family import SEPARATE, Family, layer_heads, uniform_heads
 from gqa.convert.heads.layout import LayerHeads, ReadsValues, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, if_rope, listed_layers, no_layer, root_of_width, sliding_layers
 
@@ -49,10 +49,6 @@ def _inkling_heads(config: Any, layer: int) -> LayerHeads:
 def _gemma4_heads(config: Any, layer: int) -> LayerHeads:
     shared = getattr(config, "attention_k_eq_v", True) and config.layer_types[layer] != "sliding_attention"
     return replace(layer_heads(config, layer), keys_only=shared)
-
-
-def _even(groups: int, heads: LayerHeads, config: Any) -> Edits | None:
-    return {"num_key_value_heads": groups} if groups % 2 == 0 else None
 
 
 def _inkling2_convolution(tensor: str, separate: Separate) -> tuple[Rule, ...]:
@@ -171,7 +167,7 @@ FAMILIES: tuple[Family, ...] = (
         {"diffllama": "its values are heads of twice the size, each shared by two heads of keys, and normed"},
         note="G must be even: value heads are paired with those half the heads away",
         unchanged=("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "groupnorm"),
-        edits=_even,
+        edits=lambda groups, heads, config: {"num_key_value_heads": groups} if groups % 2 == 0 else None,
     ),
     Family(
         "depthwise convolution of keys and values",
