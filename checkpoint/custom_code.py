@@ -9,7 +9,7 @@ model types asks here for its class.
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -47,10 +47,8 @@ def auto_map(model_type: str) -> dict[str, str]:
     return {auto: f"{file}.{class_of(source, name)}" for auto, name in classes.items()}
 
 
-@cache
-def _folder() -> TemporaryDirectory[str]:
-    """Where this process keeps the files that it runs, until it ends: save_pretrained copies them from there."""
-    return TemporaryDirectory(prefix="gqa-modelling-", ignore_cleanup_errors=True)
+# Where this process keeps the files that it runs, until it ends: save_pretrained copies them from there.
+_folder = cache(partial(TemporaryDirectory, prefix="gqa-modelling-", ignore_cleanup_errors=True))
 
 
 @cache

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -61,15 +61,8 @@ def open_model(
         raise RefusedError(f"there is no directory {model}, and it is no hub id (owner/name); give one of them")
     if revision is not None and (not revision.strip() or ".." in revision):
         raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
-    try:
-        with quiet("huggingface_hub"):
-            return _from_hub(model, revision, headers_only, check)
-    except RefusedError:
-        raise
-    except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
-        if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
-            raise
-        raise RefusedError(f"there is no directory {model}, and {_reason(error, model, revision)}") from None
+    with _refusing(f"there is no directory {model}, and ", model, revision):
+        return _from_hub(model, revision, headers_only, check)
 
 
 def beside(model: str, suffix: str) -> Path:
@@ -79,6 +72,20 @@ def beside(model: str, suffix: str) -> Path:
         path = path.resolve() if path.name in ("", "..") else path
         return path.with_name(path.name + suffix)
     return Path(model.split("/")[-1] + suffix)
+
+
+@contextmanager
+def _refusing(before: str, repo: str, revision: str | None = None) -> Iterator[None]:
+    """What stands between here and a repository as a RefusedError, whose line begins with `before`."""
+    try:
+        with quiet("huggingface_hub"):
+            yield
+    except RefusedError:
+        raise
+    except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
+        if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
+            raise
+        raise RefusedError(f"{before}{_reason(error, repo, revision)}") from None
 
 
 def _reason(error: BaseException, repo: str, revision: str | None = None) -> str:
@@ -171,16 +178,11 @@ def check_push(repo: str, private: bool = True) -> None:
     if not _HUB_ID.fullmatch(repo):
         raise RefusedError(f"--push-to-hub {repo!r} is no repository name (owner/name)")
     api = HfApi()
-    try:
-        with quiet("huggingface_hub"):
-            api.whoami()
-            with suppress(RepositoryNotFoundError):
-                if private and api.model_info(repo).private is False:
-                    raise RefusedError(f"--push-to-hub: {repo} is public; allow that with --public")
-    except RefusedError:
-        raise
-    except Exception as error:
-        raise RefusedError(f"--push-to-hub: {_reason(error, repo)}") from None
+    with _refusing("--push-to-hub: ", repo):
+        api.whoami()
+        with suppress(RepositoryNotFoundError):
+            if private and api.model_info(repo).private is False:
+                raise RefusedError(f"--push-to-hub: {repo} is public; allow that with --public")
 
 
 def push(directory: Path, repo: str, private: bool = True) -> str:

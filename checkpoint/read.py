@@ -297,11 +297,13 @@ def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
             f"{file} is not a file of plain tensors that can be mapped ({why}); "
             "save the checkpoint as safetensors first"
         ) from None
-    plain = (torch.Tensor, torch.nn.Parameter)
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and type(tensor) in plain for name, tensor in state.items()
-    ):
-        raise CorruptError(f"{file} holds something other than named tensors; save the checkpoint as safetensors first")
+    for name, tensor in state.items() if isinstance(state, dict) else ((state, None),):
+        named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
+        if not named or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise CorruptError(
+                f"{file} holds something other than named tensors: {str(name)[:99]!r}; save the checkpoint as "
+                "safetensors first"
+            )
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
@@ -316,8 +318,6 @@ def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]
                 f"{file}: {name} is {tensor.dtype} {tensor.layout}, allowed are plain {listing(_STORED_DTYPES, 20)}; "
                 "save the checkpoint as safetensors first"
             )
-        if name == "__metadata__" or not name.isprintable():
-            raise CorruptError(f"{file}: {name!r} is not the name of a tensor; save the checkpoint again")
         size = tensor.numel() * tensor.element_size()
         table.append(TensorSpec(name, dtype, tuple(tensor.shape), file, position, position + size))
         position += size

@@ -42,7 +42,8 @@ class OutputDirectory:
     """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`."""
 
     def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
-        self.out = out.resolve() if out.name in ("", "..") else out.absolute()
+        named = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
+        self.out = Path(os.path.realpath(out.parent), out.name) if named else out.resolve()
         self.work = self._sibling("partial")
         self._old = self._sibling("replaced")
         self._overwrite = overwrite
