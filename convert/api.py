@@ -16,13 +16,13 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.card import model_card, provenance
 from gqa.convert.heads.layout import Groups
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.recast.targets import ANY, Target
+from gqa.convert.summary import model_card, provenance
 from gqa.convert.verify import verify_load
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]

@@ -23,8 +23,8 @@ from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert.align.find_maps import describe, find_maps
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.api import convert_plan
-from gqa.convert.card import _calibration, _told_of_maps
 from gqa.convert.maps_file import MapsFile
+from gqa.convert.summary import _calibration, _told_of_maps
 
 KEY = "model.layers.0.self_attn/key"
 

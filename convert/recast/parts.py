@@ -158,37 +158,29 @@ class Module:
             for tail, value in (("weight", 1.0), ("bias", 0.0)):
                 yield tail, Recipe((like,), lambda t: t[0], fill=value)
             return
+
+        def laid_out(tensor: Tensor) -> Tensor:
+            tensor = tensor.T if self.transposed and tensor.ndim == 2 else tensor
+            return self.rows(tensor, place) if self.rows else tensor
+
         weight, bias = place.find(self.source, "weight"), place.find(self.source, "bias")
+        moves = self.rows or self.transposed
         if weight is None and self.tied and place.config.tie_word_embeddings:
             weight = place.need(self.tied, "weight")
+        elif self.norm:
+            weight = place.need(self.source, "weight")
+            yield "weight", Recipe((weight, place.need(self.norm, "weight")), lambda t: laid_out(t[0]) * t[1])
         else:
             weight = place.need(self.source, "weight")
-            yield "weight", self._weight(weight, place)
-        shift = place.find(self.norm, "bias") if self.norm else None
-        if shift:
-            added = (bias,) if bias else ()
-            yield "bias", Recipe((weight, shift, *added), lambda t: self._shifted(t, place))
+            changed = (lambda t: t[0] + self.shift) if self.shift else (lambda t: laid_out(t[0])) if moves else None
+            yield "weight", Recipe((weight,), changed)
+        if self.norm and (shift := place.find(self.norm, "bias")):  # b + W c, of (W, c) or (W, c, b)
+            sources = (weight, shift, bias) if bias else (weight, shift)
+            yield "bias", Recipe(sources, lambda t: sum(map(laid_out, t[2:]), laid_out(t[0]) @ t[1]))
         elif bias:
-            yield "bias", Recipe((bias,), (lambda t: self._laid_out(t[0], place)) if self.rows else None)
+            yield "bias", Recipe((bias,), (lambda t: laid_out(t[0])) if self.rows else None)
         elif self.always_bias:
-            yield "bias", Recipe((weight,), lambda t: self._laid_out(t[0], place)[:, 0], fill=0.0)
-
-    def _weight(self, weight: TensorSpec, place: Place) -> Recipe:
-        if self.norm:
-            return Recipe((weight, place.need(self.norm, "weight")), lambda t: self._laid_out(t[0], place) * t[1])
-        if self.shift:
-            return Recipe((weight,), lambda t: t[0] + self.shift)
-        return Recipe((weight,), (lambda t: self._laid_out(t[0], place)) if self.rows or self.transposed else None)
-
-    def _laid_out(self, tensor: Tensor, place: Place) -> Tensor:
-        tensor = tensor.T if self.transposed and tensor.ndim == 2 else tensor
-        return self.rows(tensor, place) if self.rows else tensor
-
-    def _shifted(self, tensors: Sequence[Tensor], place: Place) -> Tensor:
-        """b + W c of (W, c) or (W, c, b)."""
-        weight, shift, *bias = tensors
-        moved = self._laid_out(weight, place) @ shift
-        return moved + self._laid_out(bias[0], place) if bias else moved
+            yield "bias", Recipe((weight,), lambda t: laid_out(t[0])[:, 0], fill=0.0)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ checkpoint as one of that class, with as many KV heads as before; everything aft
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, PREFIX, auto_map, file_of, loads_as_decilm, stand_in
 from gqa.checkpoint.errors import CorruptError, RefusedError, alternatives, explain, listing
 from gqa.checkpoint.modelling.text import BY_LAYER
-from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.read import Checkpoint, read_json
+from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config, read_top, transformers_config, valid_groups
 from gqa.convert.heads.families import custom
 from gqa.convert.heads.family import DEFAULT_KINDS, Kind, query_heads
@@ -23,7 +25,6 @@ from gqa.convert.heads.layout import Groups
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.recast.native import NATIVE
 from gqa.convert.recast.parts import CUSTOM_CODE, Recasting, View
-from gqa.convert.recast.tokenizer_files import tokenizer_edits
 
 
 @dataclass(frozen=True)
@@ -203,10 +204,52 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
     """The checkpoint as one of the target, its tensors in the order of the bytes that they are made of."""
     recipes = recasting.recipes(checkpoint, config)
-    told, files = tokenizer_edits(checkpoint, recasting.source, recasting.target)
+    told, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
     files |= [file_of(recasting.target)] if recasting.way == CUSTOM_CODE else []
     place = {name: index for index, name in enumerate(checkpoint.tensors)}
     ordered = sorted(recipes, key=lambda name: place[recipes[name].sources[0].name])
     tensors = {name: recipes[name].spec(name) for name in ordered}
     seen = {"config": raw | told, "tensors": tensors, "source": checkpoint, "way": recasting.way, "added": files}
     return View(**vars(checkpoint) | seen, recipes=recipes)
+
+
+# A tokenizer stays what it was when the model type, by which transformers chooses tokenizers, becomes another. Its
+# files are carried along. Where the class is told by the model type alone, the new config.json names it. Where
+# transformers has one general class for the new type, which knows no special tokens of its own and reads no vocab and
+# merges, what the old class knew is written down.
+_FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
+_CONFIG, _WHOLE = "tokenizer_config.json", "tokenizer.json"
+# transformers takes these for whatever a checkpoint names.
+_GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
+
+
+def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What the result needs besides the tokenizer's files where a model type becomes another: keys of config.json, and
+    files. Of a checkpoint without its files (a dry run's) nothing is known.
+    """
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    present = set(checkpoint.side_files)
+    if checkpoint.directory is None or not present & _FILES:
+        return {}, {}
+    told = read_json(checkpoint.directory, _CONFIG) if _CONFIG in present else {}
+    if TOKENIZER_MAPPING_NAMES.get(target) in _GENERAL:
+        complete = _WHOLE in present and told.keys() >= {"tokenizer_class", "bos_token", "eos_token", "unk_token"}
+        return {}, {} if complete else _written_down(checkpoint, told, _WHOLE in present)
+    name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
+    return {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}, {}
+
+
+def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) -> dict[str, str]:
+    """tokenizer_config.json with the special tokens that the class knew, and tokenizer.json where there is none.
+
+    A tokenizer that cannot be loaded is carried along as it is.
+    """
+    try:
+        tokenizer = load_tokenizer(checkpoint)
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        files = {} if whole else {_WHOLE: tokenizer.backend_tokenizer.to_str(pretty=True)}
+    except Exception:  # whatever a library raises about files that it cannot read
+        return {}
+    made = {"tokenizer_class": type(tokenizer).__name__} | special | dict(told)
+    return files | {_CONFIG: json.dumps(made, indent=2, ensure_ascii=False) + "\n"}
