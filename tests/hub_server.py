@@ -75,7 +75,6 @@ class Hub:
         self.served = threading.Condition()
         self.answering = 0  # requests that are not recorded yet
         self._requests: list[Request] = []
-        self.ranges = True  # False: every GET is answered with the whole file
         self.failing: dict[str, int] = {}  # beginning of a path -> status of the answer
         self.endpoint = ""
 
@@ -223,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, file: Path, headers: dict[str, str]) -> None:
         data = file.read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if not asked or not self.hub.ranges or self.command == "HEAD":
+        if not asked or self.command == "HEAD":
             self._answer(200, data, headers)
             return
         first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)

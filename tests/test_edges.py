@@ -84,14 +84,6 @@ def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
     assert (out / INDEX).exists() == (shards > 1)
 
 
-@pytest.mark.parametrize("words", [["--method", "random", "--seed", "7"], []])
-def test_identity_is_bit_identical(words: list[str], tmp_path: Path) -> None:
-    model = llama(tmp_path / "m", dtype="BF16")
-    out = convert(model, *words, groups=4)
-    check_result(out, weights(4, "BF16"), rounded=())
-    assert json.loads((out / "config.json").read_text()) == config(4)
-
-
 def test_odd_tensors_are_copied(tmp_path: Path) -> None:
     """Empty, without dimensions, of odd size, integers and booleans, packed floats, buffers: wherever they lie."""
     at = "model.layers.1.self_attn"

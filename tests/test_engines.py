@@ -59,6 +59,7 @@ LLAMA_3 = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_fact
         ("qwen2", {"head_dim": 8}, ("llama.cpp", "CTranslate2")),
         *((name, {"head_dim": 8}, ()) for name in ("mistral", "qwen3", "gemma")),
         ("falcon", FALCON, (CACHED,)),
+        ("falcon", FALCON | {"rope_theta": 5e5}, ("llama.cpp", "CTranslate2", CACHED)),
         # Engines load the text part of a larger model with another loader than the plain model.
         ("llava", {"text_config": {"model_type": "qwen2", "hidden_size": 32, "head_dim": 8}}, ()),
     ],
@@ -79,10 +80,6 @@ def test_rope_theta(model_type: str, form: str) -> None:
     assert all(note.endswith("it computes with 10000, not 1000000") for note in found)
     engines = [note.partition(":")[0] for note in found]
     assert engines == (["llama.cpp"] if model_type == "stablelm" else ["llama.cpp", "CTranslate2"])
-
-
-def test_several_limits_at_once() -> None:
-    assert len(notes("falcon", **FALCON, rope_theta=5e5)) == 3
 
 
 def test_limits_name_model_types_that_can_be_converted() -> None:

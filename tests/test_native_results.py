@@ -48,22 +48,14 @@ def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]
     return directory
 
 
-@pytest.mark.parametrize(
-    ("name", "groups", "says"),
-    [
-        ("gpt2", 2, "--groups 2 is not possible for the 4 heads of source (as gpt_bigcode); choose 1 or 4"),
-        ("gpt_neox", 3, "--groups 3 is not possible for the 4 heads of source (as phi); choose 1, 2 or 4"),
-        ("gpt_neox+rotary", 8, "(as starcoder2 or nemotron); choose 1, 2 or 4"),
-        ("codegen+eight", 3, "for the 8 heads of source (as phi); choose 1, 2, 4 or 8"),
-    ],
-)
-def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path: Path) -> None:
-    assert says in refusal(source(tmp_path, name), "--groups", groups, "--method", "mean", "--no-remote-code")
-
-
+# Groups, or options or tensors of a source (then with one head), that no target expresses.
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
+        ("gpt2", 2, r"--groups 2 is not possible for the 4 heads of source \(as gpt_bigcode\); choose 1 or 4"),
+        ("gpt_neox", 3, r"for the 4 heads of source \(as phi\); choose 1, 2 or 4"),
+        ("gpt_neox+rotary", 8, r"\(as starcoder2 or nemotron\); choose 1, 2 or 4"),
+        ("codegen+eight", 3, r"for the 8 heads of source \(as phi\); choose 1, 2, 4 or 8"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention: GPTBigCode has no cross-attention"),
         ("gpt2", {"activation_function": "gelu_mine"}, "no activation 'gelu_mine'; it has .*gelu_new"),
         ("gpt_neox", {"hidden_act": "swish_mine"}, "no activation 'swish_mine'"),
@@ -91,9 +83,10 @@ def test_groups_that_no_target_holds(name: str, groups: int, says: str, tmp_path
          "cannot become model.layers.1.self_attn.q_proj.weight"),
     ],
 )  # fmt: skip
-def test_options_and_tensors_that_no_target_expresses(name: str, change: Any, says: str, tmp_path: Path) -> None:
-    directory = source(tmp_path, name, **change) if isinstance(change, dict) else source(tmp_path, name, change)
-    said = refusal(directory, "--groups", 1, "--method", "mean", "--no-remote-code")
+def test_what_no_target_expresses(name: str, change: Any, says: str, tmp_path: Path) -> None:
+    groups, options = change if isinstance(change, int) else 1, change if isinstance(change, dict) else {}
+    directory = source(tmp_path, name, change if callable(change) else None, **options)
+    said = refusal(directory, "--groups", groups, "--method", "mean", "--no-remote-code")
     assert re.search(says, said), said
 
 
@@ -146,14 +139,6 @@ def test_what_overflows_is_refused(tmp_path: Path) -> None:
     assert "fc1.weight has numbers too large for F16; give another --dtype" in result.err
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     assert run("--groups", 4, "--dtype", "float32", directory).code == 0
-
-
-def test_text_without_a_tokenizer(tmp_path: Path) -> None:
-    directory = source(tmp_path, "gpt2")
-    (tmp_path / "text.txt").write_text("some words")
-    said = refusal(directory, "--groups", 1, "--method", "calibrated", "--data", tmp_path / "text.txt")
-    assert "source has no tokenizer; copy its base model's tokenizer files into " in said
-    assert said.endswith(", or use self\n")
 
 
 # ------------------------------------------------------------------------------------------------ what is said

@@ -113,9 +113,11 @@ def test_unreadable_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
         shutil.rmtree(root)
 
 
-def test_refused_outputs(model: Path) -> None:
+def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OUT for every way to get it wrong, and what is said."""
-    root = model.parent
+    root, ismount = model.parent, os.path.ismount
+    (root / "volume").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == root / "volume" or ismount(path))
     (root / "file").write_text("mine")
     (root / "full").mkdir()
     (root / "full" / "precious.txt").write_text("mine")
@@ -134,6 +136,7 @@ def test_refused_outputs(model: Path) -> None:
         "in the model by a link": (root / "same" / "deep" / "out", "is the model itself or inside it"),
         "around the model": (root, "contains the model"),
         "around the model with dots": (f"{model}/..", "contains the model"),
+        "a mount point": (root / "volume", "is a mount point; give a directory in it"),
         "the root": ("/", "the root of a file system"),
         "too long": (root / ("x" * 300), "too long"),
     }
@@ -158,16 +161,6 @@ def test_overwrite_removes_nothing_but_a_checkpoint(model: Path, tmp_path: Path)
         shutil.rmtree(out)
 
 
-def test_mount_point_is_refused_before_the_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A volume mounted at OUT cannot be renamed to."""
-    out = tmp_path / "volume"
-    out.mkdir()
-    real = os.path.ismount
-    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == out or real(path))
-    check_refused(run(*MERGED, "-o", out, model), "is a mount point; give a directory in it")
-    assert leftovers(tmp_path) == []
-
-
 def test_work_directory_that_is_a_link_is_not_followed(model: Path, tmp_path: Path) -> None:
     victim = llama(tmp_path / "victim")
     before = snapshot(victim)
@@ -183,14 +176,9 @@ def test_work_directory_that_is_a_link_is_not_followed(model: Path, tmp_path: Pa
     assert leftovers(tmp_path) == []
 
 
-def test_empty_output_directory_is_used(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    assert run(*MERGED, "-o", tmp_path / "out", model).code == 0
-    assert (tmp_path / "out" / "config.json").is_file()
-
-
 def test_output_with_dots(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory is meant, not a name beside its last part."""
+    """The directory is meant, not a name beside its last part; an empty one is used."""
+    (tmp_path / "out").mkdir()
     (model / "assets").mkdir()
     (model / "assets" / "a.txt").write_text("a")
     for out in ("out", "out/assets/..", "out/../out/."):

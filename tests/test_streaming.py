@@ -146,8 +146,8 @@ def unsupported(code: int) -> Callable[..., int]:
 
 @pytest.mark.parametrize(
     "kernel",
-    [None, *map(unsupported, (errno.EXDEV, errno.ENOSYS, errno.EINVAL)), lambda *arguments, offset_src: 0],
-    ids=["no copy_file_range", "EXDEV", "ENOSYS", "EINVAL", "nothing moved"],
+    [None, unsupported(errno.EXDEV), lambda *arguments, offset_src: 0],
+    ids=["no copy_file_range", "EXDEV", "nothing moved"],
 )
 @pytest.mark.parametrize("chunk", [writer.CHUNK, 1000])
 def test_every_way_down_gives_the_same_bytes(
