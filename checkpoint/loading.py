@@ -20,11 +20,13 @@ def load_model(
     device: str = "cpu",
     attention: str | None = None,
     trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> PreTrainedModel:
     """The model in the directory `name` in the class that its config names, in evaluation mode.
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        weights: Whether it has any; without, its parameters are on `meta` and what is stored is not looked at.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
     Raises:
@@ -36,7 +38,10 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
-        made = model_class(read_auto_config(name, trust_remote_code), trust_remote_code)
+        config = read_auto_config(name, trust_remote_code)
+        made = model_class(config, trust_remote_code)
+        if not weights:
+            return _empty(made, config, dtype, options | {"trust_remote_code": trust_remote_code})
         model, info = made.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
             output_loading_info=True, **options,
@@ -52,6 +57,17 @@ def load_model(
             what = f"{kind.replace('_', ' ')}: {listing(keys)}"
             raise RefusedError(f"{name} loads with {what}; its weights do not belong to its config")
     return model.to(device).eval()
+
+
+def _empty(made: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:
+    import torch
+
+    options["dtype"] = getattr(torch, dtype) if dtype != "auto" else config.dtype or torch.float32
+    if not hasattr(made, "from_config"):  # which Auto classes have, and what loads code
+        made, options = made._from_config, {key: options[key] for key in options if key != "trust_remote_code"}
+    with torch.device("meta"):
+        model: PreTrainedModel = getattr(made, "from_config", made)(config, **options)
+    return model.eval()
 
 
 def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:

@@ -32,6 +32,7 @@ from training import (
     trained,
     words_for,
 )
+from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
@@ -90,6 +91,22 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert "steps       4 of 8 blocks = 512 tokens (1 process x 1 x 8), 2,048 tokens in all" in done.err
     assert list(tmp_path.iterdir()) == []
     assert snapshot(place) == before
+
+
+@pytest.mark.parametrize("train", ["all", "attention", "lora"])
+def test_dry_run_reads_no_weights(train: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has a teacher written text yet; the plan is that of a run that does both, which cannot do without."""
+    plans = []
+    for loads in (True, False):
+        if not loads:
+            monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+        told = {"data": "self", "teacher": place / "teacher", "tokens": "2K", "train": train, "quiet": False}
+        plans.append(command(tmp_path / f"{loads}", dry_run=not loads, **told))
+    run, plan = (done.out.splitlines() for done in plans)
+    assert [done.code for done in plans] == [0, 0], plans[1].err
+    assert plan[0].startswith("model ")
+    assert plan == run[: len(plan)]
+    assert "cannot load" in command(tmp_path / "run", **told).err
 
 
 def train(out: Path, **options: Any) -> tuple[TrainingProgress, dict[int, dict[str, torch.Tensor]], list[Any]]:

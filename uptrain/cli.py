@@ -67,7 +67,7 @@ def command(
     main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
     check_pushing(push_to_hub, public, dry_run or not main)
     with Bar(quiet or not main) as bar:
-        setup = prepare(TRAINING.read(options, model=model, output=output), watcher=bar)
+        setup = prepare(TRAINING.read(options, model=model, output=output), watcher=bar, dry=dry_run)
 
     def say(text: str) -> None:
         if main and not quiet:

@@ -124,10 +124,10 @@ def _hold_back(text: TokenisedText, options: TrainOptions) -> tuple[TokenisedTex
 
 def open_sampled(
     options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, longest: int,
-    ranks: int = 1, watcher: Watcher = SILENT,
+    ranks: int = 1, watcher: Watcher = SILENT, write: bool = True,
 ) -> Dataloader:  # fmt: skip
-    """Blocks that the teacher, `checkpoint`, writes, as `open_dataloader` has them; `load` gives it in a dtype. Raises
-    RefusedError.
+    """Blocks that the teacher, `checkpoint`, writes, as `open_dataloader` has them; `load` gives it in a dtype. Unless
+    they are to `write`, there are none to read. Raises RefusedError.
     """
     own = parse_self(options.data[0])
     data_tokens = own.tokens or _ENDLESS
@@ -140,9 +140,10 @@ def open_sampled(
         )
     batch, steps = options.blocks_per_step, _steps(n_blocks, options)
     count, first = steps * batch, 0 if options.heldout else _heldout_blocks(options)
-    blocks = sampled_blocks(load, device, checkpoint, options.block, first + count, options.seed, own.plain, watcher)
+    how = options.block, first + count, options.seed, own.plain
+    blocks = sampled_blocks(load, device, checkpoint, *how, watcher, write)
     told = f"{count:,} blocks of {options.block:,} that {checkpoint.name} writes"
-    heldout = [blocks[number] for number in range(first)]
+    heldout = [blocks[number] if write else {} for number in range(first)]
     return Dataloader(blocks, batch, steps, blocks.fingerprint, told, heldout, first)
 
 

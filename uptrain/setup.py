@@ -93,11 +93,14 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
         raise RefusedError(f"out of memory while {what}; {advice}") from None
 
 
-def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT) -> Setup:
+def prepare(
+    options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False
+) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
     `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
-    `watcher` is told of the text that it writes.
+    `watcher` is told of the text that it writes. A `dry` run is planned, and cannot start: no model has weights, and
+    none writes text.
     """
     processes = ranks().num_processes
     options.check(processes)
@@ -105,7 +108,8 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
     options, taught = settle(options, checkpoint)
     options.check(processes)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
-    require_space(checkpoint.nbytes, out)
+    if not dry:  # which may be about another machine
+        require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out)
     states = States(_beside(out, "state"), options.keep_last)
     if options.resume:
@@ -117,16 +121,18 @@ def prepare(options: TrainOptions, teacher: PreTrainedModel | None = None, watch
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
-        model = _model(checkpoint, options, accelerator)
+        model = _model(checkpoint, options, accelerator, dry)
         longest = find_block_size(model.config, tokenizer, checkpoint, options)
         for name in options.teachers:
             original = open_model(name)
-            load = partial(_load, original, options, str(accelerator.device))
+            load = partial(_load, original, options, str(accelerator.device), weights=not dry)
             teacher = (teacher or load("auto")).requires_grad_(False)
             _check_teacher(teacher, original, model, tokenizer, options)
     with main_first():  # one process tokenises, the others find it done
         if is_self(options.data[0]):
-            dataloader = open_sampled(options, load, str(accelerator.device), original, longest, processes, watcher)
+            dataloader = open_sampled(
+                options, load, str(accelerator.device), original, longest, processes, watcher, not dry
+            )
         else:
             dataloader = open_dataloader(options, tokenizer, longest, processes)
         options = replace(options, batch_size=dataloader.batch_size, block_size=dataloader.blocks.size)
@@ -199,17 +205,17 @@ def _beside(out: Path, purpose: str) -> Path:
     return out.with_name(f"{out.name}-{purpose}")
 
 
-def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator) -> PreTrainedModel:
+def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dry: bool) -> PreTrainedModel:
     """In float32, with what does not train frozen. Sharded models stay on the CPU until they are shards."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
     device = "cpu" if sharded else str(accelerator.device)
-    model = _load(checkpoint, options, device, "float32", whole=False)
+    model = _load(checkpoint, options, device, "float32", whole=False, weights=not dry)
     if model.config.is_encoder_decoder:
         raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
     check_exportable(model, checkpoint)
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
-    if accelerator.num_processes > 1 and not sharded:
+    if accelerator.num_processes > 1 and not sharded and not dry:
         with accelerator.autocast():
             accelerator.ddp_handler.find_unused_parameters = bool(unreached(model))
     if options.checkpointing:
@@ -224,7 +230,7 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
 
 
 def _load(
-    checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, whole: bool = True
+    checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, whole: bool = True, weights: bool = True
 ) -> PreTrainedModel:
     """`whole` on every rank: FSDP's option to load on one and send to the others is for the model that it shards, and
     older transformers leave every other model empty too.
@@ -234,7 +240,7 @@ def _load(
     try:
         return load_model(
             str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
-            trust_remote_code=options.trust_remote_code,
+            trust_remote_code=options.trust_remote_code, weights=weights,
         )  # fmt: skip
     finally:
         if before is not None:

@@ -80,19 +80,22 @@ def sampled_blocks(
     seed: int,
     plain: bool,
     watcher: Watcher = SILENT,
+    write: bool = True,
 ) -> SampledBlocks:
     """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
     token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used. Unless
     `plain`, a part of them repeats itself, since nothing that a model writes exercises what finds things again.
 
     `load` gives the model in the dtype of that name, on `device`; it is called if some of them are not there yet.
-    Raises RefusedError where it cannot be sampled from.
+    Raises RefusedError where it cannot be sampled from. Unless it is to `write`, they are none that could be read.
     """
     from datasets.config import HF_DATASETS_CACHE
 
     known, origin = as_it_is(checkpoint), checkpoint.source or checkpoint
     start = first_token(read_config(known.config, known.name).text, known.name)
     lead = 0 if _begins(checkpoint, start) else 1
+    if not write:
+        return SampledBlocks(Path(), size, n_blocks, "", seed, 1 - lead, plain)
     # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch, whole = _batch(known, size, dtype), digest_of(origin, origin.tensors)
