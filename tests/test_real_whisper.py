@@ -1,0 +1,158 @@
+"""The oracles on a real encoder-decoder: Whisper tiny.en, whose decoder has 4 layers of self- and of cross-attention.
+
+It hears sentences that espeak-ng speaks. The encoder stays, so what it makes of them is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from published import published
+from real_whisper import END, NO_TIMESTAMPS, SENTENCES, START, WHISPER, speech, words_wrong
+from scrambled import relative
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel, WhisperFeatureExtractor
+from transformers.modeling_outputs import BaseModelOutput
+
+from gqa.checkpoint.loading import load_model
+from gqa.convert import convert_checkpoint
+
+pytestmark = pytest.mark.real
+
+HEADS, LONGEST = 6, 48
+
+
+def load(directory: Path) -> PreTrainedModel:
+    return load_model(str(directory), dtype="float32", attention="sdpa")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the encoder makes of sentences, (N, 1500, D), and the ids that the original model writes, (N, T)."""
+
+    hidden: Tensor
+    ids: Tensor
+
+
+@torch.no_grad()
+def written(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(N, T) ids, always the most probable one; the end again and again after the end. No suppressed tokens: it is the
+    model itself that is compared.
+    """
+    ids, past = torch.tensor([[START, NO_TIMESTAMPS]]).repeat(len(hidden), 1), None
+    ended = torch.zeros(len(hidden), dtype=torch.bool)
+    while ids.shape[1] < LONGEST and not bool(ended.all()):
+        given = ids if past is None else ids[:, -1:]
+        out = model(
+            encoder_outputs=BaseModelOutput(hidden), decoder_input_ids=given, past_key_values=past, use_cache=True
+        )
+        past, last = out.past_key_values, out.logits[:, -1].argmax(-1).masked_fill(ended, END)
+        ids, ended = torch.cat([ids, last[:, None]], 1), ended | (last == END)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Path]:
+    with published(WHISPER) as directory:
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def heard(source: Path) -> Heard:
+    sound = speech(SENTENCES)
+    features = WhisperFeatureExtractor.from_pretrained(source)(sound, sampling_rate=16_000, return_tensors="pt")
+    model = load(source)
+    with torch.no_grad():
+        hidden = torch.cat([model.model.encoder(part)[0] for part in features.input_features.split(4)])
+    return Heard(hidden, written(model, hidden))
+
+
+@pytest.fixture(scope="module")
+def texts(source: Path) -> Callable[[Tensor], list[str]]:
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    return lambda ids: [tokenizer.decode(row.tolist()) for row in ids]
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
+    """By G and method, each converted once."""
+
+    @cache
+    def make(groups: int, method: str) -> Path:
+        return convert_checkpoint(
+            source, groups, tmp_path_factory.mktemp("whisper") / f"{method}{groups}", method=method
+        ).out
+
+    return make
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, heard: Heard) -> Tensor:
+    """(N, T - 1, V) of what the original model wrote."""
+    found: Tensor = model(encoder_outputs=BaseModelOutput(heard.hidden), decoder_input_ids=heard.ids[:, :-1]).logits
+    return found.float()
+
+
+def divergence(found: Tensor, original: Tensor, ids: Tensor) -> float:
+    """Nats a token of KL(original || found), up to the end of what was written."""
+    counted = (ids[:, 1:] != END) | (ids[:, :-1] != END)  # with the first end
+    counted[:, 0] = False  # which is told
+    lost = torch.nn.functional.kl_div(
+        found.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="none"
+    )
+    return float(lost.sum(-1)[counted].mean())
+
+
+def test_it_understands(heard: Heard, texts: Callable[[Tensor], list[str]]) -> None:
+    """The checkpoint is what it should be: it writes down what was said, and something else for another sentence."""
+    said = texts(heard.ids)
+    assert words_wrong(said, SENTENCES) < 0.25
+    assert words_wrong(said, SENTENCES[::-1]) > 0.8
+
+
+def test_identity(source: Path, converted: Callable[..., Path], heard: Heard) -> None:
+    """With its own heads the same logits; with the heads of another layer not."""
+    before = logits(load(source), heard)
+    same = load(converted(HEADS, "mean"))
+    assert relative(logits(same, heard), before) < 1e-6
+    attention = same.model.decoder.layers[0].encoder_attn
+    attention.k_proj.weight.data = attention.k_proj.weight.data.roll(64, 0)
+    assert relative(logits(same, heard), before) > 1e-2
+
+
+@pytest.mark.parametrize("groups", [3, 1])
+def test_what_is_cached(groups: int, converted: Callable[..., Path], heard: Heard) -> None:
+    """G heads of what was written and of what was heard; and what it says with a cache is what it says without."""
+    model = load(converted(groups, "mean"))
+    few = Heard(heard.hidden[:2], heard.ids[:2, :12])
+    with torch.no_grad():
+        given: dict[str, Any] = {"encoder_outputs": BaseModelOutput(few.hidden), "decoder_input_ids": few.ids[:, :-1]}
+        past = model(**given, use_cache=True).past_key_values
+    layer = past.self_attention_cache.layers[0], past.cross_attention_cache.layers[0]
+    assert [tuple(part.keys.shape[1:3]) for part in layer] == [(groups, 11), (groups, 1500)]
+    ids = written(model, few.hidden)
+    plain = logits(model, Heard(few.hidden, ids)).argmax(-1)
+    ended = (ids[:, 1:-1] == END).cumsum(1).bool()
+    assert torch.equal(plain[:, 1:][~ended], ids[:, 2:][~ended])
+
+
+def test_what_merging_costs(
+    source: Path, converted: Callable[..., Path], heard: Heard, texts: Callable[[Tensor], list[str]]
+) -> None:
+    """With half of the heads `mean` says nothing that the original says, and `auto` is nearer to it."""
+    before, said = logits(load(source), heard), texts(heard.ids)
+    lost, wrong = {}, {}
+    for method in ("mean", "auto"):
+        model = load(converted(3, method))
+        lost[method] = divergence(logits(model, heard), before, heard.ids)
+        wrong[method] = words_wrong(texts(written(model, heard.hidden)), said)
+    assert wrong["mean"] > 0.9
+    assert lost["mean"] > 3
+    assert lost["auto"] < lost["mean"] / 4
