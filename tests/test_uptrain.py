@@ -100,7 +100,7 @@ def test_dry_run_reads_no_weights(train: str, place: Path, tmp_path: Path, monke
     for loads in (True, False):
         if not loads:
             monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
-        told = {"data": "self", "teacher": place / "teacher", "tokens": "2K", "train": train, "quiet": False}
+        told = {"data": "self", "teacher": place / "teacher", "tokens": "2K", "train": train, "quiet": False, "seed": 7}
         plans.append(command(tmp_path / f"{loads}", dry_run=not loads, **told))
     run, plan = (done.out.splitlines() for done in plans)
     assert [done.code for done in plans] == [0, 0], plans[1].err
