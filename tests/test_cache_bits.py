@@ -81,7 +81,7 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_pa
 
 
 def test_a_class_whose_attention_is_its_own(tmp_path: Path) -> None:
-    model = build(TINY["gqa_bloom"], QUERY_HEADS)
+    model = build(TINY["falcon"], QUERY_HEADS)
     with quantised_attention([4]), pytest.raises(RefusedError, match="0 of 2 layers of m call"):
         quantise_cache(model, 4, 2, "m")
 

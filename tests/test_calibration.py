@@ -102,7 +102,7 @@ def test_each_layer_is_given_what_the_converted_ones_before_it_give(source: Path
 # ---------------------------------------------------------------------------------------------- refinement
 
 
-@pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "molmo2_text", "mixtral"])
+@pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "molmo2_text", "mixtral", "gqa_gpt_neo"])
 def test_refinement_lowers_the_error(name: str, tmp_path: Path) -> None:
     """Of types without a known symmetry from the mean, of others from the closed form; and the result loads."""
     tiny = TINY[name]

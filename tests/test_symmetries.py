@@ -41,9 +41,6 @@ UNSERVED = {
     "falcon": "its attention is not one of transformers' functions",
     "voxtral_realtime_text": "it is no model of its own",
     **dict.fromkeys(
-        ("gqa_bloom", "gqa_gpt_neo", "gqa_mpt"), "its attention is not one of transformers' functions"
-    ),
-    **dict.fromkeys(
         ("canary", "cohere_asr", "dia", "gqa_bart", "gqa_t5", "gqa_umt5", "gqa_whisper", "mllama_text_model", "t5gemma",
          "t5gemma2"), "its layers are given another sequence besides",
     ),

@@ -72,5 +72,6 @@ class Grouped(source.GPT2PreTrainedModel):
         for module in list(self.modules()):
             if isinstance(module, source.GPT2Attention) and not getattr(module, "is_cross_attention", False):
                 module.__class__ = GQAGPT2Attention
+                module.config = config  # by which it chooses its attention function
                 module.group(config.num_key_value_heads)
         self.post_init()

@@ -1,12 +1,14 @@
 """Everything is transformers' own MPT but the size of the fused projection [Q | K | V], how it is cut into heads, and
-that heads come out of the cache repeated. The slopes of ALiBi are those of the query heads.
+that attention is one of transformers' functions. The slopes of ALiBi are those of the query heads.
 """
 
 from typing import Any
 
 from torch import Tensor, finfo, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mpt import modeling_mpt as source
 
+from gqa.checkpoint.modelling.bloom import eager_attention_forward
 from gqa.checkpoint.modelling.gpt2 import readers
 
 
@@ -22,12 +24,14 @@ class GQAMptAttention(source.MptAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        position_bias: Tensor | None,
+        position_bias: Tensor,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """(B, T, D) with the slopes times distances (H, 1, longest) -> (B, T, D) and the weights (B, H, T, S)."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, T, D) with the slopes times distances (H, 1, longest) and True where nothing is seen (B, 1, T, S) ->
+        (B, T, D) and the weights (B, H, T, S) where the attention function has them.
+        """
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -36,12 +40,10 @@ class GQAMptAttention(source.MptAttention):
         )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        key, value = (heads.repeat_interleave(self.num_key_value_groups, dim=1) for heads in (key, value))
-        scores = query @ key.transpose(-1, -2) * self.softmax_scale
-        if position_bias is not None:
-            scores = scores + position_bias[:, :, max(0, position_bias.size(2) - key.size(2)) :]
+        mask = position_bias[None, :, :, max(0, position_bias.size(2) - key.size(2)) :].to(query.dtype)
         if attention_mask is not None:
-            scores = scores.masked_fill(attention_mask, finfo(query.dtype).min)
-        weights = scores.float().softmax(dim=-1).to(value.dtype)
-        weights = nn.functional.dropout(weights, p=self.attn_dropout_p, training=self.training)
-        return self.out_proj((weights @ value).transpose(1, 2).flatten(2)), weights
+            mask = mask.masked_fill(attention_mask, finfo(query.dtype).min)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attn_dropout_p if self.training else 0.0
+        output, weights = attend(self, query, key, value, mask, dropout=dropout, scaling=self.softmax_scale)
+        return self.out_proj(output.flatten(2)), weights

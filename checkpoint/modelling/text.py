@@ -37,8 +37,8 @@ class Names:
 MODELS = {
     "gpt2": Names("GPT-2", "GPT2"),
     "opt": Names("OPT", "OPT", "gpt2"),
-    "mpt": Names("MPT", "Mpt", "gpt2"),
     "bloom": Names("BLOOM", "Bloom", "gpt2"),
+    "mpt": Names("MPT", "Mpt", "bloom"),
     "gpt_neo": Names("GPT-Neo", "GPTNeo", "bloom"),
     "bart": Names("BART", "Bart", "gpt2"),
     "mbart": Names("mBART", "MBart", "bart"),

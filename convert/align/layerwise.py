@@ -31,6 +31,7 @@ from gqa.convert.align.attention import WATCHED, attend_eager, attend_sdpa, watc
 # What a layer is called with beside hidden states.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 Until = Literal["call", "heads", "joined", "end"]
+_EAGER = "eager_attention_forward"  # what a module of transformers calls its plain attention function
 
 # What layers return, by architecture.
 _RETURNED: tuple[Callable[[Tensor], Any], ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None))
@@ -155,14 +156,18 @@ class Layerwise:
                 f"transformers has no model of {config.model_type} alone; it cannot be run layer by layer"
             )
         eager = cap is not None or not made._supports_sdpa
+        named, called = "gqa_eager" if eager else "gqa_sdpa", hasattr(sys.modules[made.__module__], _EAGER)
         alone = f"{made.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
-        if eager and not hasattr(sys.modules[made.__module__], "eager_attention_forward"):
+        if eager and not called:
             raise RefusedError(alone)
-        try:
-            with watchable(), init_empty_weights(include_buffers=False):
-                model = made._from_config(config, attn_implementation="gqa_eager" if eager else "gqa_sdpa", dtype=dtype)
-        except (KeyError, ValueError):  # a class with a table of its own
-            raise RefusedError(alone) from None
+        with watchable(), init_empty_weights(include_buffers=False):
+            try:
+                model = made._from_config(config, attn_implementation=named, dtype=dtype)
+            except (KeyError, ValueError):  # a class with a table of its own
+                if not called:
+                    raise RefusedError(alone) from None
+                model = made._from_config(config, attn_implementation="eager", dtype=dtype)
+                model.set_attn_implementation(named)
         model.tie_weights()  # which the empty weights have undone
         self.names = parameter_names(model)
         attention = next((own for name, own in self.names.items() if name.startswith(f"{path}.")), None)
