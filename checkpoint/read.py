@@ -236,17 +236,6 @@ def index_files(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
     return sorted(set(weight_map.values()))
 
 
-def _check_index(index: Mapping[str, Any], tensors: Mapping[str, TensorSpec]) -> None:
-    """Index and headers must name the same tensors in the same files."""
-    weight_map = index["weight_map"]
-    for tensor, file in weight_map.items():
-        if tensor not in tensors or tensors[tensor].file != file:
-            where = f"it is in {tensors[tensor].file}" if tensor in tensors else "no file has it"
-            raise CorruptError(f"the index says that {tensor} is in {file}, but {where}; download the checkpoint again")
-    if extra := [t for t in tensors if t not in weight_map]:
-        raise CorruptError(f"{listing(extra)} in the shards but not in the index; repair the index")
-
-
 def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
     """One table of all files, in the order of files and bytes, as their index has it where there is one.
 
@@ -269,7 +258,15 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
             "cannot be averaged; convert the original and quantise the result, or dequantise first"
         )
     if index is not None:
-        _check_index(index, tensors)
+        weight_map = index["weight_map"]
+        for tensor, file in weight_map.items():
+            if tensor not in tensors or tensors[tensor].file != file:
+                where = f"it is in {tensors[tensor].file}" if tensor in tensors else "no file has it"
+                raise CorruptError(
+                    f"the index says that {tensor} is in {file}, but {where}; download the checkpoint again"
+                )
+        if extra := tensors.keys() - weight_map.keys():
+            raise CorruptError(f"{listing(extra)} in the shards but not in the index; repair the index")
     return tensors
 
 

@@ -95,7 +95,10 @@ class OutputDirectory:
                 self._restore()
                 self._check_existing()  # now nobody else makes it
                 for leftover in (self.work, self._old):
-                    _remove(leftover)
+                    if leftover.is_dir() and not leftover.is_symlink():
+                        shutil.rmtree(leftover)
+                    else:  # a link, not what it leads to
+                        leftover.unlink(missing_ok=True)
                 self.work.mkdir()
             except OSError as error:
                 raise _no_place(self.out, error) from None
@@ -142,14 +145,6 @@ def require_space(needed: int, out: Path) -> None:
 
 def _no_place(out: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write beside {out}: {error.strerror or error}; give another output with -o")
-
-
-def _remove(path: Path) -> None:
-    """A directory tree or whatever else is there; a link, not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def fsync_directory(directory: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -63,27 +62,22 @@ class _Job:
 def write(
     plan: Plan, work: Path, *, checksums: bool, jobs: int, progress: Progress | None
 ) -> tuple[list[str], dict[str, dict[str, str]] | None]:
-    """Fill the directory `work` and verify it; what was odd, and the checksums. Raises OutputError."""
+    """Fill the directory `work` and verify it; what was odd, and the checksums. Raises OutputError.
+
+    Merging waits for memory, not for arithmetic: several threads on one tensor would only wait for each other.
+    """
+    import torch
+
     require_space(plan.total_bytes, work)
-    job = _Job(plan, work, progress or unwatched)
-    with _one_thread_per_job():
+    job, threads = _Job(plan, work, progress or unwatched), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         in_threads(jobs, partial(_write_shard, job), plan.shards, job.stop.set)
         _write_side_files(plan, work)
         checked = verify(plan, work, tolerated={name for name, _ in job.odd}, checksums=checksums, jobs=jobs)
         return [f"{name} has NaN or Inf in its {part} heads" for name, part in job.odd], checked
-
-
-@contextmanager
-def _one_thread_per_job() -> Iterator[None]:
-    """Merging waits for memory, not for arithmetic: several threads on one tensor would only wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def _write_shard(job: _Job, shard: Shard) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator
 
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES, NESTED
-from gqa.convert.heads.family import Family
 from gqa.convert.recast.targets import RECASTINGS
 
 _PAGE = """# Models
@@ -41,7 +41,12 @@ def models_page() -> str:
 def _rows() -> Iterator[tuple[str, str, str]]:
     """(how heads are stored, model types, note)."""
     for family in FAMILIES:
-        yield family.name, ", ".join(sorted(family.model_types)), "; ".join(_notes(family))
+        notes, reasons = [family.note] if family.note else [], defaultdict(list)
+        for name, found in family.symmetries.items():  # why the heads of which types cannot be aligned
+            if why := found if isinstance(found, str) else found.unless and found.unless[0]:
+                reasons[why].append(name)
+        notes += [f"not aligned: {', '.join(names)} ({why})" for why, names in reasons.items()]
+        yield family.name, ", ".join(sorted(family.model_types)), "; ".join(notes)
     yield "text part of a larger model", ", ".join(sorted(NESTED)), "towers are left alone"
     for recasting in RECASTINGS:
         which = f"{recasting.source}: {recasting.which}" if recasting.which else recasting.source
@@ -49,15 +54,3 @@ def _rows() -> Iterator[tuple[str, str, str]]:
         yield f"written as {recasting.target}, {recasting.way}", which, note
     for reason in dict.fromkeys(REFUSED.values()):
         yield "refused", ", ".join(sorted(name for name, why in REFUSED.items() if why == reason)), reason
-
-
-def _notes(family: Family) -> Iterator[str]:
-    """What a user should know of a family, and why the heads of which of its types cannot be aligned."""
-    if family.note:
-        yield family.note
-    reasons: dict[str, list[str]] = {}
-    for name, found in family.symmetries.items():
-        if why := found if isinstance(found, str) else found.unless and found.unless[0]:
-            reasons.setdefault(why, []).append(name)
-    for why, names in reasons.items():
-        yield f"not aligned: {', '.join(names)} ({why})"

@@ -99,8 +99,7 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
         raise RefusedError(f"{name} ({model_type}) cannot be converted: {reason}")
     owner = path if _descend(raw, path) is not None else ()
     config = ModelConfig(raw, owner, text, family)
-    _check_heads(config, name)
-    _check_numbers(text, name)
+    _check(config, name)
     return config
 
 
@@ -138,7 +137,9 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
         ) from None
 
 
-def _check_heads(config: ModelConfig, name: str) -> None:
+def _check(config: ModelConfig, name: str) -> None:
+    """Heads, and whatever else is read of a config and that its class lets pass in any type."""
+    text = config.text
     try:
         heads = {config.heads(layer) for layer in range(config.layers)}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -153,10 +154,6 @@ def _check_heads(config: ModelConfig, name: str) -> None:
                 f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "
                 "natural numbers are allowed, the second a divisor of the first"
             )
-
-
-def _check_numbers(text: Any, name: str) -> None:
-    """Whatever else is read of a config and that its class lets pass in any type."""
     for key in _NUMBERS:
         value = getattr(text, key, None)
         if value is not None and not (isinstance(value, int | float) and 0 <= value < 2**63):
