@@ -2,8 +2,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -6,8 +6,6 @@ beside the weights. Nothing is registered with transformers' Auto classes, here 
 model types asks here for its class.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache, partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a model runs, and what runs fast there."""
 
-from __future__ import annotations
-
 import torch
 
 from gqa.checkpoint.errors import RefusedError, explain

@@ -1,7 +1,5 @@
 """What a user can cause, and how it is said: one clear line each, never a traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

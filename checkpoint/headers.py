@@ -2,8 +2,6 @@
 holds all of it against the file, and once more as JSON: a converter that copies byte ranges must know every range.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """Where a model comes from: a local directory, or the Hugging Face hub through huggingface_hub and nothing else."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What is said where the hub is used, for models and data sets: its libraries quiet, their errors in one line."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

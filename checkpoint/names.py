@@ -1,7 +1,5 @@
 """A class' parameters and the tensors that its checkpoints store: the same under other names, in other pieces, tied."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy

@@ -20,8 +20,6 @@ What a field does not say, its type says: a Literal is a choice, a bool a flag, 
 times; int, float, str and Path are themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints

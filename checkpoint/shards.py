@@ -1,7 +1,5 @@
 """The weights of a checkpoint as it is written: safetensors files, and the index over them where they are several."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """A checkpoint's tokenizer, where it has one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the command and `package/` convert by: the same two steps, plan and convert."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import ExitStack

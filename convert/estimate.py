@@ -4,8 +4,6 @@ device multiplies.
 They are meant to be right within a factor of 2 where nothing else runs beside.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Options that only some methods use, in every command that has them: who uses which, and what nobody uses refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

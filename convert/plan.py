@@ -1,7 +1,5 @@
 """Checkpoint + family + options -> Plan: every output tensor and byte, every reason to refuse, before any writing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

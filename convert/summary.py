@@ -2,8 +2,6 @@
 model card for people and a provenance file for programs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """What can be converted, and how: the families as text, which `--families` prints and docs/models.md shows."""
 
-from __future__ import annotations
-
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator

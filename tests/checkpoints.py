@@ -1,7 +1,5 @@
 """Small real checkpoints written by hand, and the command run in this process: what the hostile-input tests need."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

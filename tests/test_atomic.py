@@ -1,7 +1,5 @@
 """OUT appears complete or not at all: killed, interrupted, out of space, two at a time; and the next run succeeds."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The method that is taken where none is named: which, why, what is said of it, and what the others would cost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options of the commands: their names, older names that still work, counts and sizes, and what is misspelt."""
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess

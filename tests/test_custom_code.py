@@ -4,8 +4,6 @@ A tiny random model of each source is converted by the rewriter at every G, and 
 beside it. Tolerances are relative to the largest logit, float32.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

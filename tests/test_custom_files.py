@@ -1,7 +1,5 @@
 """Custom modelling code: its files, what transformers makes of them, and what our commands do with them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

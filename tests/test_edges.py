@@ -1,7 +1,5 @@
 """Unusual but sound checkpoints: accepted, converted right, and everything that need not change is unchanged."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Notes on serving engines: shown where a limit is met and only there. `make test-serving` tests the limits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A tiny random model is written as a checkpoint with keys and values of one layer
 streaming rewriter, and loaded again with transformers. Tolerances are relative to the largest logit, float32.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 GQA_FUZZ=20 runs twenty times as many examples, and other ones each time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

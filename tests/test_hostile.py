@@ -1,7 +1,5 @@
 """Broken and hostile checkpoints through the real command: one clear line, exit code 2, nothing written or touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Hub ids against a stand-in hub on this machine: what is fetched, what is recorded, what is said, what is pushed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of maps: made once, applied to the model that they are of and to no other, looked at with any reader."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What a method does not use is refused, whatever the command; the method is in the name of what it makes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The arithmetic of merging: what each method yields, in which precision, rounded how often."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models written for another class: what is refused, what the result says, tokenizers, and heads that are aligned."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The source class computes what is expected: its own logits at G = H, and at fewe
 are tied in its own layout (tests/tiny_native.py). Differences are relative to the range of the logits, in float32.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An architecture is one entry in one file: a Llama under another name, with other names for its tensors."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a result may go, and wrong usage: refused in one line before a byte is written."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shlex

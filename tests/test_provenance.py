@@ -1,7 +1,5 @@
 """The command that a result names makes the same weights again, whatever options made it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from functools import cache

@@ -1,7 +1,5 @@
 """Streaming: what memory a conversion needs, who copies the bytes, and that no way of copying changes them."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

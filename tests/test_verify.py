@@ -1,7 +1,5 @@
 """What is written wrong is noticed before it is published: bytes are damaged on their way to the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable

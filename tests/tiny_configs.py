@@ -1,7 +1,5 @@
 """The table behind `tiny_models`: for every family the options that a tiny model needs besides the common sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any

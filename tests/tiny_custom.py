@@ -1,7 +1,5 @@
 """Tiny models of the families with custom modelling code, and of the classes that those extend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

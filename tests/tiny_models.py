@@ -4,8 +4,6 @@ Every model has 4 query heads; `build(tiny, kv_heads)` makes the one with 4 (mul
 `tests/tiny_configs.py` holds the table: what a family needs besides the sizes all share.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Nothing here knows how the converter lays tensors out: what keys and values are 
 source classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

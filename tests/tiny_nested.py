@@ -1,7 +1,5 @@
 """Tiny models with key/value heads in a sub-config (multimodal, encoder-decoder, speech), and models to refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

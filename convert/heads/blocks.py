@@ -4,8 +4,6 @@ It can where every layer is attention and MLP, both added to the stream, with no
 the stream begins as embeddings of tokens and, perhaps, positions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

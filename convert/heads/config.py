@@ -4,8 +4,6 @@ The file is read through transformers' config classes (absent keys have class de
 but only ever edited as the JSON it is: transformers 5 writes configs that version 4 misreads.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re

@@ -3,8 +3,6 @@
 One entry per limit, each with a case in tests/serving that fails when a newer engine does better.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ heads and how they lie, where the config counts heads, and of every model type i
 does not name inside an attention module is an error, not a guess.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -7,8 +7,6 @@ of its conjugate; dimensions that are not rotated, and values with the columns o
 transformers class by the tests: scrambled within the symmetry the logits stay, and aligning undoes it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

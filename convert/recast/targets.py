@@ -5,8 +5,6 @@ the whole checkpoint is written for another class that computes the same. `recas
 checkpoint as one of that class, with as many KV heads as before; everything after that is what happens to any model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

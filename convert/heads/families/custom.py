@@ -2,8 +2,6 @@
 extend.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

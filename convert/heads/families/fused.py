@@ -1,7 +1,5 @@
 """Queries, keys and values in one tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from gqa.convert.heads.family import Edits, Family, uniform_heads

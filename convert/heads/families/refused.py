@@ -1,7 +1,5 @@
 """Model types that cannot be converted, each with the reason, which the user is told."""
 
-from __future__ import annotations
-
 _NO_FIELD = (
     "transformers' class has no number of key/value heads, so a checkpoint with fewer would not load "
     "(or, worse, would run and be wrong); use a sister model with grouped-query support"

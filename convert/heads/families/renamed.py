@@ -1,7 +1,5 @@
 """Modules and tensors under other names, and text parts that exist only inside a larger model."""
 
-from __future__ import annotations
-
 from gqa.convert.heads.family import Family
 from gqa.convert.heads.layout import Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer

@@ -1,7 +1,5 @@
 """Keys and values in a k_proj and a v_proj of their own, as in Llama, with what stands beside them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

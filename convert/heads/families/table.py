@@ -3,8 +3,6 @@
 A new architecture is one entry in one of the files that are put together here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from gqa.convert.heads.families import custom, fused, renamed, separate
