@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import (
-    CONTEXT_SETTINGS,
-    Choice,
-    Command,
-    check_alone,
-    option,
-    run,
-    say_device,
-    version_option,
-    with_options,
-)
+from gqa.checkpoint import console
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Choice, Command, option, version_option, with_options
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
@@ -118,7 +109,7 @@ def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
     from gqa.convert.heads.layout import groups_text
     from gqa.convert.plan import make_plan
 
-    check_alone()
+    console.check_alone()
     refuse_unused([options["method"]], f"--method {options['method']}")
     source = open_model(model, options["revision"])
     plan = make_plan(source, groups, options["method"], options["seed"], target=read_target(options))
@@ -131,7 +122,7 @@ def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
     start = time.monotonic()
     with Bar(options["quiet"]) as bar:
         how = read_maps(options)
-        say_device(how.device, options["quiet"])
+        console.say_device(how.device, options["quiet"])
         find_maps(plan, output, how, bar, overwrite=options["overwrite"])
     if not options["quiet"]:
         click.echo(bar.table() or "from the weights alone")
@@ -141,7 +132,7 @@ def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     goes_on = f"the same command continues after the last finished layer of {' and '.join(LAYERWISE)}"
-    run(command, "gqa-calibrate", f"{goes_on}; other methods start over")
+    console.run(command, "gqa-calibrate", f"{goes_on}; other methods start over")
 
 
 if __name__ == "__main__":

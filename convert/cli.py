@@ -9,20 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import (
-    CONTEXT_SETTINGS,
-    ByteSize,
-    Choice,
-    Command,
-    check_alone,
-    check_pushing,
-    option,
-    push_result,
-    run,
-    say_device,
-    version_option,
-    with_options,
-)
+from gqa.checkpoint import console
+from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Choice, Command, option, version_option, with_options
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
@@ -111,7 +99,7 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     """
     from gqa.convert.api import plan_conversion
 
-    check_alone()
+    console.check_alone()
     if (groups is None) == (options["kv_budget"] is None):
         raise click.UsageError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
     if options["maps"]:
@@ -121,7 +109,7 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
         asked = (*asked, MEASURING)
         options["method"] = MEASURING if options["method"] == AUTO else options["method"]
     refuse_unused(asked, f"--method {options['method']}")
-    check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
+    console.check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
     options["model"] = model
     groups, options["allotment"] = (groups, None) if groups else _allotted(options)
     plan = plan_conversion(
@@ -149,7 +137,7 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
     source, how = open_model(options["model"], options["revision"]), read_maps(options)
     if options["output"]:  # what would refuse it later does so before the work
         OutputDirectory(Path(options["output"]), source.directory, options["overwrite"])
-    say_device(how.device, options["quiet"])
+    console.say_device(how.device, options["quiet"])
     with Bar(options["quiet"]) as bar:
         heads, losses = heads_within(source, options["kv_budget"], how, options["tensor_parallel"] or 1, bar)
     _say(allotment_text(heads, losses), options)
@@ -164,7 +152,7 @@ def _convert(plan: Plan, options: dict[str, Any]) -> None:
     # What finds maps runs models, whose imports take seconds.
     calibration = read_maps(options) if plan.lacks_maps else None
     if calibration:
-        say_device(calibration.device, quiet)
+        console.say_device(calibration.device, quiet)
     with Bar(quiet, plan.total_bytes) as bar:
         result = convert_plan(
             plan, out, calibration=calibration, layers=bar, overwrite=options["overwrite"],
@@ -174,7 +162,7 @@ def _convert(plan: Plan, options: dict[str, Any]) -> None:
         _say(table, options)
     _report(result.plan, result, options, time.monotonic() - start)
     if options["push_to_hub"]:
-        _say(push_result("gqa-convert", result.out, options["push_to_hub"], options["public"]), options)
+        _say(console.push_result("gqa-convert", result.out, options["push_to_hub"], options["public"]), options)
 
 
 def _say(text: str, options: dict[str, Any]) -> None:
@@ -245,7 +233,7 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
     kept = f"finished layers of {' and '.join(LAYERWISE)} are kept"
-    run(command, "gqa-convert", f"nothing half-written is left, {kept}")
+    console.run(command, "gqa-convert", f"nothing half-written is left, {kept}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -127,11 +128,10 @@ def open_maps(path: Path) -> MapsFile:
         raise RefusedError(f"--maps {path} cannot be read: {explain(error)}") from None
     if _METADATA not in metadata:
         raise RefusedError(f"--maps {path} is not a file of {FORMAT}; make one with gqa-calibrate")
-    try:
+    told = {}
+    with suppress(TypeError, ValueError):
         told = dict(json.loads(metadata[_METADATA]))
-    except (TypeError, ValueError):
-        raise CorruptError(f"{path} does not say how it was made; make it again with gqa-calibrate") from None
-    if (found := told.pop("format", None)) != FORMAT:
+    if (found := told.pop("format", FORMAT)) != FORMAT:
         raise RefusedError(f"--maps {path} is a file of {found}, not of {FORMAT}; make one with gqa-calibrate")
     if not isinstance(told.get("method"), str):
         raise CorruptError(f"{path} does not say how it was made; make it again with gqa-calibrate")

@@ -14,7 +14,7 @@ from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
 from gqa.convert.heads.engines import engine_notes
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
-from gqa.convert.heads.layout import Groups, Rule, Untouched
+from gqa.convert.heads.layout import Groups, Layout, Rule
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
@@ -188,7 +188,7 @@ def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ..
             f"--method {method} cannot align the heads of {name} ({config.text.model_type}): {config.symmetry}; "
             f"use --method {instead(lambda other: other.refines)}"
         )
-    return tuple(Rule(tensor, Untouched()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
+    return tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
 
 
 def searches(plan: Plan, grouping: str) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import CorruptError
 from gqa.convert import convert_checkpoint, methods, plan
-from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Rule, Separate, Untouched
+from gqa.convert.heads.layout import Conv1D, Fused, LayerHeads, Layout, ReadsValues, Rule, Separate
 from gqa.convert.heads.modules import Change
 from gqa.convert.maps import HeadMaps
 from gqa.convert.methods import METHODS, Merging
@@ -158,7 +158,7 @@ LAYOUTS: dict[str, tuple[Layout, tuple[int, ...]]] = {
     "conv1d": (Conv1D(Fused("stacked")), (7, 16 * DIM)),
     "conv1d columns": (Conv1D(Separate("output", axis=1)), (8 * 5, 7)),
     "conv1d bias": (Conv1D(Fused("stacked")), (16 * DIM,)),
-    "untouched": (Untouched(), (3, 5)),
+    "untouched": (Layout(), (3, 5)),
 }
 
 

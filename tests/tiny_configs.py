@@ -82,15 +82,17 @@ def class_of(model_type: str) -> str:
     return str(named)
 
 
-def _family(model_type: str, model_class: str = "", /, **options: Any) -> Tiny:
-    """A family under its own name; keywords that are fields of Tiny go there, all others are config options."""
-    known = {name: options.pop(name) for name in set(options) & FIELDS}
-    return Tiny(model_type, model_type, model_class or class_of(model_type), options, **known)
+def tiny_model(name: str, model_class: str = "", /, **options: Any) -> Tiny:
+    """Of the model type before a plus in its name; keywords that are fields of Tiny go there, all others are config
+    options.
+    """
+    known, model_type = {key: options.pop(key) for key in set(options) & FIELDS}, name.partition("+")[0]
+    return Tiny(name, model_type, model_class or class_of(model_type), options, **known)
 
 
 def _alike(*model_types: str, **options: Any) -> tuple[Tiny, ...]:
     """Families that take the same options."""
-    return tuple(_family(model_type, **options) for model_type in model_types)
+    return tuple(tiny_model(model_type, **options) for model_type in model_types)
 
 
 def _variant(base: str, suffix: str, /, **options: Any) -> Tiny:
@@ -162,73 +164,73 @@ FAMILIES: tuple[Tiny, ...] = (
     *_alike("qwen2_5_vl_text", "qwen2_vl_text", rope_parameters=MROPE, use_sliding_window=True),
     *_alike("glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text", rope_parameters=MROPE_HALF),
     *_alike("olmo", "olmoe", clip_qkv=3.0),
-    _family("bamba", attn_layer_indices=[1]),
-    _family("chameleon", tokens=60, vq_config={
+    tiny_model("bamba", attn_layer_indices=[1]),
+    tiny_model("chameleon", tokens=60, vq_config={
         "embed_dim": 4, "num_embeddings": 8, "latent_channels": 32, "resolution": 8, "base_channels": 32,
         "channel_multiplier": [1], "num_res_blocks": 1}, vocabulary_map={"<image>": 90, "IMGIMGAZ": 91}),
-    _family("cohere", logit_scale=1.0),
+    tiny_model("cohere", logit_scale=1.0),
     *_alike("cohere2", "cohere2_moe", logit_scale=1.0, layer_types=MIXED),
-    _family("cohere_compass_text", layer_types=MIXED, rope_parameters={SLIDING: MROPE, FULL: None}),
-    _family("dbrx", kv=lambda kv_heads: {"attn_config.kv_n_heads": kv_heads},
+    tiny_model("cohere_compass_text", layer_types=MIXED, rope_parameters={SLIDING: MROPE, FULL: None}),
+    tiny_model("dbrx", kv=lambda kv_heads: {"attn_config.kv_n_heads": kv_heads},
             attn_config={"clip_qkv": 3.0, "rope_theta": 10000.0}, ffn_config={"ffn_hidden_size": 16, "moe_top_k": 2}),
-    _family("diffllama", kv_counts=(4, 2)),
-    _family("embedding_gemma2_text", kv=_global_kv, has_cache=False, embedding_dim=8),
-    _family("emu3_text_model", "Emu3ForCausalLM"),
-    _family("ernie4_5_vl_moe_text", moe_intermediate_size=[16, 16],
+    tiny_model("diffllama", kv_counts=(4, 2)),
+    tiny_model("embedding_gemma2_text", kv=_global_kv, has_cache=False, embedding_dim=8),
+    tiny_model("emu3_text_model", "Emu3ForCausalLM"),
+    tiny_model("ernie4_5_vl_moe_text", moe_intermediate_size=[16, 16],
             rope_parameters={**MROPE, "mrope_section": [1, 1, 2]}),
-    _family("falcon", new_decoder_architecture=True, kv=lambda kv_heads: {"num_kv_heads": kv_heads}),
-    _family("falcon_h1", key_multiplier=0.7),
-    _family("flint", layer_types=MIXED, attention=EAGER),
-    _family("gemma3n_text", layer_types=MIXED * 2, num_hidden_layers=4, num_kv_shared_layers=2, laurel_rank=4,
+    tiny_model("falcon", new_decoder_architecture=True, kv=lambda kv_heads: {"num_kv_heads": kv_heads}),
+    tiny_model("falcon_h1", key_multiplier=0.7),
+    tiny_model("flint", layer_types=MIXED, attention=EAGER),
+    tiny_model("gemma3n_text", layer_types=MIXED * 2, num_hidden_layers=4, num_kv_shared_layers=2, laurel_rank=4,
             altup_num_inputs=2),
     *_alike("gemma4_text", "gemma4_unified_text", kv=_global_kv),
-    _family("gpt_bigcode", kv=_falcon_kv, kv_counts=(4, 1)),
-    _family("gpt_oss", attention=EAGER, rope_parameters=YARN),
-    _family("granite", embedding_multiplier=2.0),
-    _family("granite_docling_text", residual_multiplier=1.0, embedding_multiplier=1.0),
-    _family("granitemoehybrid", layer_types=MAMBA_MIXED, position_embedding_type="rope"),
-    _family("higgs_audio_v2", rope_parameters=LLAMA3, audio_token_id=3, audio_bos_token_id=4, audio_delay_token_id=5,
+    tiny_model("gpt_bigcode", kv=_falcon_kv, kv_counts=(4, 1)),
+    tiny_model("gpt_oss", attention=EAGER, rope_parameters=YARN),
+    tiny_model("granite", embedding_multiplier=2.0),
+    tiny_model("granite_docling_text", residual_multiplier=1.0, embedding_multiplier=1.0),
+    tiny_model("granitemoehybrid", layer_types=MAMBA_MIXED, position_embedding_type="rope"),
+    tiny_model("higgs_audio_v2", rope_parameters=LLAMA3, audio_token_id=3, audio_bos_token_id=4, audio_delay_token_id=5,
             codebook_size=16, audio_stream_bos_id=14, audio_stream_eos_id=15),
-    _family("hunyuan_vl_text", rope_parameters={**MROPE, "mrope_section": [1, 1, 1, 1]}),
-    _family("inkling2_text", kv=_swa_kv, attention=EAGER, **_INKLING),
-    _family("inkling_text", kv=_swa_kv, logits_mup_width_multiplier=1.0, **_INKLING),
-    _family("jamba", attn_layer_period=2, attn_layer_offset=1),
-    _family("jetmoe", kv=_jetmoe_kv, contiguous=False),
-    _family("laguna", layer_types=[FULL, SLIDING], num_attention_heads_per_layer=[4, 8]),
-    _family("lfm2", layer_types=["conv", FULL]),
-    _family("lfm2_moe", layer_types=["conv", FULL], num_dense_layers=1),
-    _family("lfm3", layer_types=["conv", SLIDING, FULL], num_hidden_layers=3),
-    _family("llama4_text", no_rope_layers=[1, 0], moe_layers=[1], attention_chunk_size=8, intermediate_size_mlp=16,
+    tiny_model("hunyuan_vl_text", rope_parameters={**MROPE, "mrope_section": [1, 1, 1, 1]}),
+    tiny_model("inkling2_text", kv=_swa_kv, attention=EAGER, **_INKLING),
+    tiny_model("inkling_text", kv=_swa_kv, logits_mup_width_multiplier=1.0, **_INKLING),
+    tiny_model("jamba", attn_layer_period=2, attn_layer_offset=1),
+    tiny_model("jetmoe", kv=_jetmoe_kv, contiguous=False),
+    tiny_model("laguna", layer_types=[FULL, SLIDING], num_attention_heads_per_layer=[4, 8]),
+    tiny_model("lfm2", layer_types=["conv", FULL]),
+    tiny_model("lfm2_moe", layer_types=["conv", FULL], num_dense_layers=1),
+    tiny_model("lfm3", layer_types=["conv", SLIDING, FULL], num_hidden_layers=3),
+    tiny_model("llama4_text", no_rope_layers=[1, 0], moe_layers=[1], attention_chunk_size=8, intermediate_size_mlp=16,
             num_experts_per_tok=1),
     # Sliding layers have twice the KV heads, hence more query heads than elsewhere.
-    _family("mimo_v2_flash", num_attention_heads=8, v_head_dim=4, attention=EAGER),
-    _family("minimax", block_size=4),
-    _family("minimax_m3_vl_text", dense_intermediate_size=64, rotary_dim=4),
-    _family("ministral3", rope_parameters={**YARN, "llama_4_scaling_beta": 0.1}),
-    _family("mllama_text_model", "MllamaForCausalLM", num_hidden_layers=3, cross_attention_layers=[1],
+    tiny_model("mimo_v2_flash", num_attention_heads=8, v_head_dim=4, attention=EAGER),
+    tiny_model("minimax", block_size=4),
+    tiny_model("minimax_m3_vl_text", dense_intermediate_size=64, rotary_dim=4),
+    tiny_model("ministral3", rope_parameters={**YARN, "llama_4_scaling_beta": 0.1}),
+    tiny_model("mllama_text_model", "MllamaForCausalLM", num_hidden_layers=3, cross_attention_layers=[1],
             float_inputs={"cross_attention_states": (4, 32)},
             fixed_inputs={"cross_attention_mask": (0.0, (1, LENGTH, 4))}),
-    _family("molmo2_text", additional_vocab_size=8),
-    _family("moshi", ffn_dim=64, audio_vocab_size=16),
-    _family("muse_spark_text", moe_hidden_size=32),
-    _family("nemotron_h", layers_block_type=["linear_attention", "moe", FULL, "mlp"], mamba_num_heads=4,
+    tiny_model("molmo2_text", additional_vocab_size=8),
+    tiny_model("moshi", ffn_dim=64, audio_vocab_size=16),
+    tiny_model("muse_spark_text", moe_hidden_size=32),
+    tiny_model("nemotron_h", layers_block_type=["linear_attention", "moe", FULL, "mlp"], mamba_num_heads=4,
             mamba_head_dim=16, n_groups=1, ssm_state_size=8, moe_shared_expert_intermediate_size=16),
-    _family("openai_privacy_filter", attention=EAGER, has_cache=False, rope_parameters=YARN),
-    _family("qwen2_5_omni_text", "Qwen2_5OmniThinkerTextModel", rope_parameters=MROPE, use_sliding_window=True),
-    _family("qwen3_moe", use_sliding_window=True),
-    _family("qwen3_omni_moe_text", "Qwen3OmniMoeThinkerTextModel"),
-    _family("recurrent_gemma", block_types=["recurrent", "attention"], has_cache=False),
-    _family("smollm3", use_sliding_window=True, layer_types=MIXED, no_rope_layers=[1, 0]),
-    _family("step3p5", "Step3p7TextModel", layer_types=[FULL, SLIDING], num_sliding_attention_heads=8,
+    tiny_model("openai_privacy_filter", attention=EAGER, has_cache=False, rope_parameters=YARN),
+    tiny_model("qwen2_5_omni_text", "Qwen2_5OmniThinkerTextModel", rope_parameters=MROPE, use_sliding_window=True),
+    tiny_model("qwen3_moe", use_sliding_window=True),
+    tiny_model("qwen3_omni_moe_text", "Qwen3OmniMoeThinkerTextModel"),
+    tiny_model("recurrent_gemma", block_types=["recurrent", "attention"], has_cache=False),
+    tiny_model("smollm3", use_sliding_window=True, layer_types=MIXED, no_rope_layers=[1, 0]),
+    tiny_model("step3p5", "Step3p7TextModel", layer_types=[FULL, SLIDING], num_sliding_attention_heads=8,
             rope_parameters={SLIDING: DEFAULT_ROPE, FULL: {**DEFAULT_ROPE, "rope_theta": 50000.0}}),
-    _family("ultrabert", has_cache=False, layer_types=MIXED),
+    tiny_model("ultrabert", has_cache=False, layer_types=MIXED),
     # Its eager attention does not repeat KV heads, so eager runs with 4 (and, by broadcasting, 1) only.
-    _family("unlimited_ocr_text", attention=("sdpa",)),
-    _family("voxtral_realtime_text", float_inputs={"t_cond": (1, 32)}),
-    _family("zaya", num_experts_per_tok=1, layer_types=["hybrid_sliding", "hybrid"], contiguous=False,
+    tiny_model("unlimited_ocr_text", attention=("sdpa",)),
+    tiny_model("voxtral_realtime_text", float_inputs={"t_cond": (1, 32)}),
+    tiny_model("zaya", num_experts_per_tok=1, layer_types=["hybrid_sliding", "hybrid"], contiguous=False,
             router_hidden_size=8),
-    _family("zamba", num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"], head_dim=16),
-    _family("zamba2", num_hidden_layers=4, n_mamba_heads=4, num_mem_blocks=2, adapter_rank=4, head_dim=16,
+    tiny_model("zamba", num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"], head_dim=16),
+    tiny_model("zamba2", num_hidden_layers=4, n_mamba_heads=4, num_mem_blocks=2, adapter_rank=4, head_dim=16,
             layers_block_type=["linear_attention", "hybrid", "hybrid", "hybrid"]),
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiny_configs import EAGER, FIELDS, Tiny
+from tiny_configs import EAGER, Tiny, tiny_model
 
 from gqa.checkpoint import modelling
 from gqa.checkpoint.modelling.text import MODELS
@@ -19,8 +19,7 @@ def _no_kv(kv_heads: int) -> dict[str, Any]:
 
 
 def _source(model_type: str, model_class: str, /, **options: Any) -> Tiny:
-    known = {name: options.pop(name) for name in set(options) & FIELDS}
-    return Tiny(model_type, model_type, model_class, options, kv=_no_kv, kv_counts=(4,), **known)
+    return tiny_model(model_type, model_class, kv=_no_kv, kv_counts=(4,), **options)
 
 
 TEXTS = {"input_ids": (), "decoder_input_ids": ()}

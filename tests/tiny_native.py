@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tiny_configs import Tiny, class_of
+from tiny_configs import Tiny, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,15 +28,9 @@ class Case:
     exact: bool = False
 
 
-def _no_field(kv_heads: int) -> dict[str, Any]:
-    return {}
-
-
 def _case(name: str, target: str, /, **options: Any) -> Case:
     known = {key: options.pop(key) for key in {"groups", "exact"} & options.keys()}
-    model_type = name.partition("+")[0]
-    tiny = Tiny(name, model_type, class_of(model_type), options, kv=_no_field)
-    return Case(tiny, target, **known)
+    return Case(tiny_model(name, **options, kv=lambda kv_heads: {}), target, **known)
 
 
 _NEOX: dict[str, Any] = {"attention_dropout": 0.1, "hidden_dropout": 0.1, "layer_norm_eps": 1e-3}

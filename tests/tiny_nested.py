@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tiny_configs import DEFAULT_ROPE, FAMILIES, FIELDS, FULL, KV, LENGTH, MAMBA_MIXED, MIXED, SLIDING, Tiny, class_of
+from tiny_configs import DEFAULT_ROPE, FAMILIES, FULL, KV, LENGTH, MAMBA_MIXED, MIXED, SLIDING, Tiny, tiny_model
 
 TEXT: Mapping[str, Tiny] = {tiny.name: tiny for tiny in FAMILIES}
 NEO_ROPE = {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}
@@ -20,21 +20,19 @@ def _sections(options: dict[str, Any], sections: Mapping[str, Mapping[str, Any]]
 
 def _wrapper(model_type: str, /, text_type: str = "", section: str = "text_config", **options: Any) -> Tiny:
     """A multimodal model that is given text only; its text part has the options of that family's own tiny model."""
-    known = {name: options.pop(name) for name in set(options) & FIELDS}
     text = TEXT[text_type or f"{model_type}_text"]
-    known.setdefault("kv", lambda kv_heads: {f"{section}.{key}": value for key, value in text.kv(kv_heads).items()})
+    options.setdefault("kv", lambda kv_heads: {f"{section}.{key}": value for key, value in text.kv(kv_heads).items()})
     _sections(options, {section: {**text.options, "model_type": text.model_type}})
-    return Tiny(model_type, model_type, class_of(model_type), options, owners=(section,), **known)
+    return tiny_model(model_type, owners=(section,), **options)
 
 
 def _several(model_type: str, owners: Mapping[str, str], /, model_class: str = "",
              sections: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> Tiny:  # fmt: skip
     """A model with key/value heads in several sub-configs (path -> model type), or with more inputs than text."""
-    known = {name: options.pop(name) for name in set(options) & FIELDS}
-    known.setdefault("kv", lambda kv_heads: {f"{path}.{KV}".lstrip("."): kv_heads for path in owners})
+    options.setdefault("kv", lambda kv_heads: {f"{path}.{KV}".lstrip("."): kv_heads for path in owners})
     _sections(options, sections or {})
     _sections(options, {path: {"model_type": owner_type} for path, owner_type in owners.items() if path})
-    return Tiny(model_type, model_type, model_class or class_of(model_type), options, owners=tuple(owners), **known)
+    return tiny_model(model_type, model_class, owners=tuple(owners), **options)
 
 
 def _dia_kv(kv_heads: int) -> dict[str, Any]:
@@ -154,8 +152,7 @@ MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head
 
 def _refused(model_type: str, /, **options: Any) -> Tiny:
     """A model whose config names key/value heads that its tensors do not have, or that it cannot vary."""
-    known = {name: options.pop(name) for name in set(options) & FIELDS}
-    return Tiny(model_type, model_type, class_of(model_type), options, kv_counts=(4,), contiguous=False, **known)
+    return tiny_model(model_type, kv_counts=(4,), contiguous=False, **options)
 
 
 REFUSED: tuple[Tiny, ...] = (

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from gqa.checkpoint.errors import CorruptError
 
@@ -59,16 +59,16 @@ class LayerHeads:
         return self.value_dim if role in ("value", "output") else self.key_dim
 
 
-class Layout(Protocol):
-    """Where the heads lie in one stored tensor."""
+class Layout:
+    """Where the heads lie in one stored tensor. This one knows of none: the tensor stays, or is replaced as a whole."""
 
     def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
         """The heads (n, rows, *rest) of each role. Raises CorruptError when the shape contradicts `heads`."""
-        ...
+        return {"whole": tensor}
 
     def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
         """The tensor of these heads, of which those of keys and values may be fewer or more than the `heads` split."""
-        ...
+        return parts["whole"]
 
 
 def _require(actual: int, expected: int, meaning: str) -> None:
@@ -77,7 +77,7 @@ def _require(actual: int, expected: int, meaning: str) -> None:
 
 
 @dataclass(frozen=True)
-class Separate:
+class Separate(Layout):
     """All heads of one role, one after another on `axis`: (Hk * d, *rest), a bias (Hk * d,) (none on axis 1).
 
     `width` is what one head takes: its `dim`, `one` row (a norm (Hk, d), a scalar), or `any` equal share.
@@ -103,7 +103,7 @@ class Separate:
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fused(Layout):
     """Queries, keys and values in one tensor, in one of two orders of rows.
 
     `stacked`: all of Q, then all of K, then all of V (Phi-3, DBRX).
@@ -137,7 +137,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class ReadsValues:
+class ReadsValues(Layout):
     """Doge's `dt_proj` (Hk, Hk * d): row per KV head, columns read the concatenated values.
 
     Rows merge as keys do; every column block that read a value head now reads the group's one, so the blocks of a
@@ -165,18 +165,7 @@ class ReadsValues:
 
 
 @dataclass(frozen=True)
-class Untouched:
-    """A tensor whose heads are not known: it stays, or is replaced as a whole."""
-
-    def split(self, tensor: Tensor, heads: LayerHeads) -> Parts:
-        return {"whole": tensor}
-
-    def join(self, parts: Mapping[Part, Tensor], heads: LayerHeads) -> Tensor:
-        return parts["whole"]
-
-
-@dataclass(frozen=True)
-class Conv1D:
+class Conv1D(Layout):
     """The weight of transformers' Conv1D, stored (in, out): `layout` with its axes swapped. A bias is as it is."""
 
     layout: Layout

@@ -18,7 +18,7 @@ from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
-from gqa.convert.heads.layout import QUERY_ROLES, Groups, LayerHeads, Part, Parts, Role, Rule, Separate, Untouched
+from gqa.convert.heads.layout import QUERY_ROLES, Groups, LayerHeads, Layout, Part, Parts, Role, Rule, Separate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,7 +198,7 @@ def _check_projections(
 ) -> None:
     """Raises where one that a rule names is missing, packed, or of another dtype than the others."""
     parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
-    wanted = {rule.tensor for rule in rules if rule.projection and not isinstance(rule.layout, Untouched)}
+    wanted = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
     if heads.keys_only:
         wanted = {name for name in wanted if not name.startswith("v_")}
     if missing := wanted - set(parts):
