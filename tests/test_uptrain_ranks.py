@@ -67,6 +67,22 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
     assert "was saved without FSDP and this run is with it; continue it without" in shards.err
 
 
+def test_a_teacher_is_shared_out_too(runs: Runs, tmp_path: Path) -> None:
+    """Each of four processes holds a quarter of it and little more between its passes, and it teaches the same."""
+    words = {"steps": 2, "batch_size": 8, "teacher": "teacher", "match": "attention"}
+    told = str(tmp_path / "told")
+    for way, before in (("ddp", ""), ("fsdp", "shard(); ")):
+        runs.finish(*runs.words(tmp_path / way, **words), ranks=4, before=f"{before}tell_teacher({told + way!r})")
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-6)
+    assert difference(tmp_path / "fsdp", tmp_path / "ddp") <= 1e-6
+    held = {
+        way: {int(n) for rank in range(4) for n in Path(f"{told}{way}-{rank}").read_text().split()}
+        for way in ("ddp", "fsdp")
+    }
+    assert len(held["ddp"]) == 1
+    assert max(held["fsdp"]) <= 0.3 * max(held["ddp"])
+
+
 def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, tmp_path: Path) -> None:
     """Sums leave the model in float32, and gradients are added in float32, micro-batch by micro-batch into shards:
     accelerate rounds all of that, and keeps whole gradients meanwhile.

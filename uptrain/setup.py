@@ -20,7 +20,8 @@ from accelerate.utils import (
     LoggerType,
     set_seed,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
@@ -126,8 +127,12 @@ def prepare(
         for name in options.teachers:
             original = open_model(name)
             load = partial(_load, original, options, str(accelerator.device), weights=not dry)
-            teacher = (teacher or load("auto")).requires_grad_(False)
+            shared = not dry and accelerator.is_fsdp2
+            whole = partial(_load, original, options, "cpu", weights=not dry) if shared else load
+            teacher = (teacher or whole("auto")).requires_grad_(False)
             _check_teacher(teacher, original, model, tokenizer, options)
+            if shared:
+                _share_out(teacher, accelerator)
     with main_first():  # one process tokenises, the others find it done
         if is_self(options.data[0]):
             dataloader = open_sampled(
@@ -227,6 +232,15 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     if options.compile:
         _check_compiler()
     return model
+
+
+def _share_out(teacher: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Each rank holds its part of what does not train either, and gathers a layer at a time."""
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    kinds = set(teacher._no_split_modules or ())
+    for module in [each for each in teacher.modules() if type(each).__name__ in kinds]:
+        fully_shard(module, mesh=mesh)
+    fully_shard(teacher, mesh=mesh)
 
 
 def _load(

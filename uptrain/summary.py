@@ -31,9 +31,10 @@ def plan_record(setup: Setup) -> dict[str, Any]:
     """What would be trained on what, JSON-ready."""
     options, dataloader, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    # Of one process without sharding; activations come on top. Adafactor keeps rows and columns only.
+    # Of one process; activations come on top. Adafactor keeps rows and columns only.
     optimizer = {"adamw": 8, "muon": 4, "adafactor": 1}[options.optimizer]
     teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
+    shares = setup.accelerator.num_processes if setup.accelerator.is_fsdp2 else 1
     return {
         "model": setup.checkpoint.hub_id or setup.checkpoint.name,
         "parameters": parameters,
@@ -47,7 +48,7 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": len(setup.heldout) * setup.block_size,
-        "memory_bytes": 4 * parameters + (4 + optimizer) * trained + teacher,
+        "memory_bytes": (4 * parameters + (4 + optimizer) * trained + teacher) // shares,
     }
 
 
@@ -65,7 +66,9 @@ def plan_text(setup: Setup) -> str:
         f"({processes} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
         f"{record['warmup_steps']} steps of warm-up",
-        f"memory      {size(record['memory_bytes'])} for weights, gradients and optimiser, activations on top",
+        f"memory      {size(record['memory_bytes'])} on each for weights, gradients and optimiser, activations on top"
+        if record["processes"] > 1
+        else f"memory      {size(record['memory_bytes'])} for weights, gradients and optimiser, activations on top",
         f"held out    {record['heldout_tokens']:,} tokens; the state that does best on them is written"
         if setup.heldout
         else "held out    nothing, as the data is short: the last state is written (see --heldout)",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -58,7 +59,10 @@ class TrainingModel(nn.Module):
             hidden = self._head.hidden(**inputs).flatten(0, 1)
         theirs, rows = {}, None
         if taught:
-            with torch.no_grad(), _outputs(self._teacher[0].model, match) as theirs:
+            sharded = isinstance(teacher := self._teacher[0].model, FSDPModule)
+            if sharded:  # what is outside of its layers, until all slices have been through its head
+                teacher.unshard()
+            with torch.no_grad(), _outputs(teacher, match) as theirs:
                 rows = self._teacher[0].hidden(**inputs).flatten(0, 1)
 
         def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
@@ -71,6 +75,8 @@ class TrainingModel(nn.Module):
             return next_token_loss(logits, targets[piece], given, options.distill, options.temperature, scored)
 
         loss, told = chunked_sum(of_slice, self._head.vocabulary, hidden, self._head_parameters())
+        if taught and sharded:
+            teacher.reshard()
         count = told.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=told.dtype).reshape(1)
         error = matching_error(ours, theirs, counted) if match else told.new_zeros(())
         return loss + options.match_weight * error, torch.cat([count, told, error.detach().reshape(1)])
