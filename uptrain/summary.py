@@ -31,8 +31,6 @@ def plan_record(setup: Setup) -> dict[str, Any]:
     """What would be trained on what, JSON-ready."""
     options, dataloader, model = setup.options, setup.dataloader, setup.model
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    # Of one process; activations come on top. Adafactor keeps rows and columns only.
-    optimizer = {"adamw": 8, "muon": 4, "adafactor": 1}[options.optimizer]
     teacher = sum(p.numel() * p.element_size() for p in setup.teacher.parameters()) if setup.teacher else 0
     shares = setup.accelerator.num_processes if setup.accelerator.is_fsdp2 else 1
     return {
@@ -48,8 +46,17 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": len(setup.heldout) * setup.block_size,
-        "memory_bytes": (4 * parameters + (4 + optimizer) * trained + teacher) // shares,
+        "memory_bytes": memory_bytes(parameters, trained, options.optimizer, teacher, shares),
     }
+
+
+def memory_bytes(parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1) -> int:
+    """What one process holds where `shares` divide all of it: weights, and of those that train gradients and what the
+    optimiser keeps (of Adafactor rows and columns only, which are counted as a byte), and the bytes of a `teacher`.
+    Activations come on top.
+    """
+    kept = {"adamw": 8, "muon": 4, "adafactor": 1}[optimizer]
+    return (4 * parameters + (4 + kept) * trained + teacher) // shares
 
 
 def plan_text(setup: Setup) -> str:
