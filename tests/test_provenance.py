@@ -12,6 +12,7 @@ from test_families import all_tensors, write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
 
+from gqa.checkpoint.provenance import SOURCE_CARD
 from gqa.convert.cli import command
 
 CALIBRATED = ("--method", "calibrated", "--data", "self:256", "--context", 32)
@@ -98,6 +99,11 @@ def test_the_card_compares_the_base_model_with_the_result(source: Path, tmp_path
         found = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")]
         assert found[0] == ["base model", "this model"]
         rows[groups] = {name: numbers for name, *numbers in found[1:]}
+    (tmp_path / "2" / "README.md").open("a").write(f"{SOURCE_CARD}\n\nFirst words.\n")
+    convert(tmp_path / "2", "-g", 1, "--method", "mean", "-o", tmp_path / "1")
+    again = (tmp_path / "1" / "README.md").read_text()
+    assert again.endswith(f"{SOURCE_CARD}\n\nFirst words.\n"), "cards do not grow with every step"
+    assert again.count("key/value heads |") == 1
     before, after = (sum(t.numel() for t in tensors.values()) for tensors in (all_tensors(source), made))
     assert rows[2]["parameters"] == [f"{before:,}", f"{after:,}"]
     assert rows[2]["key/value heads"] == ["4", "2"]
