@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,18 +171,18 @@ def _say(text: str, options: dict[str, Any]) -> None:
         click.echo(text, err=options["as_json"])
 
 
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        click.echo(one_line(f"warning: {warning}"), err=True)
+
+
 def _announce(plan: Plan, options: dict[str, Any]) -> None:
     """What is known before anything is done: which method was taken for which reason, and above all what it lacks."""
-    for warning in plan.warnings if plan.why or options["dry_run"] else ():
-        _warn(warning)
+    _warn(plan.warnings if plan.why or options["dry_run"] else ())
     if is_given("method") and plan.method not in METHODS:
         _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
     if plan.why:
         _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
-
-
-def _warn(text: str) -> None:
-    click.echo(one_line(f"warning: {text}"), err=True)
 
 
 def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> None:
@@ -194,8 +195,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
         _say(text, options)
     if result:
-        for warning in result.warnings[len(plan.warnings) if plan.why else 0 :]:
-            _warn(warning)
+        _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
         record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and (options["as_json"] or not options["quiet"]):

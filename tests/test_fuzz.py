@@ -74,8 +74,8 @@ def check_file(raw: bytes) -> list[TensorSpec] | None:
     return specs
 
 
-def with_header(header: object, data: bytes = b"", spaces: int = 0) -> bytes:
-    text = json.dumps(header).encode() + b" " * spaces
+def with_header(header: object, data: bytes) -> bytes:
+    text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 

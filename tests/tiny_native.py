@@ -90,19 +90,12 @@ def _separate(parameter: Tensor, heads: int) -> tuple[Tensor, ...]:
     return (parameter.view(heads, -1, parameter.shape[-1]),)
 
 
-@dataclass(frozen=True)
-class HeadsOf:
-    """Where the keys and values of a class are: ends of parameters' names, and the heads in them."""
-
-    ends: tuple[str, ...]
-    views: Views
-
-
-HEADS: dict[str, HeadsOf] = {
-    "gpt_neox": HeadsOf(("query_key_value.weight", "query_key_value.bias"), _neox),
-    "gptj": HeadsOf(("attn.k_proj.weight", "attn.v_proj.weight"), _separate),
-    "codegen": HeadsOf(("qkv_proj.weight",), _codegen),
-    "gpt2": HeadsOf(("c_attn.weight", "c_attn.bias"), _gpt2),
+# Where the keys and values of a class are: ends of parameters' names, and the heads in them.
+HEADS: dict[str, tuple[tuple[str, ...], Views]] = {
+    "gpt_neox": (("query_key_value.weight", "query_key_value.bias"), _neox),
+    "gptj": (("attn.k_proj.weight", "attn.v_proj.weight"), _separate),
+    "codegen": (("qkv_proj.weight",), _codegen),
+    "gpt2": (("c_attn.weight", "c_attn.bias"), _gpt2),
 }
 
 
@@ -110,9 +103,9 @@ HEADS: dict[str, HeadsOf] = {
 def tie_heads(model: PreTrainedModel, groups: int, tiled: bool = False) -> None:
     """Every key and value head becomes the mean of its group of neighbours; `tiled`: of the heads h mod G."""
     heads = model.config.num_attention_heads
-    known = HEADS[model.config.model_type]
+    ends, views = HEADS[model.config.model_type]
     for name, parameter in model.named_parameters():
-        for view in known.views(parameter, heads) if name.endswith(known.ends) else ():
+        for view in views(parameter, heads) if name.endswith(ends) else ():
             flat = view.reshape(heads, -1)
             order = (-1, groups) if tiled else (groups, -1)
             means = flat.unflatten(0, order).mean(0 if tiled else 1)
