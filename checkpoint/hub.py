@@ -93,7 +93,7 @@ def _reason(error: BaseException, repo: str, revision: str | None = None) -> str
 def _from_hub(
     model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object]
 ) -> Checkpoint:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, HfFileSystem, hf_hub_download, snapshot_download, try_to_load_from_cache
 
     try:
         info = HfApi().model_info(model, revision=revision)
@@ -118,7 +118,8 @@ def _from_hub(
     here = all(isinstance(try_to_load_from_cache(model, file, revision=info.sha), str) for file in files)
     if files[0].endswith(".safetensors") and (headers_only or not here):
         with ThreadPoolExecutor(8) as pool:
-            tables = dict(zip(files, pool.map(partial(_remote_table, model, info.sha), files), strict=True))
+            table = partial(_remote_table, HfFileSystem(skip_instance_cache=True), model, info.sha)
+            tables = dict(zip(files, pool.map(table, files), strict=True))
         tensors, config = merge_tables(tables, index), read("config.json")
         name = model.split("/")[-1]
         headers = Checkpoint(name, None, config, tensors, tuple(files), revision=info.sha, hub_id=model)
@@ -150,16 +151,13 @@ def _cached(model: str, revision: str | None) -> Checkpoint | None:
     return None
 
 
-def _remote_table(model: str, commit: str | None, file: str) -> list[TensorSpec]:
+def _remote_table(hub: Any, model: str, commit: str | None, file: str) -> list[TensorSpec]:
     """The tensors of a file at the hub, as strictly read as those of a local one: a file of its size, in which nothing
     follows the header.
 
     HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file and keeps the last of two tensors
     of one name.
     """
-    from huggingface_hub import HfFileSystem
-
-    hub = HfFileSystem(skip_instance_cache=True)
     with TemporaryDirectory() as place, hub.open(f"{model}/{file}", revision=commit, block_size=_FIRST_BYTES) as stream:
         length = stream.read(8)
         copy = Path(place) / "header.safetensors"

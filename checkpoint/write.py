@@ -61,9 +61,9 @@ class OutputDirectory:
     def _check_place(self, source: Path | None) -> None:
         if source is not None:
             real, inside = self.out.resolve(), source.resolve()
-            if real == inside or inside in real.parents:
+            if real.is_relative_to(inside):
                 raise RefusedError(f"the output {self.out} is the model itself or inside it; give another with -o")
-            if real in inside.parents:
+            if inside.is_relative_to(real):
                 raise RefusedError(f"the output {self.out} contains the model {source}; give another with -o")
         if os.path.ismount(self.out):  # cannot be renamed to
             raise RefusedError(f"the output {self.out} is a mount point; give a directory in it with -o")
