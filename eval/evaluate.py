@@ -36,7 +36,7 @@ from gqa.eval.page import nearest
 from gqa.eval.positions import by_context, long_windows, runs
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.scoring import Scores, live_baseline, score
-from gqa.eval.statistics import kl_statistics, paired_ratio
+from gqa.eval.statistics import kl_statistics, paired_ratio, tokens_per_round
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tasks import Harness
@@ -262,6 +262,7 @@ def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[s
     compared: dict[str, Any] = paired_ratio(nats, baseline, clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
         compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, nats, baseline)
+        compared["tokens_per_round"] = tokens_per_round(scores.acceptance, clusters)
     read = by_context(nats, text.windows, baseline, clusters)
     return {"quality": perplexity(nats, text), "by_context": read, "against_baseline": compared}
 

@@ -30,7 +30,9 @@ _QUALITY = {
 _TEXT_QUALITY = {"bits/byte": "{quality[bits_per_byte]:.4f}", "word perplexity": "{quality[word_perplexity]:number}"}
 _DISTRIBUTIONS = {
     "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "top-1 agreement": "{same_top:.2%}",
-    "acceptance": "{acceptance:.2%}", "median KL": "{kl[median]:.4g}", "90 %": "{kl[p90]:.4g}",
+    "acceptance": "{acceptance:.2%}",
+    "tokens/round": "{tokens_per_round[of_2]:.2f}, {tokens_per_round[of_4]:.2f}, {tokens_per_round[of_8]:.2f}",
+    "median KL": "{kl[median]:.4g}", "90 %": "{kl[p90]:.4g}",
     "99 %": "{kl[p99]:.4g}", "99.9 %": "{kl[p99.9]:.4g}", "max": "{kl[maximum]:.4g}",
     "RMS dp": "{delta_p_percent[rms]:.2f} %",
     "RMS dlnp": "{log_probability_rms:.3f}", "corr": "{log_probability_correlation:.4f}",
@@ -131,7 +133,8 @@ def _distributions(models: list[Record]) -> Table:
     compared = [model["against_baseline"] | {"name": model["name"]} for model in models[1:]]
     note = (
         "KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in speculative "
-        "decoding, sampled at temperature 1; dp, dlnp: change of the true token's probability and its logarithm"
+        "decoding, sampled at temperature 1; tokens/round: what it gives where 2, 4 and 8 are drafted; dp, dlnp: "
+        "change of the true token's probability and its logarithm"
     )
     if lost := compared[0].get("stored_baseline"):
         note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"

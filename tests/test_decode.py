@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from embedded import SOURCE, load
+from embedded import SOURCE, load, texts, tokenizer
 from evaluations import place
 from tiny_models import TINY, build
 from torch import Tensor
-from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.convert import convert_checkpoint
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, measure_decode, memory_bandwidth, weights_read
@@ -31,6 +33,25 @@ CACHES = {name: KVCache((CachedLayer(heads, 64, None),) * 6, 2, 512) for name, h
 def pair() -> dict[str, PreTrainedModel]:
     """stdlib-mha and its conversion to 2 heads, in float32."""
     return {"mha": load(SOURCE), "gqa2": load(place() / "gqa2")}
+
+
+def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedModel], tmp_path: Path) -> None:
+    """Greedy text is the original's, in fewer of its passes (docs/engines.md); the draft's own is another."""
+    base = pair["mha"]
+    prompt = tokenizer()(texts(1)[0][:400], return_tensors="pt")
+    greedy: Any = {"do_sample": False, "max_new_tokens": 48, "min_new_tokens": 48}
+    expected = base.generate(**prompt, **greedy)
+    by_layer = convert_checkpoint(SOURCE, (8, 4, 4, 2, 4, 4), tmp_path / "out", method="aligned").out
+    passes: list[Any] = []
+    handle = base.register_forward_hook(lambda *given: passes.append(given))
+    drafts = [pair["gqa2"], AutoModelForCausalLM.from_pretrained(by_layer, trust_remote_code=True, dtype="float32")]
+    for draft in drafts:
+        passes.clear()
+        draft.generation_config.num_assistant_tokens = 4
+        assert base.generate(**prompt, assistant_model=draft, **greedy).equal(expected)
+        assert len(passes) < 48
+        assert not draft.generate(**prompt, **greedy).equal(expected)
+    handle.remove()
 
 
 @dataclass

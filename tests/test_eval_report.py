@@ -70,7 +70,8 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         }),
         (against, {
             "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
-            "acceptance", "acceptance_error", "delta_p_percent", "log_probability_rms", "log_probability_correlation",
+            "acceptance", "acceptance_error", "tokens_per_round",
+            "delta_p_percent", "log_probability_rms", "log_probability_correlation",
         }),
         (against["kl"], percentiles | {"mean_error"}),
         (against["delta_p_percent"], percentiles | {"rms"}),
