@@ -23,6 +23,7 @@ from gqa.convert.align.find_maps import find_maps
 from gqa.convert.align.options import Refinement
 from gqa.convert.align.refine import Calls, refine
 from gqa.convert.align.watcher import Watcher
+from gqa.convert.heads.family import KINDS
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 
@@ -56,7 +57,7 @@ def plan_of(source: Path, method: str = "calibrated", groups: int = 2) -> Plan:
 def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
     """What every layer loses on the ids that it was calibrated on."""
     calibrator = Calibrator(plan_of(source, groups=groups), Ids().ids(), on_ids(**how))
-    return [result.error for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
+    return [result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)]
 
 
 def test_fewer_heads_lose_more(source: Path) -> None:
@@ -95,8 +96,8 @@ def test_each_layer_is_given_what_the_converted_ones_before_it_give(source: Path
     model.get_submodule("model.layers")[-1].register_forward_hook(lambda _, args, output: found.append(output))  # type: ignore[index]
     with torch.no_grad():
         model(input_ids=Ids().ids())
-    assert relative(calibrator.streams.converted, found[0]) < 1e-5
-    assert relative(calibrator.streams.source, found[0]) > 1e-2
+    assert relative(calibrator.streams.converted.hidden, found[0]) < 1e-5
+    assert relative(calibrator.streams.source.hidden, found[0]) > 1e-2
 
 
 # ---------------------------------------------------------------------------------------------- refinement
@@ -127,6 +128,51 @@ def test_refinement_lowers_the_error(name: str, tmp_path: Path) -> None:
         for place in (out, mean)
     )
     assert after < pooled
+
+
+def pairs(high: int, padding: int = 0) -> dict[str, Tensor]:
+    """64 sources of 24 tokens and targets of 16; behind them, `padding` other ones that are none."""
+    generator = torch.Generator().manual_seed(0)
+    made, real = dict[str, Tensor](), {24: "attention_mask", 16: "decoder_attention_mask"}
+    for length, name in ((24, "input_ids"), (16, "decoder_input_ids")):
+        ids = torch.randint(10, high, (64, length), generator=generator)
+        mask = torch.ones(64, length + padding, dtype=torch.long)
+        mask[:, length:] = 0
+        made |= {name: torch.cat([ids, ids[:, :padding].flip(1)], 1), real[length]: mask}
+    return made
+
+
+@pytest.mark.parametrize("name", ["gqa_t5", "gqa_bart"])
+def test_every_module_of_an_encoder_decoder_is_refined(name: str, tmp_path: Path) -> None:
+    """Encoder, self- and cross-attention: training lowers their errors, and what is padding changes nothing."""
+    tiny = replace(TINY[name], options={**TINY[name].options, "grouped_attention": list(KINDS)})
+    directory, errors = write_checkpoint(build(tiny, 4), tmp_path / "source"), []
+    for steps, padding in ((1, 0), (40, 0), (1, 8)):
+        how = Refinement(steps=steps, learning_rate=1e-9 if steps == 1 else 0.02, heldout=0.25, autocast=False)
+        plan = plan_of(directory, "refined")
+        calibrator = Calibrator(plan, pairs(tiny.tokens, padding), on_ids(refinement=how, batch=24))
+        results = [result for layer in range(calibrator.layers) for result in calibrator.run(layer)]
+        errors.append({result.module.path: result.error for result in results})
+    before, after, padded = errors
+    assert len(before) == 6
+    assert sum(after.values()) < sum(before.values()) < len(before)
+    assert padded == pytest.approx(before, rel=1e-3)
+
+
+def test_a_run_on_pairs_goes_on(tmp_path: Path) -> None:
+    """After each layer of both stacks, to the same maps."""
+    tiny = replace(TINY["gqa_t5"], options={**TINY["gqa_t5"].options, "grouped_attention": list(KINDS)})
+    plan = plan_of(write_checkpoint(build(tiny, 4), tmp_path / "source"))
+    given, found = pairs(tiny.tokens, 8), dict[int, list[Tensor]]()
+    whole = Calibrator(plan, given, on_ids(batch=24))
+    for layer in range(whole.layers):
+        kept = {name: tensor.clone() for name, tensor in whole.keep().items()} if layer else None
+        goes_on = Calibrator(plan, given, on_ids(batch=24), kept)
+        found[layer] = [result.maps.output for one in (whole, goes_on) for result in one.run(layer)]
+    assert all(
+        torch.equal(*pair) for maps in found.values() for pair in zip(maps, maps[len(maps) // 2 :], strict=False)
+    )
+    assert whole.layers == 4
 
 
 def linear(read: int, rows: int, blocks: int = 32) -> tuple[torch.nn.Linear, Tensor, dict[str, Tensor]]:
@@ -220,8 +266,7 @@ def test_the_closed_form_looks_where_errors_count(
             return closed_form(replace(task, inputs=inputs, counts=counts))
 
         monkeypatch.setattr("gqa.convert.align.calibration.closed_form", spoiled)
-        result = Calibrator(plan_of(source), Ids().ids(), on_ids()).run(0)
-        assert result
+        (result,) = Calibrator(plan_of(source), Ids().ids(), on_ids()).run(0)
         found.append(result.maps.output)
     assert torch.equal(*found) is (counted == 0)
 
@@ -265,11 +310,11 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
     found: list[tuple[Tensor, Tensor, float, float]] = []
 
     def compared(task: Task) -> LayerResult:
-        drift = torch.randn(task.drift.shape) * task.inputs.std()
+        drift = torch.randn(task.stream.hidden.shape) * task.inputs.std()
         task = replace(task, drift=drift, counts=torch.rand(task.counts.shape))
         result = closed_form(task)
         w_o = task.w_o().double().flatten(0, 1)
-        merged = task.pair.merged(task.module, replace(result.maps, output=None))
+        merged = task.merged(replace(result.maps, output=None))
         given = [seen.joined for seen in merged.observe(task.stream)]
         root = task.counts.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root

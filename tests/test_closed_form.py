@@ -8,7 +8,9 @@ from torch import Tensor
 
 from gqa.convert.align import alignment
 from gqa.convert.align.alignment import ridge, shared_key, shared_value
-from gqa.convert.align.closed_form import output_roots, position_weights, significance_of
+from gqa.convert.align.closed_form import output_roots, position_weights, seen_keys, significance_of, visible
+from gqa.convert.align.moments import Moments
+from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
 
 HEADS, REPEAT, DIM = 3, 2, 6
@@ -131,14 +133,30 @@ def test_what_an_error_of_scores_does_without_a_mask() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 4, 8, generator=generator) for _ in range(3))
     roots = output_roots(torch.randn(2, 8, 8, generator=generator))
-    everything = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    for causal in (True, False):
-        mask = everything.tril() if causal else everything
-        assert torch.equal(
-            significance_of(q, k, v, None, 0.3, roots, causal), significance_of(q, k, v, mask, 0.3, roots)
-        )
-    assert significance_of(q, k, v, None, 0.3, roots)[0, :, 0].abs().max() < 1e-2  # one key takes all
-    assert significance_of(q, k, v, None, 0.3, roots, False)[0, :, 0].min() > 0.1
+    causal, all_keys = (visible(None, 4, 4, order, q.device) for order in (True, False))
+    assert torch.equal(causal, all_keys.tril())
+    assert significance_of(q, k, v, causal, 0.3, roots)[0, :, 0].abs().max() < 1e-2  # one key takes all
+    assert significance_of(q, k, v, all_keys, 0.3, roots)[0, :, 0].min() > 0.1
+    bias = torch.zeros(1, 2, 4, 4).index_fill(3, torch.arange(1, 4), -torch.inf)
+    assert significance_of(q, k, v, all_keys, 0.3, roots, bias).max() < 1e-2, "a bias is part of the scores"
+
+
+def test_keys_that_nobody_sees_are_padding() -> None:
+    """They are no part of the moments; those that one query sees are."""
+    mask = torch.ones(2, 1, 3, 4).tril(1).bool()
+    mask[1, :, :, 2:] = False
+    hidden = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) - 3
+    for given in (mask, hidden):
+        assert seen_keys(given).tolist() == [[True, True, True, True], [True, True, False, False]]
+    heads, generator = LayerHeads(2, 2, 4, 4), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (3, 4, 4))
+    counts, found = torch.ones(2, 2, 3), []
+    for padding in (0.0, 100.0):
+        k[1, :, 2:] = v[1, :, 2:] = padding
+        moments = Moments.zeros(heads, 1)
+        moments.add(q, k, v, counts, seen_keys(mask))
+        found.append(moments.averaged(6))
+    assert all(torch.equal(one, other) for one, other in zip(*(list(vars(m).values())[:4] for m in found), strict=True))
 
 
 def test_scores_count_by_what_they_move() -> None:

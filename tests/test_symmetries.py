@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from scrambled import Ids, on_ids, rearrange, relative, scramble
-from test_families import COPIED, all_tensors, attention_of, load, louder, write_checkpoint
+from test_families import all_tensors, attention_of, load, louder, write_checkpoint
 from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,6 +27,7 @@ from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.pair import Pair
 from gqa.convert.align.stream import norm_gain
 from gqa.convert.heads.families.table import FAMILIES
+from gqa.convert.heads.family import DEFAULT_KINDS, KINDS
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps
@@ -40,10 +41,10 @@ UNSERVED = {
     "csm": "its backbone takes the embeddings of several codebooks",
     "falcon": "its attention is not one of transformers' functions",
     "voxtral_realtime_text": "it is no model of its own",
-    **dict.fromkeys(
-        ("canary", "cohere_asr", "dia", "gqa_bart", "gqa_t5", "gqa_umt5", "gqa_whisper", "mllama_text_model", "t5gemma",
-         "t5gemma2"), "its layers are given another sequence besides",
-    ),
+    "canary": "its encoder is given sound",
+    "cohere_asr": "its encoder is given sound",
+    "t5gemma2": "its encoder is one of text and images",
+    "mllama_text_model": "its layers are given an image besides",
     "blt": "its global transformer is given patches of bytes",
     "kyutai_speech_to_text": "its tokens are those of several codebooks",
 }  # fmt: skip
@@ -73,6 +74,10 @@ CASES: dict[str, Tiny] = {model_type: TINY[WITHIN.get(model_type, model_type)] f
     )},
     "llama+queries": _other("llama", "queries", num_attention_heads=8),
     "glm+queries": _other("glm", "queries", num_attention_heads=8),
+    # With the encoder's heads, which layers of the decoder then read.
+    **{f"{name}+encoder": _other(name, "encoder", grouped_attention=list(KINDS)) for name in (
+        "gqa_bart", "gqa_mbart", "gqa_t5", "gqa_umt5", "gqa_whisper",
+    )},
 }  # fmt: skip
 
 
@@ -130,19 +135,30 @@ def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = 
     return logits(tiny, model.eval(), inputs(tiny))
 
 
+def text_of(tiny: Tiny) -> dict[str, Tensor]:
+    """What a model is calibrated on: of an encoder-decoder, pairs of other lengths than each other, with padding."""
+    if "decoder_input_ids" not in tiny.token_inputs:
+        return {"input_ids": Ids(high=tiny.tokens).ids()}
+    given = inputs(tiny, 64, 24) | {"decoder_input_ids": inputs(tiny, 64, 16)["decoder_input_ids"]}
+    rows = torch.arange(64)[:, None]
+    if "input_ids" in given:
+        given["attention_mask"] = (torch.arange(24) < 12 + rows % 13).long()
+    return given | {"decoder_attention_mask": (torch.arange(16) < 8 + rows % 9).long()}
+
+
 @torch.no_grad()
-def after_layers(tiny: Tiny, model: PreTrainedModel, layers: str, ids: Tensor) -> Tensor:
+def after_layers(model: PreTrainedModel, layers: str, given: dict[str, Tensor]) -> Tensor:
     """Hidden states after the last layer, from the model's own forward pass."""
     found: list[Tensor] = []
     stack = model.get_submodule(layers)
     assert isinstance(stack, nn.ModuleList)
     hook = stack[-1].register_forward_hook(lambda _, args, output: found.append(output))
-    model(**inputs(tiny, *ids.shape) | {"input_ids": ids})
+    model(**given)
     hook.remove()
     return found[0] if isinstance(found[0], Tensor) else found[0][0]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in COPIED])
+@pytest.mark.parametrize("name", CASES)
 def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     """The gauge oracle, and on the way: what went through the layers one at a time is the model's own."""
     tiny = CASES[name]
@@ -156,24 +172,30 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     plan = by(plan, "calibrated")
     if tiny.model_type in UNSERVED:
         with pytest.raises(RefusedError, match="cannot be run layer by layer"):
-            calibrated(tiny, plan)
+            calibrated(text_of(tiny), plan)
     else:
-        calibrator, maps = calibrated(tiny, plan)
-        check_slow_pairs(calibrator.pair, tiny.name, 16)
-        hidden = after_layers(tiny, model, calibrator.pair.source.prefix, Ids(high=tiny.tokens).ids())
-        assert relative(calibrator.streams.source, hidden) < SAME
-        assert relative(calibrator.streams.converted, hidden) < RECOVERED
+        given = text_of(tiny)
+        calibrator, maps = calibrated(given, plan)
+        if "decoder_input_ids" in given:
+            kinds = {module.kind for module in attention_modules(plan.checkpoint, plan.config)}
+            assert name == "dia_decoder" or kinds == {*tiny.options.get("grouped_attention", DEFAULT_KINDS)}
+        else:
+            check_slow_pairs(calibrator.pair, tiny.name, 16)
+        given = inputs(tiny, 64, 16) | given
+        hidden = after_layers(model, calibrator.pair.source.prefix, given)
+        assert relative(calibrator.streams.source.hidden, hidden) < SAME
+        assert relative(calibrator.streams.converted.hidden, hidden) < RECOVERED
         assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
     symmetry = plan.config.symmetry
     if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text):
         check_places(tiny, directory, expected)
 
 
-def calibrated(tiny: Tiny, plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:
+def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:
     """What has gone through all layers, and the maps, which lose nothing."""
-    calibrator = Calibrator(plan, Ids(high=tiny.tokens).ids(), on_ids(**options))
-    results = [result for layer in range(calibrator.layers) if (result := calibrator.run(layer))]
-    assert all(result.error < 1e-8 for result in results)
+    calibrator = Calibrator(plan, given, on_ids(**options))
+    results = [result for layer in range(calibrator.layers) for result in calibrator.run(layer)]
+    assert all(result.error < 1e-7 for result in results)
     return calibrator, {result.module.path: result.maps for result in results}
 
 
@@ -181,14 +203,15 @@ def check_slow_pairs(pair: Pair, name: str, length: int) -> None:
     """A layer that is given the same at every position has the same queries and keys there, before they are turned."""
     symmetry, text, found = pair.symmetry, pair.plan.config.text, list[tuple[AttentionModule, Rotary]]()
     assert symmetry
-    for module in filter(None, map(pair.module_of, range(pair.plan.config.layers))):
+    for module in (module for layer in range(len(pair.source.layers)) for module in pair.modules_of(layer)):
         found.append((module, symmetry.rotary(text, module.layer, pair.heads(module)[0].key_dim, length)))
     slow = [(module, rotary) for module, rotary in found if rotary.slow]
     turned = symmetry.free_keys(text) and any(rotary.dims for _, rotary in found)
     assert bool(slow) == (turned and name not in FAST)
     for module, rotary in slow[:1]:
-        same = torch.randn(pair.source.model.config.get_text_config(decoder=True).hidden_size).expand(1, length, -1)
-        (seen,) = pair.original(module.layer, module).observe(same, "heads")
+        stream = pair.arrive({"input_ids": torch.full((1, length), 5)}).source
+        stream.hidden = torch.randn(stream.hidden.shape[-1]).expand(1, length, -1)
+        (seen,) = pair.looking_at(module, pair.original(module.layer)).observe(stream, "heads")
         pair.source.release(module.layer)
         dims = slow_dims(rotary)
         for heads in seen.heads[:2]:
@@ -210,7 +233,7 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
     assert any(maps.order for maps in found.values())
     if tiny.name in SEVERAL:
         assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan))), expected) > CONTROL
-        maps = calibrated(tiny, by(plan, "calibrated"), grouping="search")[1]
+        maps = calibrated(text_of(tiny), by(plan, "calibrated"), grouping="search")[1]
         assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
 
 
@@ -224,7 +247,6 @@ def test_queries_and_keys_are_turned_back(kind: str, tmp_path: Path) -> None:
     directory = write_checkpoint(build(tiny, QUERY_HEADS, attention=attention(tiny)), tmp_path / "source")
     for length in lengths:
         pair = Pair(plan_conversion(directory, 1, method="calibrated"), on_ids(batch=1))
-        pair.arrive(torch.full((1, length), 5))  # what layers are given besides
         check_slow_pairs(pair, kind, length)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.layerwise import Stream
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import read_config, valid_groups
@@ -99,25 +100,28 @@ def losses_alone(
     numbers for each layer, and the weights of one layer at a time.
     """
     calibrator = Calibrator(plan, blocks, options)
-    pair, changed = calibrator.pair, dict[int, Tensor]()
-    true = pair.arrive(measured).source
+    pair, changed = calibrator.pair, dict[int, Stream]()
+    true = pair.arrive({"input_ids": measured}).source
     for layer in range(calibrator.layers):
-        result = calibrator.run(layer)
-        calibrator.streams.converted.copy_(calibrator.streams.source)  # the next one, too, is changed alone
-        own = pair.original(layer, None)
+        results = calibrator.run(layer)
+        calibrator.streams.converted.hidden.copy_(
+            calibrator.streams.source.hidden
+        )  # the next one is changed alone, too
+        own = pair.original(layer)
         for stream in changed.values():
             own.pass_through(stream)
-        if result:
+        for result in results:
             changed[layer] = true.clone()
-            pair.merged(result.module, result.maps).pass_through(changed[layer])
+            merged = pair.merged(layer, result.module, pair.mapped(result.module, result.maps))
+            merged.pass_through(changed[layer])
             pair.target.release(layer)
         own.pass_through(true)
         pair.source.release(layer)
         done()
     lost = [0.0] * calibrator.layers
-    for rows in torch.arange(len(true)).split(pair.feed.batch):
-        base = pair.source.depart(true[rows]).log_softmax(-1)
+    for rows in torch.arange(len(true.hidden)).split(true.batch):
+        base = pair.source.depart(true.hidden[rows]).log_softmax(-1)
         for layer, stream in changed.items():
-            other = pair.source.depart(stream[rows]).log_softmax(-1)
+            other = pair.source.depart(stream.hidden[rows]).log_softmax(-1)
             lost[layer] += float((base.exp() * (base - other)).sum())
     return [nats / measured.numel() for nats in lost]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,109 +13,142 @@ from torch import Tensor, nn
 from gqa.convert.align.closed_form import LayerResult, Task, closed_form, position_weights
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.options import MapsOptions
-from gqa.convert.align.pair import Pair, Streams, check_finite
+from gqa.convert.align.pair import Inputs, Pair, check_finite
 from gqa.convert.align.refine import Calls, refine
-from gqa.convert.heads.modules import AttentionModule
-from gqa.convert.methods import mean
 from gqa.convert.plan import Plan
 
 
 class Calibrator:
     """All layers of one model in turn; what it holds between two layers can be kept and given to another."""
 
-    def __init__(self, plan: Plan, blocks: Tensor, options: MapsOptions, streams: Streams | None = None) -> None:
-        """`blocks` are (N, T) token ids of calibration text, `streams` what an earlier one had after some layers."""
-        self.pair = Pair(plan, options)
+    def __init__(
+        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, kept: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`blocks` are (N, T) token ids of calibration text, or what else the model is given; `kept` is what an earlier
+        one was to keep after some layers.
+        """
+        self.pair, kept = Pair(plan, options), kept or {}
+        self._inputs: Inputs = {"input_ids": blocks} if isinstance(blocks, Tensor) else blocks
         with torch.no_grad():
-            fresh = self.pair.arrive(blocks)
-        self.streams = streams or fresh
+            if "encoded" in kept:
+                self.streams = self.pair.decode(self._inputs, (kept["encoded"], kept["encoded converted"]))
+            else:
+                self.streams = self.pair.arrive(self._inputs)
+        if kept:
+            self.streams.source.hidden, self.streams.converted.hidden = kept["source"], kept["converted"]
 
     @property
     def layers(self) -> int:
         return len(self.pair.source.layers)
 
+    def keep(self) -> dict[str, Tensor]:
+        """What is needed to go on after the last layer that was run."""
+        streams = self.streams
+        found = {"source": streams.source.hidden, "converted": streams.converted.hidden}
+        if streams.encoded:
+            found |= {"encoded": streams.encoded[0], "encoded converted": streams.encoded[1]}
+        return found
+
     @torch.no_grad()
-    def run(self, layer: int, progress: Callable[[int], None] = lambda tokens: None) -> LayerResult | None:
-        """The maps of one layer, the next in order; None where it has no heads to merge. Both streams go through it,
-        and `progress` is called with the number of tokens that did.
+    def run(self, layer: int, progress: Callable[[int], None] = lambda tokens: None) -> list[LayerResult]:
+        """The maps of the attention modules of one layer, the next in order; none where it has no heads to merge. Both
+        streams go through it, and `progress` is called with the number of tokens that did.
         """
-        pair, streams = self.pair, self.streams
-        module = pair.module_of(layer)
-        own = pair.original(layer, module)
-        if module is None:
+        pair = self.pair
+        if layer == pair.source.first > 0:
+            self.streams = pair.decode(self._inputs, pair.encode(self._inputs, self.streams))
+        streams, modules, own = self.streams, pair.modules_of(layer), pair.original(layer)
+        if not modules:
             for stream in (streams.source, streams.converted):
                 own.pass_through(stream)
-            check_finite(layer, streams.source, streams.converted)
+            check_finite(layer, streams.source.hidden, streams.converted.hidden)
             pair.source.release(layer)
-            return None
-        task = self._task(own, module)
-        if pair.symmetry:
-            found = closed_form(task)
-        else:  # refinement starts from the mean
-            heads, groups = pair.heads(module)
-            found = LayerResult(module, mean(heads.kv, groups), float("nan"))
-        pair.source.release(layer)
-        merged = pair.merged(module, found.maps)
-        if pair.plan.merging.how.refines:
-            found = self._refined(found, merged, task, progress)
-            merged = pair.merged(module, found.maps, found.weights)
+            return []
+        looked_at = [pair.looking_at(module, own) for module in modules]
+        drift, found, done = self._drift(looked_at), list[LayerResult](), dict[str, Tensor]()
+        for module, (joined, outputs) in zip(modules, self._wanted(looked_at), strict=True):
+            own = pair.looking_at(module, pair.original(layer, done) if done else own)
+            counts = position_weights(streams.converted.hidden, streams.converted.real)
+            task = Task(pair, module, own, streams.converted, joined, outputs, drift, counts, done)
+            result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
+            pair.source.release(layer)
+            if pair.plan.merging.how.refines:
+                result = self._refined(result, task, progress)
+            done = done | pair.mapped(module, result.maps) | result.weights
+            found.append(result)
+            merged = pair.merged(layer, module, done)
+            if drift is not None and module != modules[-1]:  # what the next one is to correct
+                for seen in merged.observe(streams.converted, "attended"):
+                    drift[seen.rows] += outputs[seen.rows] - seen.attended.cpu()
         merged.pass_through(streams.converted, progress)
         pair.target.release(layer)
         return found
 
-    def _task(self, own: Layer, module: AttentionModule) -> Task:
-        """What attention should give; the source's stream goes through the source's layer."""
-        stream, converted = self.streams.source, self.streams.converted
-        drift, counts = self._drift(own), position_weights(converted)
-        outputs = torch.empty_like(stream) if self.pair.plan.merging.how.refines else stream.new_empty(0)
-        joined = stream.new_empty(0)
-        for seen in own.observe(stream):
-            stream[seen.rows] = seen.hidden
-            check_finite(own.index, seen.hidden, seen.attended)
-            if len(outputs):
-                outputs[seen.rows] = seen.attended
-            if own.output is not None:
-                joined = joined if len(joined) else stream.new_empty(*stream.shape[:2], seen.joined.shape[-1])
-                joined[seen.rows] = seen.joined
-        return Task(self.pair, module, own, converted, joined, outputs, drift, counts)
+    def _wanted(self, looked_at: list[Layer]) -> list[tuple[Tensor, Tensor]]:
+        """What W_O of each attention module of a layer is given (N, T, H e), where it is known, and what the module
+        gives (N, T, D), where that is needed. The source's stream goes through the layer.
+        """
+        stream, found = self.streams.source, list[tuple[Tensor, Tensor]]()
+        for own in looked_at:
+            last, none = own is looked_at[-1], stream.hidden.new_empty(0)
+            outputs = torch.empty_like(stream.hidden) if self.pair.plan.merging.how.refines or not last else none
+            joined = none
+            for seen in own.observe(stream):
+                if last:
+                    stream.hidden[seen.rows] = seen.hidden
+                check_finite(own.index, seen.hidden, seen.attended)
+                if len(outputs):
+                    outputs[seen.rows] = seen.attended
+                if own.output is not None:
+                    joined = joined if len(joined) else none.new_empty(*stream.hidden.shape[:2], seen.joined.shape[-1])
+                    joined[seen.rows] = seen.joined
+            found.append((joined, outputs))
+        return found
 
-    def _drift(self, own: Layer) -> Tensor:
+    def _drift(self, looked_at: list[Layer]) -> Tensor | None:
         """What attention would have to give beside its own output, (N, T, D), to put the converted stream right again.
 
-        Zero where attention's output is not simply added to its stream (a norm comes after it, for one), which is
-        tried: what the stream has more must do the same as the same more from attention.
+        None where the outputs of a layer's attention modules are not simply added to the stream (a norm comes after
+        them, for one), which is tried: what the stream has more must do the same as the same more from attention.
         """
-        pair, streams = self.pair, self.streams
-        difference = streams.source - streams.converted
+        pair, source = self.pair, self.streams.source
+        difference = source.hidden - self.streams.converted.hidden
         scale = float(getattr(pair.plan.config.text, "residual_multiplier", None) or 1.0)
-        hidden = streams.source[:1].to(pair.source.device)
+        rows, given = next(source.batches(looked_at[0].index))
+        hidden = source.hidden[rows].to(pair.source.device)
         generator = torch.Generator().manual_seed(0)
         base, more = (torch.randn(hidden.shape, generator=generator).to(hidden) * hidden.std() for _ in range(2))
 
-        def forced(states: Tensor, output: Tensor) -> Tensor:
-            def replace(_: nn.Module, args: Any, found: Any) -> Any:
-                return output if isinstance(found, Tensor) else (output, *found[1:])
+        def forced(states: Tensor, changed: Layer | None = None) -> Tensor:
+            def give(output: Tensor) -> Callable[[nn.Module, Any, Any], Any]:
+                return lambda _, args, found: output if isinstance(found, Tensor) else (output, *found[1:])
 
-            hook = own.attention.register_forward_hook(replace)
-            try:
-                return own.run(states)
-            finally:
-                hook.remove()
+            with ExitStack() as hooks:
+                for own in looked_at:
+                    assert own.attention
+                    output = base + more / scale if own is changed else base
+                    hooks.callback(own.attention.register_forward_hook(give(output)).remove)
+                return looked_at[0].run(states, given)
 
-        one, other = forced(hidden + more, base), forced(hidden, base + more / scale)
-        check_finite(own.index, one, other)
-        rounding = max(1e-3, 8 * torch.finfo(one.dtype).eps)
-        added = torch.allclose(one, other, rtol=0, atol=rounding * float(one.abs().max()))
-        return difference / scale if added else torch.zeros_like(difference)
+        one = forced(hidden + more)
+        for own in looked_at:
+            other = forced(hidden, own)
+            check_finite(own.index, one, other)
+            rounding = max(1e-3, 8 * torch.finfo(one.dtype).eps)
+            if not torch.allclose(one, other, rtol=0, atol=rounding * float(one.abs().max())):
+                return None
+        return difference / scale
 
-    def _refined(self, found: LayerResult, merged: Layer, task: Task, progress: Callable[[int], None]) -> LayerResult:
+    def _refined(self, found: LayerResult, task: Task, progress: Callable[[int], None]) -> LayerResult:
         """With the converted module's trained tensors and the error that is left."""
+        merged = task.merged(found.maps)
         attention = merged.attention
+        assert attention
         names = self.pair.trainable(found.module, attention)
         start = {name: attention.get_parameter(name).detach() for name in names}
-        calls = Calls.of(seen.call for seen in merged.observe(self.streams.converted, "call"))
-        how = self.pair.options.training
+        calls = Calls.of(seen.call for seen in merged.observe(task.stream, "call"))
+        how, targets = self.pair.options.training, task.outputs if task.drift is None else task.outputs + task.drift
         with torch.enable_grad():
-            best, _, error = refine(attention, start, calls, task.outputs.add_(task.drift), task.counts, how, progress)
+            best, _, error = refine(attention, start, calls, targets, task.counts, how, progress)
         weights = self.pair.stored({names[name]: tensor for name, tensor in best.items()})
         return replace(found, weights=weights, error=error)

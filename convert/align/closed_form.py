@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,7 @@ from gqa.checkpoint.errors import listing
 from gqa.convert.align.aligned import heads_of
 from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
 from gqa.convert.align.grouping import find_order
-from gqa.convert.align.layerwise import Layer
+from gqa.convert.align.layerwise import Layer, Stream
 from gqa.convert.align.moments import Moments, head_maps, stack_groups
 from gqa.convert.align.pair import Pair, check_finite
 from gqa.convert.heads.modules import AttentionModule
@@ -24,20 +25,19 @@ _LEAST = 1e-2  # attention to all keys but one: below it float32 leaves nothing 
 
 
 def significance_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor, causal: bool = True
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, roots: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """(B, H, T) how far the loss of one key moves the layer's output for a query, squared and summed over its keys.
 
     Without a key the output is off by W_O (v - o) a / (1 - a), a the attention paid to the key, v its value and o what
     the query sees. To first order a wrong score moves it by W_O (v - o) a, which is next to nothing where one key takes
     all: there it is the look-up itself that can be lost. Caps and sinks are left out: it is a weight. Shapes as in
-    `Moments.add`; `roots` (H, e, e) are `output_roots`; `causal` is what no mask means.
+    `Moments.add`; `roots` (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S).
     """
-    repeat, length = q.shape[1] // k.shape[1], q.shape[2]
-    if mask is None:
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril(0 if causal else length)
+    repeat = q.shape[1] // k.shape[1]
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, -torch.inf)
+    mask = mask if bias is None else mask + bias
     found = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for head in range(q.shape[1]):
         added = mask[:, min(head, mask.shape[1] - 1)].float().expand(len(q), -1, -1)
@@ -52,6 +52,19 @@ def significance_of(
     return found
 
 
+def visible(mask: Tensor | None, queries: int, keys: int, causal: bool, device: torch.device) -> Tensor:
+    """A mask as it is, or what none means: (1, 1, T, S)."""
+    if mask is None:
+        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(0 if causal else keys)
+    return mask
+
+
+def seen_keys(mask: Tensor) -> Tensor:
+    """(B or 1, S) which keys any query may see: the others are padding."""
+    open_to = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return open_to.flatten(1, 2).any(1)
+
+
 def output_roots(w_o: Tensor) -> Tensor:
     """(H, e, D) -> (H, e, e): R with |R x| = |W_O x| for each head, in fewer numbers."""
     values, vectors = torch.linalg.eigh(w_o.double() @ w_o.double().mT)
@@ -59,11 +72,13 @@ def output_roots(w_o: Tensor) -> Tensor:
     return roots.float()
 
 
-def position_weights(stream: Tensor) -> Tensor:
+def position_weights(stream: Tensor, real: Tensor | None = None) -> Tensor:
     """(N, T, D) -> (N, T) what an error at a position counts, one on average: the norm that reads the stream next
-    divides by its size, and a few positions (the first, for one) are hundreds of times as large as the others.
+    divides by its size, and a few positions (the first, for one) are hundreds of times as large as the others. Nothing
+    where they are not `real` (N, T).
     """
     found = 1 / stream.float().square().mean(-1).clamp_min(1e-30)
+    found = found if real is None else found * real
     return found / found.mean()
 
 
@@ -86,23 +101,29 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Task:
-    """One layer whose heads are merged, of N x T positions: the source's, `own`, with its weights; the stream (N, T, D)
-    that the converted one will be given; and what its attention should compute.
+    """One attention module whose heads are merged, of N x T positions: the source's layer, `own`, with its weights; the
+    stream that the converted one will be given; and what attention should compute.
 
     inputs, outputs: (N, T, H * e) what the source's W_O is given on the source's own stream, and (N, T, D) what its
-        attention gives there, where it is refined.
+        attention gives there, where it is refined or another module follows.
     drift: (N, T, D) what W_O should give beside that, see `Calibrator._drift`.
     counts: (N, T) how much an error counts, see `position_weights`.
+    before: Tensors of the converted model's modules that the layer has before this one.
     """
 
     pair: Pair
     module: AttentionModule
     own: Layer
-    stream: Tensor
+    stream: Stream
     inputs: Tensor
     outputs: Tensor
-    drift: Tensor
+    drift: Tensor | None
     counts: Tensor
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def merged(self, maps: HeadMaps) -> Layer:
+        """The converted model's layer, whose module is made by maps."""
+        return self.pair.merged(self.own.index, self.module, {**self.before, **self.pair.mapped(self.module, maps)})
 
     def w_o(self) -> Tensor:
         """The source's W_O transposed, (H, e, D)."""
@@ -119,7 +140,8 @@ def closed_form(task: Task) -> LayerResult:
     text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
     assert symmetry is not None
     # On texts of this length, by which some embeddings choose their speeds.
-    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.shape[1])
+    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
+    rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # nothing is turned there
     free_keys = symmetry.free_keys(text)
     moments, values = _watch_source(task, Moments.zeros(heads, 1 if search else groups), rotary, w_o)
     if search:
@@ -138,14 +160,15 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
     as they lie in memory: what is multiplied then rounds the same.
     """
     roots, values = output_roots(w_o), dict[int, Tensor]()
-    causal = getattr(task.own.attention, "is_causal", True)
     for seen in task.own.observe(task.stream, "heads"):
         q, k, v = seen.heads
-        check_finite(task.module.layer, q, k, v)
+        check_finite(task.own.index, q, k, v)
+        causal = getattr(task.own.attention, "is_causal", True)
+        mask = visible(seen.mask, q.shape[2], k.shape[2], causal, q.device)
         scaling = seen.options.get("scaling") or q.shape[-1] ** -0.5
-        significance = significance_of(q, k, v, seen.mask, scaling, roots, causal)
+        significance = significance_of(q, k, v, mask, scaling, roots, seen.options.get("position_bias"))
         significance = significance * task.counts[seen.rows][:, None].to(q.device)
-        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance)
+        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(mask))
         values[seen.rows.start] = v.cpu()
     return moments.averaged(task.counts.numel()), values
 
@@ -155,7 +178,7 @@ def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tenso
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64)
-    merged = task.pair.merged(task.module, maps)
+    merged = task.merged(maps)
     for seen in merged.observe(task.stream, "heads"):
         q, k, _ = seen.heads
         own = values[seen.rows.start] if maps.order is None else values[seen.rows.start][:, maps.order]
@@ -171,7 +194,7 @@ def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tenso
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
     assert maps.output is not None
-    merged = task.pair.merged(task.module, replace(maps, output=None))
+    merged = task.merged(replace(maps, output=None))
     width, device, query = len(maps.output), task.pair.target.device, task.pair.heads(task.module)[0].query
     weight = w_o.float().to(device)
     inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # what W_O turns into the drift is asked for on top
@@ -179,18 +202,20 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
     asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
     for seen in merged.observe(task.stream, "joined"):
-        inputs, drift, counts = (
-            part[seen.rows].flatten(0, 1).to(device, torch.float32) for part in (task.inputs, task.drift, task.counts)
+        inputs, counts = (
+            part[seen.rows].flatten(0, 1).to(device, torch.float32) for part in (task.inputs, task.counts)
         )
         if maps.order is not None:
             inputs = inputs.unflatten(1, (query, -1))[:, query_order(maps.order, query)].flatten(1)
         root = counts.sqrt()[:, None]
-        target = (inputs + drift @ inverse) * root
+        if task.drift is not None:
+            inputs = inputs + task.drift[seen.rows].flatten(0, 1).to(device, torch.float32) @ inverse
+        target = inputs * root
         asked.add_(as_float64((target @ weight).square().sum(1)).sum().cpu())
         rows = as_float64(seen.joined.flatten(0, 1).float() * root)
         gram.add_((rows.T @ rows).cpu())
         cross.add_((rows.T @ target.to(rows)).cpu())
-    count = task.counts.numel()
+    count = int(task.counts.count_nonzero())
     found = ridge(gram / count, cross / count, maps.output, task.pair.options.ridge)
     fitted = found.T @ w_o  # the new W_O
     left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())

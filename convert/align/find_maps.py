@@ -19,7 +19,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import OutputDirectory, locked
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.options import MapsOptions
-from gqa.convert.align.pair import Streams
+from gqa.convert.align.pair import Inputs
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
@@ -62,14 +62,13 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
     """The work beside `output` with what all layers gave; gone once the block has made something of it."""
     search = searches(plan, options.grouping)
     work, how, blocks = _Work(output, describe(plan, options), overwrite), plan.merging.how, None
-    if how.reads_text:
-        if transformers_config(plan.config.raw).is_encoder_decoder:  # which is known before its text is sampled
-            raise RefusedError(
-                f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run "
-                f"layer by layer: use --method {instead(lambda other: other.needs == 'weights')}"
-            )
-        if work.layers < plan.config.layers:
-            blocks = options.text.blocks(plan.checkpoint, options.device, watcher)
+    if how.reads_text and transformers_config(plan.config.raw).is_encoder_decoder:  # known before its text is sampled
+        raise RefusedError(
+            f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run "
+            f"layer by layer: use --method {instead(lambda other: other.needs == 'weights')}"
+        )
+    if how.reads_text and not work.complete:
+        blocks = options.text.inputs(plan.checkpoint, options.device, watcher)
     with work.held():
         if blocks is not None:
             _run_layers(plan, work, blocks, options, watcher)
@@ -82,21 +81,21 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
         yield work
 
 
-def _run_layers(plan: Plan, work: _Work, blocks: Tensor, options: MapsOptions, watcher: Watcher) -> None:
+def _run_layers(plan: Plan, work: _Work, blocks: Inputs, options: MapsOptions, watcher: Watcher) -> None:
     """Layer after layer, from the first that is not finished on."""
     how, first = options.refinement, work.layers
     trained = how.steps * how.batch * options.text.length if plan.merging.how.refines else 0
     try:
-        calibrator = Calibrator(plan, blocks, options, work.streams())
-        watcher.stage("calibrating", (blocks.numel() + trained) * (calibrator.layers - first))
+        calibrator = Calibrator(plan, blocks, options, work.kept())
+        watcher.stage("calibrating", (options.text.tokens + trained) * (calibrator.layers - first))
         for layer in range(first, calibrator.layers):
-            result = calibrator.run(layer, watcher.update)
-            if result:
-                work.keep(layer, result.module.path, result.maps, result.weights)
+            results = calibrator.run(layer, watcher.update)
+            for number, result in enumerate(results):
+                work.keep(layer, result.module.path, result.maps, result.weights, number)
                 if result.warning:
                     watcher.warn(f"layer {layer}: {result.warning}")
-            work.finish(layer, calibrator.streams)
-            watcher.layer(layer + 1, calibrator.layers, result.error if result else float("nan"))
+            work.finish(layer, calibrator.layers, calibrator.keep())
+            watcher.layer(layer + 1, calibrator.layers, max((result.error for result in results), default=float("nan")))
     except RefusedError:  # it would be again
         work.remove()
         raise
@@ -147,6 +146,11 @@ class _Work:
         done = self._done()
         return int(done["layers"]) if done and done["told"] == self._told else 0
 
+    @property
+    def complete(self) -> bool:
+        """Whether all of them are."""
+        return 0 < self.layers == self._done()["of"]
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Raises RefusedError where another run has it."""
@@ -165,20 +169,20 @@ class _Work:
                 raise
             self.remove()
 
-    def keep(self, layer: int, module: str, maps: HeadMaps, weights: Mapping[str, Tensor]) -> None:
-        """What came out of a layer, by the path of its attention module."""
-        save_maps(self.place / f"{layer:04d}.safetensors", {module: maps}, weights, self._told)
+    def keep(self, layer: int, module: str, maps: HeadMaps, weights: Mapping[str, Tensor], number: int = 0) -> None:
+        """What came out of a layer, by the path of its attention module, which has that `number` among the layer's."""
+        save_maps(self.place / f"{layer:04d}-{number}.safetensors", {module: maps}, weights, self._told)
 
-    def finish(self, layer: int, streams: Streams) -> None:
-        """One more is finished: that word is in the file of the streams that leave it."""
-        done = json.dumps({"told": self._told, "layers": layer + 1})
+    def finish(self, layer: int, layers: int, kept: Mapping[str, Tensor]) -> None:
+        """One more of `layers` is finished: that word is in the file of what is needed to go on."""
+        done = json.dumps({"told": self._told, "layers": layer + 1, "of": layers})
         temporary = self._state.with_suffix(".partial")
-        save_file({"source": streams.source, "converted": streams.converted}, temporary, {"done": done})
+        save_file(dict(kept), temporary, {"done": done})
         temporary.replace(self._state)
 
-    def streams(self) -> Streams | None:
-        """What left the last finished layer."""
-        return Streams(**load_file(self._state)) if self.layers else None
+    def kept(self) -> dict[str, Tensor]:
+        """What is needed to go on after the last finished layer."""
+        return dict(load_file(self._state)) if self.layers else {}
 
     def join(self, path: Path) -> MapsFile:
         """One file of what was kept."""

@@ -1,18 +1,17 @@
 """A model one layer at a time: hidden states of all text go through a layer before the next one's weights are read.
 
-What a layer is given besides hidden states (masks, positions' embeddings) is recorded from the model's own forward, in
-which every layer is replaced by one that only notes it; so nothing here knows how an architecture makes them. What a
-layer computes is seen in one way, `Layer.observe`.
+What a layer is given besides hidden states (masks, positions' embeddings, what an encoder made of another sequence) is
+recorded from the model's own forward, in which every layer is replaced by one that only notes it; so nothing here knows
+how an architecture makes them. What a layer computes is seen in one way, `Layer.observe`.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -30,11 +29,8 @@ from gqa.convert.align.attention import WATCHED, attend_eager, attend_sdpa, watc
 
 # What a layer is called with beside hidden states.
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-Until = Literal["call", "heads", "joined", "end"]
+Until = Literal["call", "heads", "joined", "attended", "end"]
 _EAGER = "eager_attention_forward"  # what a module of transformers calls its plain attention function
-
-# What layers return, by architecture.
-_RETURNED: tuple[Callable[[Tensor], Any], ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None))
 
 
 class _Stop(Exception):  # noqa: N818 - it is no error
@@ -61,14 +57,27 @@ class Seen:
 
 
 @dataclass
-class Feed:
-    """How blocks go through layers: `batch` of them at a time, on a device, with what layers are `given` beside hidden
-    states: by the number of rows, for each layer.
+class Stream:
+    """Hidden states (N, T, D) between two layers, which go through them `batch` at a time.
+
+    given: What layers are given beside, by their index, of each batch.
+    real: (N, T) which positions are text, where some are padding.
     """
 
+    hidden: Tensor
     batch: int
-    device: torch.device
-    given: dict[int, list[Given]] = field(default_factory=dict)
+    given: list[dict[int, Given]]
+    real: Tensor | None = None
+
+    def batches(self, layer: int) -> Iterator[tuple[slice, Given]]:
+        """The blocks of each batch, and what the layer is given beside."""
+        for number, given in enumerate(self.given):
+            start = number * self.batch
+            yield slice(start, min(start + self.batch, len(self.hidden))), given[layer]
+
+    def clone(self) -> Stream:
+        """Other hidden states, as large as these."""
+        return replace(self, hidden=self.hidden.clone())
 
 
 @dataclass(frozen=True)
@@ -79,33 +88,34 @@ class Layer:
 
     index: int
     whole: nn.Module
-    feed: Feed
-    attention: nn.Module
-    output: nn.Module | None
+    device: torch.device
+    attention: nn.Module | None = None
+    output: nn.Module | None = None
 
     @torch.no_grad()
-    def run(self, hidden: Tensor) -> Tensor:
+    def run(self, hidden: Tensor, given: Given) -> Tensor:
         """What it makes of some blocks (B, T, D)."""
-        args, kwargs = self.feed.given[len(hidden)][self.index]
+        args, kwargs = send(given, self.device)
         with watchable():
-            output = self.whole(hidden.to(self.feed.device), *args, **kwargs)
+            output = self.whole(hidden.to(self.device), *args, **kwargs)
         return output if isinstance(output, Tensor) else output[0]
 
-    def pass_through(self, stream: Tensor, progress: Callable[[int], None] = lambda tokens: None) -> None:
-        """The stream (N, T, D) becomes what the layer makes of it; `progress` is told of tokens."""
-        for blocks in stream.split(self.feed.batch):
-            blocks.copy_(self.run(blocks))
+    def pass_through(self, stream: Stream, progress: Callable[[int], None] = lambda tokens: None) -> None:
+        """The stream becomes what the layer makes of it; `progress` is told of tokens."""
+        for rows, given in stream.batches(self.index):
+            blocks = stream.hidden[rows]
+            blocks.copy_(self.run(blocks, given))
             progress(blocks.shape[0] * blocks.shape[1])
 
-    def observe(self, stream: Tensor, until: Until = "end") -> Iterator[Seen]:
-        """One batch of `stream` (N, T, D) after the other goes through the layer, no further than to where its
-        attention is called, has its `heads`, or has them `joined` for W_O. Raises RefusedError where it has no such
+    def observe(self, stream: Stream, until: Until = "end") -> Iterator[Seen]:
+        """One batch of `stream` after the other goes through the layer, no further than to where its attention is
+        called, has its `heads`, has them `joined` for W_O or has `attended`. Raises RefusedError where it has no such
         place.
         """
-        for start in range(0, len(stream), self.feed.batch):
-            seen = Seen(slice(start, min(start + self.feed.batch, len(stream))))
+        for rows, given in stream.batches(self.index):
+            seen = Seen(rows)
             with self._noted(seen, until), suppress(_Stop):
-                seen.hidden = self.run(stream[seen.rows])
+                seen.hidden = self.run(stream.hidden[rows], given)
                 if until != "end":
                     raise RefusedError(f"{type(self.whole).__name__} does not call transformers' attention functions")
             yield seen
@@ -129,7 +139,10 @@ class Layer:
 
         def attended(_: nn.Module, args: Any, output: Any) -> None:
             seen.attended = output if isinstance(output, Tensor) else output[0]
+            if until == "attended":
+                raise _Stop
 
+        assert self.attention
         stack = ExitStack()
         stack.callback(self.attention.register_forward_pre_hook(called, with_kwargs=True).remove)
         stack.callback(self.attention.register_forward_hook(attended).remove)
@@ -142,12 +155,12 @@ class Layer:
 
 
 class Layerwise:
-    """A model without weights, of whose layers one at a time has them. `names` are those of its parameters, by those
-    under which they are stored; `prefix` is what the names of all layers' begin with.
+    """A model without weights, of whose layers one at a time has them: those of its encoder, if it has one, then the
+    `first` of its decoder and all others. `names` are those of its parameters, by those under which they are stored.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: Any, path: str, dtype: torch.dtype, device: str) -> None:
-        """A model of transformers' `config`, one of whose attention modules is stored at `path`."""
+        """A model of transformers' `config`, one of the attention modules of whose decoder is stored at `path`."""
         cap, made = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None), model_class(config)
         if not hasattr(made, "_from_config"):  # an Auto class, which may know one that transformers does not export
             made = made._model_mapping.get(type(config), None)
@@ -175,14 +188,35 @@ class Layerwise:
         if match is None:
             raise RefusedError(f"{type(model).__name__} has no layer with {path}; it cannot be run layer by layer")
         self.model: PreTrainedModel = model.eval()
-        self.prefix, self.device, self.attend = match[1], torch.device(device), attend_eager if eager else attend_sdpa
-        self.layers: list[nn.Module] = list(model.get_submodule(self.prefix))
-        self._checkpoint, self._shared, self._returned = checkpoint, shared_names(model), _RETURNED[0]
+        self.device, self.attend = torch.device(device), attend_eager if eager else attend_sdpa
+        self.prefix = match[1]  # of the names of all layers of the decoder
+        self._stacks = [*self._encoders(), self.prefix]
+        stacks = [list(model.get_submodule(stack)) for stack in self._stacks]
+        self.first, self.layers = sum(map(len, stacks[:-1])), [layer for stack in stacks for layer in stack]
+        self._paths = [f"{name}.{i}" for name, of in zip(self._stacks, stacks, strict=True) for i in range(len(of))]
+        self._extras: dict[str, tuple[Any, ...] | None] = {}  # what layers return beside hidden states, if a tuple
+        self._checkpoint, self._shared = checkpoint, shared_names(model)
         self._stored = {own: name for name, own in self.names.items()}
-        outside = (name for name in model.state_dict() if not name.startswith(f"{self.prefix}."))
-        self._fill((name for name in outside if "lm_head" not in name), {})
+        outside = (name for name in model.state_dict() if not name.startswith(tuple(f"{s}." for s in self._stacks)))
+        fixed = {name for name in model._keys_to_ignore_on_save or () if name not in checkpoint.tensors}
+        self._fill((name for name in outside if "lm_head" not in name and name not in fixed), {})
+        for name in fixed & self._stored.keys():  # sinusoids, which classes make themselves
+            whole = model.get_submodule(name.rpartition(".")[0])
+            whole.to_empty(device=self.device)
+            model._init_weights(whole)
         for buffer_name, buffer in model.named_buffers():
             set_module_tensor_to_device(model, buffer_name, self.device, buffer)
+
+    def _encoders(self) -> list[str]:
+        """The stack of an encoder, where there is one."""
+        if not self.model.config.is_encoder_decoder:
+            return []
+        encoder = self.model.get_encoder()
+        name = next(name for name, module in self.model.named_modules() if module is encoder)
+        lists = [f"{name}.{part}" for part, of in encoder.named_children() if isinstance(of, nn.ModuleList)]
+        if len(lists) != 1:
+            raise RefusedError(f"{type(encoder).__name__} is no stack of layers; it cannot be run layer by layer")
+        return lists
 
     def _fill(self, names: Iterable[str], changed: Mapping[str, Tensor]) -> None:
         for name in names:
@@ -214,12 +248,12 @@ class Layerwise:
     def load(self, index: int, changed: Mapping[str, Tensor]) -> nn.Module:
         """Layer `index` with its weights, of which the stored tensors `changed` replace the checkpoint's."""
         layer = self.layers[index]
-        self._fill([f"{self.prefix}.{index}.{name}" for name in layer.state_dict()], changed)
+        self._fill([f"{self._paths[index]}.{name}" for name in layer.state_dict()], changed)
         return layer
 
     def release(self, index: int) -> None:
         for name in self.layers[index].state_dict():
-            set_module_tensor_to_device(self.model, f"{self.prefix}.{index}.{name}", "meta")
+            set_module_tensor_to_device(self.model, f"{self._paths[index]}.{name}", "meta")
 
     @torch.no_grad()
     def depart(self, hidden: Tensor) -> Tensor:
@@ -232,53 +266,85 @@ class Layerwise:
             raise RefusedError(f"{type(self.model).__name__} gives no logits; give a checkpoint with its head")
         named = next(name for name, module in self.model.named_modules() if module is head)
         self._fill((f"{named}.{name}" for name, part in head.named_parameters() if part.is_meta), {})
-        hidden = hidden.to(self.device)
-        for layer in self.layers:
-            layer.forward = lambda *args, **kwargs: self._returned(hidden)
-        try:
-            ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
+        with self._replaced(0, hidden.to(self.device)):
             found: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        finally:
-            for layer in self.layers:
-                del layer.forward
         return found.float()
 
     @torch.no_grad()
-    def arrive(self, ids: Tensor) -> tuple[Tensor, list[Given]]:
-        """(B, T) ids -> the (B, T, D) hidden states that the first layer is given, and what every layer is besides."""
-        told: dict[int, tuple[Tensor, Given]] = {}
+    def leave(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """(B, S, D) hidden states that the encoder's last layer gives -> what the decoder reads; after `arrive`."""
+        with self._replaced(0, hidden.to(self.device)):
+            found: Tensor = self.model.get_encoder()(**send(dict(given), self.device)).last_hidden_state
+        return found.to(hidden.device)
 
-        def note(index: int, returned: Callable[[Tensor], Any]) -> Callable[..., Any]:
-            def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-                told[index] = hidden, (args, kwargs)
-                return returned(hidden)
-
-            return forward
-
-        owner = self.model.get_submodule(self.prefix.rpartition(".")[0])
-        callers = (self.model.base_model,) if self.model.config.is_encoder_decoder else (self.model.base_model, owner)
+    @torch.no_grad()
+    def arrive(self, given: Mapping[str, Tensor], stack: int = -1) -> tuple[Tensor, dict[int, Given]]:
+        """What the model, its encoder (`stack` 0) or its decoder is given, by the names of its forward -> the (B, T, D)
+        hidden states that the first of its layers is given, and what every layer is besides.
+        """
+        whole, owner = self.model, self.model.get_submodule(self._stacks[stack].rpartition(".")[0])
         failed: list[Exception] = []
-        for caller, returned in itertools.product(callers, _RETURNED):
-            told.clear()
-            for index, layer in enumerate(self.layers):
-                layer.forward = note(index, returned)
-            try:
-                with watchable():
-                    out = caller(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
-            except RefusedError:
-                raise
-            except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
-                if out_of_memory(error):
+        for caller in (owner,) if whole.config.is_encoder_decoder else (whole.base_model, owner):
+            with self._replaced(stack) as told:
+                try:
+                    out = caller(**send(dict(given), self.device)).last_hidden_state
+                except RefusedError:
                     raise
-                failed.append(error)
-                continue
-            finally:
-                for layer in self.layers:
-                    del layer.forward
-            if len(told) == len(self.layers) and out.shape == (first := next(iter(told.values()))[0]).shape:
-                self._returned = returned
-                return first, [told[index][1] for index in range(len(self.layers))]
+                except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
+                    if out_of_memory(error):
+                        raise
+                    failed.append(error)
+                    continue
+            if len(told) == self._length(stack) and out.shape == (first := next(iter(told.values()))[0]).shape:
+                return first, {index: given for index, (_, given) in told.items()}
         # What torch itself says tells more than that a layer's result was not of the form that was tried.
         failed.sort(key=lambda error: not isinstance(error, RuntimeError))
         why = f": {explain(failed[0])}" if failed else ""
-        raise RefusedError(f"{type(self.model).__name__} cannot be run layer by layer{why}")
+        raise RefusedError(f"{type(whole).__name__} cannot be run layer by layer{why}")
+
+    def _length(self, stack: int) -> int:
+        return self.first if stack % len(self._stacks) < len(self._stacks) - 1 else len(self.layers) - self.first
+
+    @contextmanager
+    def _replaced(self, stack: int, leaving: Tensor | None = None) -> Iterator[dict[int, tuple[Tensor, Given]]]:
+        """Meanwhile the layers of a stack only note what they are given, by their index, and give it on, or `leaving`.
+
+        The first is run once, for what it returns beside hidden states; others may be given that.
+        """
+        told: dict[int, tuple[Tensor, Given]] = {}
+        first = self.first if stack % len(self._stacks) else 0
+        layers = dict(enumerate(self.layers[first : first + self._length(stack)], first))
+        name = self._stacks[stack]
+
+        def note(index: int, layer: nn.Module) -> Callable[..., Any]:
+            def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+                told[index] = hidden, (args, kwargs)
+                if name not in self._extras:
+                    self.load(index, {})
+                    found = type(layer).forward(layer, hidden, *args, **kwargs)
+                    self._extras[name] = None if isinstance(found, Tensor) else tuple(found[1:])
+                    self.release(index)
+                extras, given = self._extras[name], hidden if leaving is None else leaving
+                return given if extras is None else (given, *extras)
+
+            return forward
+
+        for index, layer in layers.items():
+            layer.forward = note(index, layer)
+        try:
+            with watchable():
+                yield told
+        finally:
+            for layer in layers.values():
+                del layer.forward
+
+
+def send(value: Any, device: str | torch.device, known: dict[int, Any] | None = None) -> Any:
+    """What a layer is given with its tensors on a device; one that stands there several times once."""
+    known = {} if known is None else known
+    if isinstance(value, Tensor):
+        return known.setdefault(id(value), value.to(device))
+    if isinstance(value, dict):
+        return {key: send(part, device, known) for key, part in value.items()}
+    return type(value)(send(part, device, known) for part in value) if type(value) in (tuple, list) else value

@@ -23,12 +23,14 @@ class Moments:
     keys, key_means: (G, m d, m d) and (G, m d) of the keys of each group, stacked.
     queries: (Hk, d, d) for each head, of its query heads.
     values: (G, m e, m e) of the values of each group, stacked.
+    counted: Positions of keys and values in sums.
     """
 
     keys: Tensor
     key_means: Tensor
     queries: Tensor
     values: Tensor
+    counted: int = 0
 
     @classmethod
     def zeros(cls, heads: LayerHeads, groups: int) -> Moments:
@@ -36,9 +38,14 @@ class Moments:
         shapes = ((groups, m * d, m * d), (groups, m * d), (heads.kv, d, d), (groups, m * e, m * e))
         return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor) -> None:
-        """(B, H, T, d) queries, (B, Hk, T, d) keys, (B, Hk, T, e) values, (B, H, T) what errors of scores do."""
+    def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, seen: Tensor) -> None:
+        """(B, H, T, d) queries, (B, Hk, S, d) keys, (B, Hk, S, e) values, (B, H, T) what errors of scores do, (B or 1,
+        S) which keys are `seen` at all: the others count nothing.
+        """
         groups = len(self.keys)  # one for the whole layer
+        seen = seen.expand(len(k), -1)
+        k, v = (heads * seen[:, None, :, None] for heads in (k, v))
+        self.counted += int(seen.sum())
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
         rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
         self.keys += (rows.mT @ rows).cpu()
@@ -49,8 +56,9 @@ class Moments:
         self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1).cpu()
 
     def averaged(self, count: int) -> Moments:
-        """Of sums over `count` positions."""
-        return Moments(self.keys / count, self.key_means / count, self.queries / count, self.values / count)
+        """Of sums over `count` queries, and as many keys as were seen."""
+        keys = max(self.counted, 1)
+        return Moments(self.keys / keys, self.key_means / keys, self.queries / count, self.values / keys)
 
     def regrouped(self, order: tuple[int, ...], groups: int) -> Moments:
         """Of one group -> those of `groups` groups of heads in that order."""

@@ -63,6 +63,10 @@ class CalibrationText:
                 f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
             )
 
+    def inputs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
+        """What the model is given, by the names of its forward's arguments. Raises RefusedError and CorpusError."""
+        return {"input_ids": self.blocks(checkpoint, device, watcher)}
+
     def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
         """(N, length) token ids. Raises RefusedError and CorpusError."""
         import numpy as np

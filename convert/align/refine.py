@@ -19,41 +19,65 @@ from gqa.convert.align.options import Refinement
 _CHECKS = 8  # times that the held-out error is looked at
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What is of single blocks: (N, ...), or (1, ...) where all are given the same."""
+
+    tensor: Tensor
+
+
 @dataclass
 class Calls:
-    """What a module is called with: hidden states (N, T, D), and the other arguments of a batch of `rows` blocks, each
-    of which is given the same.
+    """What a module is called with: hidden states (N, T, D), and the other arguments, in which `Rows` stand for what is
+    of single blocks.
     """
 
     hidden: Tensor
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    rows: int = 1
 
     @classmethod
     def of(cls, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> Calls:
-        """From the arguments of one batch after another, no later one larger than the first."""
+        """From the arguments of one batch after another."""
         hidden, others = [], []
         for args, kwargs in calls:
             beside = dict(kwargs)
             hidden.append(beside.pop("hidden_states", *args[:1]).detach().cpu())
             others.append((args[1:], beside))
-        return cls(torch.cat(hidden), *others[0], len(hidden[0]))
+        args, kwargs = _by_row(others, [len(part) for part in hidden])
+        return cls(torch.cat(hidden), args, kwargs)
 
-    def call(self, module: nn.Module, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-        """The output (B, T, D) for some of the hidden states, with other weights."""
+    def call(self, module: nn.Module, weights: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> Tensor:
+        """The output (B, T, D) for some of the blocks, with other weights."""
 
         def fit(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(fit(part) for part in value)
-            by_row = isinstance(value, Tensor) and value.ndim and len(value) == self.rows > 1
-            return value[:1].expand(len(hidden), *value.shape[1:]) if by_row and len(hidden) != self.rows else value
+            if isinstance(value, Rows):
+                tensor = value.tensor
+                return (tensor.expand(len(rows), *tensor.shape[1:]) if len(tensor) == 1 else tensor[rows]).to(device)
+            if isinstance(value, dict):
+                return {name: fit(part) for name, part in value.items()}
+            return tuple(fit(part) for part in value) if isinstance(value, tuple) else value
 
-        args, kwargs = fit(self.args), {name: fit(value) for name, value in self.kwargs.items()}
+        hidden = self.hidden[rows].to(device)
         own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
         with watchable():
-            output = torch.func.functional_call(module, own, (hidden, *args), kwargs)
+            output = torch.func.functional_call(module, own, (hidden, *fit(self.args)), fit(self.kwargs))
         return output if isinstance(output, Tensor) else output[0]
+
+
+def _by_row(values: list[Any], rows: list[int]) -> Any:
+    """The same argument of all batches, of so many blocks, as one."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: _by_row([value[name] for value in values], rows) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_by_row(list(parts), rows) for parts in zip(*values, strict=True))
+    if not isinstance(first, Tensor) or first.ndim < 2 or any(len(v) != n for v, n in zip(values, rows, strict=True)):
+        return first
+    alike = all(value is first or bool((value == first[:1]).all()) for value in values) and bool(
+        (first == first[:1]).all()
+    )
+    return Rows(first[:1] if alike else torch.cat([value.cpu() for value in values]))
 
 
 def refine(
@@ -84,7 +108,7 @@ def refine(
 
     def loss(rows: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
-            output = calls.call(module, weights, hidden[rows].to(device))
+            output = calls.call(module, weights, rows, device)
         missed = (output.float() - targets[rows].to(device).float()).square().mean(-1)
         return (missed * counts[rows].to(device)).mean() / scale
 

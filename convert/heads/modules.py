@@ -9,7 +9,7 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,12 @@ class Change:
         """The outputs: each role's heads as `merge` makes them; what has no heads as it is."""
         parts = self.split(tensors)
         return self.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
+
+    def repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of outputs: tensors like the sources, in which each key and value head stands as often as it is shared."""
+        parts = replace(self, heads=replace(self.heads, kv=self.groups)).split(tensors)
+        times, shared = self.heads.kv // self.groups, ("key", "value")
+        return self.join({k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()})
 
 
 @dataclass(frozen=True)
