@@ -1,22 +1,21 @@
 """A study on disk: its record, and a row for each cell, there as soon as the cell is measured, whatever happens after.
 
-rows.jsonl is the table of results: `pandas.read_json("rows.jsonl", lines=True)`. A line is appended and made durable;
-the half line that a killed run may leave at its end is dropped.
+rows.jsonl is the table of results: `pandas.read_json("rows.jsonl", lines=True)`. It is written anew with each row: it is
+the old one or the new one at every moment. The half line that earlier versions could leave at its end is dropped.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError
-from gqa.checkpoint.write import finite, locked, replacing, write_bytes
+from gqa.checkpoint.write import finite, locked, replacing
 from gqa.eval.study.study import Cell
 
 Row = dict[str, Any]
@@ -40,16 +39,20 @@ def writing(directory: Path) -> Iterator[None]:
         raise UnwrittenError(f"{told}; the rows that are there are kept, the same command continues") from None
 
 
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    with writing(path.parent), replacing(path) as fresh:
+        fresh.write_text("".join(f"{line}\n" for line in lines))
+
+
 class Rows:
     """The rows in `directory`, the latest of each cell, in the order of the grid."""
 
     def __init__(self, directory: Path) -> None:
         """Raises RefusedError where rows.jsonl is none of a study's."""
-        self._directory, self._path = directory, directory / ROWS
-        data = self._path.read_bytes() if self._path.exists() else b""
-        self._bytes = data.rfind(b"\n") + 1
+        self._path = directory / ROWS
         try:
-            rows = [json.loads(line) for line in data[: self._bytes].decode().splitlines()]
+            lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
+            rows = [json.loads(line) for line in lines if line.endswith("\n")]
             self._found = {Cell.of(row): row for row in rows}
             _ = [(cell.order, row["error"]) for cell, row in self._found.items()]
         except (ValueError, KeyError, TypeError):
@@ -63,31 +66,17 @@ class Rows:
         return len(self._found)
 
     def add(self, row: Row) -> None:
-        """Durable when this returns. Raises UnwrittenError; the rows before are kept as they were."""
-        row = finite(row)
-        line = f"{json.dumps(row)}\n".encode()
-        with writing(self._directory), self._path.open("ab", buffering=0) as stream:
-            stream.truncate(self._bytes)  # what a killed run left of a line
-            try:
-                write_bytes(stream, line)
-                os.fsync(stream.fileno())
-            except OSError:
-                with suppress(OSError):
-                    stream.truncate(self._bytes)
-                raise
-        self._found[Cell.of(row)] = row
-        self._bytes += len(line)
+        """Raises UnwrittenError, as `rewrite` does."""
+        self._found[Cell.of(row)] = finite(row)
+        self.rewrite({})
 
     def rewrite(self, columns: Mapping[str, Row]) -> None:
-        """In the order of the grid, one row a cell, with the columns of its number of heads anew. Raises
-        UnwrittenError; durable when this returns.
+        """With the columns of each row's number of heads anew. Durable when this returns; raises UnwrittenError, and
+        then the file is as it was.
         """
         for row in self._found.values():
             row.update(finite(columns.get(str(row["groups"]), {})))
-        data = "".join(f"{json.dumps(row)}\n" for row in self).encode()
-        with writing(self._directory), replacing(self._path) as fresh:
-            fresh.write_bytes(data)
-        self._bytes = len(data)
+        _replace(self._path, map(json.dumps, self))
 
 
 def read_record(directory: Path) -> Row | None:
@@ -113,8 +102,7 @@ def read_speeds(directory: Path) -> dict[str, Row]:
 
 
 def write_json(directory: Path, name: str, value: Row) -> None:
-    with writing(directory), replacing(directory / name) as fresh:
-        fresh.write_text(json.dumps(value, indent=2) + "\n")
+    _replace(directory / name, [json.dumps(value, indent=2)])
 
 
 def forget(directory: Path) -> None:
