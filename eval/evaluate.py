@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,6 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import asked, versions
-from gqa.checkpoint.write import Progress, unwatched
 from gqa.convert.align.self_samples import sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
@@ -30,7 +29,6 @@ from gqa.eval.attention_error import attention_errors
 from gqa.eval.cache_bits import quantise_cache, quantised_attention
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
-from gqa.eval.memory import fit
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.page import nearest
 from gqa.eval.positions import by_context, long_windows, runs
@@ -38,7 +36,7 @@ from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import kl_statistics, paired_ratio, tokens_per_round
 from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
-from gqa.eval.subjects import Subject, open_subjects
+from gqa.eval.subjects import Subject, fit, open_subjects
 from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
 
@@ -47,12 +45,6 @@ MAX_DECODE = 4096
 LAYER_WINDOWS = 8
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
 SHOWN = 4  # greedy texts of each model in a report
-Bars = Callable[[int, str, str], Progress]  # of how many, of what unit, and what for: what is called as they are done
-
-
-def unseen(total: int, unit: str, name: str) -> Progress:
-    """Bars that nobody looks at."""
-    return unwatched
 
 
 def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[str, Any]:
@@ -61,8 +53,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     What can be refused without running a model is refused first.
     """
     transformers.utils.logging.set_verbosity_error()
-    main = ranks().is_main_process
-    quiet = options.quiet or not main
+    quiet = options.quiet or not ranks().is_main_process
     device = usable_device(options.device)
     say_device(device, quiet)
     subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
@@ -79,30 +70,24 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     if options.memory:
         context = choose_context(subjects, options.context, options.beyond_positions)
         results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context)
-    with ExitStack() as stack:
-        stack.enter_context(quantised_attention(options.cache_bits or ()))
-
-        def bars(total: int, unit: str, name: str) -> Progress:
-            shown = progress_bar(total, unit, name, quiet)
-            return stack.enter_context(shown).update  # type: ignore[no-any-return]
-
+    with quantised_attention(options.cache_bits or ()):
         text = None
         if options.data:
             text = read_text(subjects, options)
             results["text"] = {"data": options.data, **text.record()}
-            measure_quality(subjects, text, options, bars)
+            measure_quality(subjects, text, options)
         if recall_context:
             results["recall"] = {"context": recall_context}
             try:
-                measure_recall(subjects, text, recall_context, options, bars)
+                measure_recall(subjects, text, recall_context, options)
             except RefusedError as error:  # what a report has by itself does not cost what was asked for
                 if options.recall:
                     raise
                 results["recall"]["refused"] = str(error)
-        if not main:  # the rest is not split
+        if not ranks().is_main_process:  # the rest is not split
             return {}
         if options.decode:
-            time_decoding(subjects, options, contexts, bars)
+            time_decoding(subjects, options, contexts)
         if harness:
             for subject in subjects:
                 subject.record["tasks"] = harness.run(load(subject, options), subject.tokenizer)
@@ -169,9 +154,7 @@ def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> 
         raise RefusedError(f"{name} cannot be compiled: {line}; leave --compile out") from None
 
 
-def measure_quality(
-    subjects: Sequence[Subject], text: Text, options: EvaluateOptions, bars: Bars = unseen
-) -> NDArray[np.float32]:
+def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOptions) -> NDArray[np.float32]:
     """Add to each record the perplexity on the same windows and, with `options.kl`, how it differs from the
     first's, whose nats per token are returned.
 
@@ -181,20 +164,20 @@ def measure_quality(
     first, *others = subjects
     stored = live = own = None
     if options.kl and options.baseline_cache:
-        stored = _stored_baseline(first, text, options, bars)
+        stored = _stored_baseline(first, text, options)
         own = stored.nats
     elif options.kl and others:
         live = _head(first, options)
     else:
-        own = _score(first, _head(first, options), text, options, bars).nats
+        own = _score(first, _head(first, options), text, options).nats
     baseline = live_baseline(live) if live else stored
     for subject in others:
         head = _head(subject, options)
-        scores = _score(subject, head, text, options, bars, baseline=baseline)
+        scores = _score(subject, head, text, options, baseline=baseline)
         if live and scores.baseline_nats is not None:
             own = scores.baseline_nats  # found in lockstep
             if not np.isfinite(own).all():
-                _score(first, live, text, options, bars)  # refuses, and says where
+                _score(first, live, text, options)  # refuses, and says where
             subject.record["attention_error"] = attention_errors(live.model, head.model, some_windows(text))
         assert own is not None
         subject.record.update(summary(scores, text, own))
@@ -214,16 +197,20 @@ def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:
     return ChunkedHead(model, options.compile)
 
 
-def _score(
-    subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOptions, bars: Bars, **more: Any
-) -> Scores:
+def _score(subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOptions, **more: Any) -> Scores:
     tried = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
-    progress = bars(text.tokens // ranks().num_processes, "tok", subject.name)
-    with _explained(subject.name, options, tried, "give a smaller --batch-size or --context"):
-        return score(head, text.windows, batch_size=options.batch_size, progress=progress, **more)
+    with (
+        _explained(subject.name, options, tried, "give a smaller --batch-size or --context"),
+        _bar(text.tokens // ranks().num_processes, "tok", subject.name, options) as bar,
+    ):
+        return score(head, text.windows, batch_size=options.batch_size, progress=bar.update, **more)
 
 
-def _stored_baseline(subject: Subject, text: Text, options: EvaluateOptions, bars: Bars) -> StoredBaseline:
+def _bar(total: int, unit: str, name: str, options: EvaluateOptions) -> Any:
+    return progress_bar(total, unit, name, options.quiet or not ranks().is_main_process)
+
+
+def _stored_baseline(subject: Subject, text: Text, options: EvaluateOptions) -> StoredBaseline:
     """The recording in the cache; where there is none of this model and text, the baseline is run once to make it."""
     directory = options.baseline_cache
     assert directory is not None
@@ -241,7 +228,7 @@ def _stored_baseline(subject: Subject, text: Text, options: EvaluateOptions, bar
         raise OutputError(f"--baseline-cache needs {needed:,} bytes in {directory}, where {free:,} are free")
     head = _head(subject, options)
     recorder = Recorder(directory, key, text.tokens, head.vocabulary)
-    return recorder.finish(_score(subject, head, text, options, bars, record=recorder).nats)
+    return recorder.finish(_score(subject, head, text, options, record=recorder).nats)
 
 
 def baseline_key(subject: Subject, text: Text, options: EvaluateOptions) -> tuple[str, str]:
@@ -282,21 +269,20 @@ def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, st
     return contexts
 
 
-def time_decoding(
-    subjects: Sequence[Subject], options: EvaluateOptions, contexts: Sequence[int], bars: Bars = unseen
-) -> None:
+def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, contexts: Sequence[int]) -> None:
     """Add to each record how fast its model decodes after prompts of `contexts`, and its cache as it is measured; all
     models are in memory at once, since they take turns.
     """
     models = {subject.name: load(subject, options) for subject in subjects}
     caches = {subject.name: subject.cache for subject in subjects if subject.cache}
     batches, steps, repeats = options.decode_batches, options.decode_steps, options.decode_repeats
-    progress = bars(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding")
     tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
-    with _explained(
-        ", ".join(models), options, tried, "give smaller --decode-batches or --decode-contexts, or fewer checkpoints"
+    advice = "give smaller --decode-batches or --decode-contexts, or fewer checkpoints"
+    with (
+        _explained(", ".join(models), options, tried, advice),
+        _bar(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding", options) as bar,
     ):
-        points = measure_decode(models, caches, batches, contexts, steps, repeats, progress)
+        points = measure_decode(models, caches, batches, contexts, steps, repeats, bar.update)
     for subject in subjects:
         model, tokens = models[subject.name], contexts[0]
         subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}
@@ -356,9 +342,7 @@ def make_probe(first: Subject, text: Text | None, context: int, options: Evaluat
     return Probe(asked, texts, plain.get("text", np.array([], int)), prefix)
 
 
-def measure_recall(
-    subjects: Sequence[Subject], text: Text | None, context: int, options: EvaluateOptions, bars: Bars = unseen
-) -> None:
+def measure_recall(subjects: Sequence[Subject], text: Text | None, context: int, options: EvaluateOptions) -> None:
     """Add to each record what the model finds again in `context` tokens, and how long it says what the first says.
 
     Where no context is asked for the loss by position becomes that of windows as long as the models' positions, where
@@ -372,15 +356,18 @@ def measure_recall(
     tried = f"a batch of {options.batch_size} sequences of {context:,} tokens"
     share = sum(window.scored for window in [*windows, *far]) // ranks().num_processes
     for subject in subjects:
-        head, progress = _head(subject, options), bars(share, "tok", f"{subject.name}, recall")
-        with _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"):
-            found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=progress)))
+        head = _head(subject, options)
+        with (
+            _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"),
+            _bar(share, "tok", f"{subject.name}, recall", options) as bar,
+        ):
+            found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=bar.update)))
             shown = probe.texts[:SHOWN]
             if subject is not subjects[0]:
                 shown = continued(head.model, [window.ids[: -window.scored] for window in shown])
             found[-1]["samples"] = as_text(subject.tokenizer, shown)
             if far:
-                nats.append(score(head, far, batch_size=1, progress=progress).nats)
+                nats.append(score(head, far, batch_size=1, progress=bar.update).nats)
                 base = nats[0] if nats[1:] else None
                 found[-1]["by_context"] = by_context(nats[-1], far, base, runs(far))
         del head  # before the next one is loaded

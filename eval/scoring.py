@@ -47,31 +47,23 @@ class Scores:
     baseline_nats: NDArray[np.float32] | None = None
 
 
-@dataclass(frozen=True)
-class PaddedWindows:
-    """Windows side by side: (B, T) inputs and, of every scored prediction, its flat position in them and its target."""
-
-    inputs: dict[str, Tensor]
-    flat: Tensor
-    targets: Tensor
-    rows: NDArray[np.int64]  # where each prediction stands in Scores
-
-
 # Of some rows (n,) of a batch's predictions, (n, V) float32: what a model, or what is stored of one, says of them.
 Predictions = Callable[[slice], Tensor]
-Baseline = Callable[[PaddedWindows], Predictions]  # log-probabilities of what a model is compared with
+# Log-probabilities of what a model is compared with, of a batch: its inputs (B, T), the flat positions in them that are
+# scored, and where the predictions there stand in `Scores`.
+Baseline = Callable[[dict[str, Tensor], Tensor, NDArray[np.int64]], Predictions]
 
 
-def _logits(head: ChunkedHead, batch: PaddedWindows) -> Predictions:
-    hidden = head.hidden(**batch.inputs).flatten(0, 1)
-    return lambda piece: head.logits(hidden[batch.flat[piece]]).float()
+def _logits(head: ChunkedHead, inputs: dict[str, Tensor], places: Tensor) -> Predictions:
+    hidden = head.hidden(**inputs).flatten(0, 1)
+    return lambda piece: head.logits(hidden[places[piece]]).float()
 
 
 def live_baseline(head: ChunkedHead) -> Baseline:
     """The baseline's model, run over the same batches."""
 
-    def start(batch: PaddedWindows) -> Predictions:
-        logits = _logits(head, batch)
+    def start(inputs: dict[str, Tensor], places: Tensor, rows: NDArray[np.int64]) -> Predictions:
+        logits = _logits(head, inputs, places)
         return lambda piece: logits(piece).log_softmax(-1)
 
     return start
@@ -103,8 +95,7 @@ def score(
     parts = []
     for indices in list(batches(windows, batch_size))[state.process_index :: state.num_processes]:
         rows = np.concatenate([places[i] for i in indices])
-        batch = _make_batch([windows[i] for i in indices], rows, head.model.device)
-        found = _score_batch(head, batch, baseline, record)
+        found = _score_batch(head, [windows[i] for i in indices], rows, baseline, record)
         if (bad := ~np.isfinite(found["nats"])).any():
             number = np.repeat(indices, [windows[i].scored for i in indices])[bad].min()
             raise RefusedError(_not_finite(head.model, windows, number))
@@ -131,39 +122,37 @@ def _side_by_side(lines: Iterable[Sequence[int]], device: torch.device) -> Tenso
     return pad_sequence([torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True).to(device)
 
 
-def _make_batch(windows: Sequence[Window], rows: NDArray[np.int64], device: torch.device) -> PaddedWindows:
-    counts = _side_by_side(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
-    targets = [number for window in windows for number in window.ids[-window.scored :]]
-    flat = counts.flatten().nonzero().squeeze(1)
-    return PaddedWindows(padded(windows, device), flat, torch.tensor(targets, device=device), rows)
-
-
 def _score_batch(
     head: ChunkedHead,
-    batch: PaddedWindows,
+    windows: Sequence[Window],
+    rows: NDArray[np.int64],
     baseline: Baseline | None,
     record: Callable[[NDArray[np.int64], Tensor], None] | None,
 ) -> dict[str, NDArray[Any]]:
-    """What `Scores` holds, of the batch's predictions."""
-    ours, theirs = _logits(head, batch), baseline(batch) if baseline else None
-    device, parts = batch.targets.device, []
-    for piece in chunks(len(batch.rows), head.vocabulary, device, free_memory(device)):
-        targets, logits = batch.targets[piece], ours(piece)
-        parts.append({"hits": logits.argmax(-1) == targets})
+    """What `Scores` holds, of these windows' predictions, which stand at `rows` in it."""
+    device, parts = head.model.device, []
+    inputs = padded(windows, device)
+    scored = _side_by_side(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
+    places = scored.flatten().nonzero().squeeze(1)
+    targets = torch.tensor([token for window in windows for token in window.ids[-window.scored :]], device=device)
+    ours, theirs = _logits(head, inputs, places), baseline(inputs, places, rows) if baseline else None
+    for piece in chunks(len(rows), head.vocabulary, device, free_memory(device)):
+        true, logits = targets[piece], ours(piece)
+        parts.append({"hits": logits.argmax(-1) == true})
         if not theirs and not record:
-            parts[-1]["nats"] = nats(logits, targets)
+            parts[-1]["nats"] = nats(logits, true)
             continue
         q = logits.log_softmax(-1)
-        parts[-1]["nats"] = _at(q, targets)
+        parts[-1]["nats"] = _at(q, true)
         if record:
-            record(batch.rows[piece], q)
+            record(rows[piece], q)
         if theirs:
             p = theirs(piece)
             parts[-1] |= {
                 "kl": kl_divergence(p, q),
                 "same_top": p.argmax(-1) == q.argmax(-1),
                 "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
-                "baseline_nats": _at(p, targets),
+                "baseline_nats": _at(p, true),
             }
     return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
 

@@ -23,7 +23,7 @@ from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.write import write_text
 from gqa.corpus.likelihood import kl_divergence
 from gqa.corpus.windows import Window
-from gqa.eval.scoring import PaddedWindows, Predictions
+from gqa.eval.scoring import Predictions
 
 _DATA, _META = "log_probabilities.f16", "baseline.json"
 
@@ -100,5 +100,5 @@ class StoredBaseline:
         except (OSError, ValueError, KeyError):  # cut short, or of another version: to be made again
             return None
 
-    def __call__(self, batch: PaddedWindows) -> Predictions:
-        return lambda piece: torch.from_numpy(self._data[batch.rows[piece]]).to(batch.targets.device).float()
+    def __call__(self, inputs: dict[str, Tensor], places: Tensor, rows: NDArray[np.int64]) -> Predictions:
+        return lambda piece: torch.from_numpy(self._data[rows[piece]]).to(places.device).float()

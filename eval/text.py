@@ -133,11 +133,7 @@ class Text:
 
     def record(self) -> dict[str, Any]:
         """Everything but the windows."""
-        return {
-            "protocol": self.protocol, "context": self.context, "stride": self.stride, "tokens": self.tokens,
-            "documents": self.documents, "bytes": self.bytes, "words": self.words, "windows": len(self.windows),
-            "cut": self.cut,
-        }  # fmt: skip
+        return {**vars(self), "tokens": self.tokens, "windows": len(self.windows)}
 
 
 def make_text(

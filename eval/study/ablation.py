@@ -215,7 +215,7 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
     subject, options, start = study.subject, study.options, time.perf_counter()
     how = EvaluateOptions(
         batch_size=options.eval_batch, precision=options.dtype, device=options.devices[0], kl=options.kl,
-        baseline_cache=work / BASELINE if options.kl else None,
+        baseline_cache=work / BASELINE if options.kl else None, quiet=True,
     )  # fmt: skip
     nats = evaluate.measure_quality([subject], study.text, how)
     key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]

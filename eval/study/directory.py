@@ -1,7 +1,7 @@
 """A study on disk: its record, and a row for each cell, there as soon as the cell is measured, whatever happens after.
 
-rows.jsonl is the table of results: `pandas.read_json("rows.jsonl", lines=True)`. It is written anew with each row: it is
-the old one or the new one at every moment. The half line that earlier versions could leave at its end is dropped.
+rows.jsonl is the table of results: `pandas.read_json("rows.jsonl", lines=True)`. It is written anew with each row: at
+every moment it is the old one or the new one. The half line that earlier versions could leave at its end is dropped.
 """
 
 from __future__ import annotations
