@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,11 +34,17 @@ def look(index: int) -> dict[str, Any]:
 @contextmanager
 def panels(
     directory: Path, name: str, rows: int = 1, columns: int = 1, *, width: float = 8, height: float = 5, **more: Any
-) -> Iterator[tuple[Figure, Any]]:
-    """(rows, columns) pairs of axes, saved as NAME.svg and NAME.png; `more` is for matplotlib's `subplots`."""
+) -> Iterator[Any]:
+    """(rows, columns) axes, saved as NAME.svg and NAME.png; `more` is for matplotlib's `subplots`. The legend of the
+    first is below them, where it hides no line: in as few lines as the width allows, all of a length.
+    """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, figure.subplots(rows, columns, squeeze=False, **more)
+        yield (axes := figure.subplots(rows, columns, squeeze=False, **more))
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        if handles:
+            lines = math.ceil(len(handles) / max(2, int(width / (2.2 if columns > 1 else 4))))
+            figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
         figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
         figure.savefig(directory / f"{name}.png")
 
@@ -48,9 +55,9 @@ def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
     drawn = []
     for name, (title, caption, plot) in _PICTURES.items():
         if any(model.get(name) for model in models):
-            with panels(directory, name) as (_, axes):
-                plot(models, axes[0, 0])
-                axes[0, 0].set_title(title)
+            with panels(directory, name) as ((axes,),):
+                plot(models, axes)
+                axes.set_title(title)
             drawn.append((name, caption))
     return drawn
 
@@ -78,7 +85,6 @@ def _by_context(models: list[Results], axes: Axes) -> None:
     lowest = min(b.get("ratio_low", b["ratio"]) for model in models[1:] for b in model["by_context"])
     axes.set_ylim(bottom=min(-0.3, 130 * (lowest - 1)))
     axes.set(xlabel="tokens read before (up to)", ylabel="perplexity above the base model's (%)")
-    legend_below(axes)
 
 
 def percents_above(axes: Axes) -> None:
@@ -100,12 +106,6 @@ def _recall(models: list[Results], axes: Axes) -> None:
             _points(axes, [one["distance"] for one in points], *shares, linestyle=line, label=label, **look(index))
     powers_of_two(axes, [one["distance"] for one in found[0]])
     axes.set(xlabel="tokens between the copies", ylabel="recalled (%)", ylim=(0, 102))
-    legend_below(axes)
-
-
-def legend_below(axes: Axes) -> None:
-    """Where it hides no line."""
-    axes.figure.legend(loc="outside lower center", ncols=2)
 
 
 def _attention_error(models: list[Results], axes: Axes) -> None:
@@ -116,7 +116,6 @@ def _attention_error(models: list[Results], axes: Axes) -> None:
     axes.set(xlabel="attention module, in order", ylabel="relative error (1 = the whole output)")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_below(axes)
 
 
 def _decode(models: list[Results], axes: Axes) -> None:
@@ -131,7 +130,6 @@ def _decode(models: list[Results], axes: Axes) -> None:
     axes.set(xlabel="context (tokens)", ylabel="milliseconds per token")
     # An outlier's bar may leave the picture; the lines must not be flattened by it.
     axes.set_ylim(0, 1.4e3 * max(p["seconds_per_token"] for m in models for p in m["decode"]["points"]))
-    legend_below(axes)
 
 
 def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:

@@ -23,7 +23,6 @@ from training import tiny_checkpoint, words_for
 from gqa.convert.align.options import MapsOptions
 from gqa.eval.study import ablation
 from gqa.eval.study import cells as study_cells
-from gqa.eval.study import jobs as study_jobs
 from gqa.eval.study.cells import Bench
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.text import Text
@@ -34,6 +33,13 @@ def command(program: str, *given: object) -> str:
     result = run(*given, program=program)
     assert (result.code, result.err) == (0, ""), result
     return result.out
+
+
+def evaluated(*given: object) -> list[dict[str, Any]]:
+    """What gqa-eval says of models on the held-out text."""
+    options = ("--data", place() / "heldout.jsonl", "--json", "-q")
+    found: list[dict[str, Any]] = json.loads(command("gqa-eval", *given, *options))["models"]
+    return found
 
 
 def by_cell(out: Path) -> dict[Cell, dict[str, Any]]:
@@ -47,25 +53,21 @@ def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
     """Also in the middle of a training that goes on; another alpha, as a control, gives something else."""
     model, converted, trained = place() / "model", tmp_path / "converted", tmp_path / "trained"
     command("gqa-convert", "-q", "--groups", 1, "--method", "first", "-o", converted, model)
-    data, heldout = place() / "train.jsonl", place() / "heldout.jsonl"
-    plainly = {"schedule": "constant", "teacher": "none", "train": "all"}
-    given = words_for(converted, data, trained, alpha=0.1, batch_size=4, context=64, learning_rate=3e-3, **plainly)
-    command("gqa-uptrain", *given, "--heldout", heldout)
-    options = ("--data", heldout, "--kl", "--json", "-q")
-    _, plain, further = json.loads(command("gqa-eval", model, converted, trained, *options))["models"]
+    plainly = {"schedule": "constant", "teacher": "none", "train": "all", "learning_rate": 3e-3}
+    given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **plainly)
+    command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
+    _, plain, further = evaluated(model, converted, trained, "--kl")
     found = by_cell(study())
     for alpha, expected in ((0.0, plain), (0.1, further)):
-        row = found[Cell("first", 1, 0, "all", "none", alpha)]
+        row, quality = found[Cell("first", 1, 0, "all", "none", alpha)], expected["quality"]
         against = expected["against_baseline"]
-        assert row["loss"] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
-        assert row["bits_per_byte"] == pytest.approx(expected["quality"]["bits_per_byte"], abs=1e-6)
-        assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
-        assert row["kl"] == pytest.approx(against["kl"]["mean"], abs=2e-3)  # the source's predictions are rounded
+        numbers = (quality["nats_per_token"], quality["bits_per_byte"], against["log_ratio"])
+        assert [row[name] for name in ("loss", "bits_per_byte", "loss_increase")] == pytest.approx(numbers, abs=1e-6)
+        rounded = (against["kl"]["mean"], against["acceptance"])  # from the source's predictions
+        assert [row[name] for name in ("kl", "acceptance")] == pytest.approx(rounded, abs=2e-3)
         assert row["top1_agreement"] == pytest.approx(against["same_top"], abs=0.01)
-        assert row["acceptance"] == pytest.approx(against["acceptance"], abs=2e-3)
-    assert found[Cell("first", 1, 0, "all", "none", 0.0)]["merge_errors"] == pytest.approx(
-        [error["own"] for error in plain["attention_error"]], abs=1e-6
-    )
+    errors = [error["own"] for error in plain["attention_error"]]
+    assert found[Cell("first", 1, 0, "all", "none", 0.0)]["merge_errors"] == pytest.approx(errors, abs=1e-6)
     longer = found[Cell("first", 1, 0, "all", "none", 0.3)]
     assert abs(longer["loss"] - further["quality"]["nats_per_token"]) > 1e-3
 
@@ -74,35 +76,110 @@ def test_what_is_trained_is_what_the_command_makes_of_it(tmp_path: Path) -> None
     """With the defaults of both: the base model teaches, the rate falls and the best state counts, each alpha for
     itself. A rate that destroys gives back what came.
     """
-    model, data, heldout = (place() / name for name in ("model", "train.jsonl", "heldout.jsonl"))
     usual = {"schedule": None, "teachers": None, "train": None, "no_kl": True, "methods": "mean"}
-    command("gqa-convert", "-q", "--groups", 1, "--method", "mean", "-o", tmp_path / "converted", model)
+    converted = tmp_path / "converted"
+    command("gqa-convert", "-q", "--groups", 1, "--method", "mean", "-o", converted, place() / "model")
     for rate in (3e-3, 30.0):
-        out, trained = tmp_path / f"study-{rate:g}", tmp_path / f"trained-{rate:g}"
-        plain, early, late = measured(out, learning_rate=rate, **usual)
-        assert {(row["train"], row["teacher"], row["schedule"]) for row in (plain, early, late)} == {
-            ("all", "source", "linear")
-        }
-        given = words_for(
-            tmp_path / "converted", data, trained, alpha=0.1, batch_size=4, context=64, learning_rate=rate
-        )  # fmt: skip
-        command("gqa-uptrain", *given, "--heldout", heldout)
-        (expected,) = json.loads(command("gqa-eval", trained, "--data", heldout, "--json", "-q"))["models"]
-        assert early["loss"] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
-        assert early["train_tokens"] < late["train_tokens"]
+        trained, how = tmp_path / f"trained-{rate:g}", {"batch_size": 4, "context": 64, "learning_rate": rate}
+        plain, early, late = measured(tmp_path / f"study-{rate:g}", learning_rate=rate, **usual)
+        told = {(row["train"], row["teacher"], row["schedule"]) for row in (plain, early, late)}
+        assert told == {("all", "source", "linear")}
+        given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, **how)
+        command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
+        assert early["loss"] == pytest.approx(evaluated(trained)[0]["quality"]["nats_per_token"], abs=1e-6)
+        assert 0 == plain["train_tokens"] < early["train_tokens"] < late["train_tokens"]
         assert (early["loss"] == pytest.approx(plain["loss"], abs=1e-6)) == (rate == 30.0)
         assert (early["loss"] == late["loss"]) == (rate == 30.0)
+
+
+def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrated on the study's own data, once; what is untrained is the same for all, what is trained is not."""
+    convert, made = study_cells.convert_checkpoint, []
+
+    def noting(*given: Any, **options: Any) -> Any:
+        made.append(options["method"])
+        return convert(*given, **options)
+
+    monkeypatch.setattr(study_cells, "convert_checkpoint", noting)
+    found = measured(
+        tmp_path / "study", methods="calibrated", alphas="0,0.1", train="all,kv", teachers="none,source",
+        calibration_tokens=640, calibration_context=64,
+    )  # fmt: skip
+    assert made == ["calibrated"]
+    plain, trained = ([row["loss"] for row in found if bool(row["alpha"]) == further] for further in (False, True))
+    assert len(plain) == len(trained) == 4
+    assert len(set(plain)) == 1
+    assert len({*plain, *trained}) == 5
+    command(
+        "gqa-convert", "-q", "--groups", 1, "--method", "calibrated", "--data", place() / "train.jsonl",
+        "--tokens", 640, "--context", 64, "-o", tmp_path / "converted", place() / "model",
+    )  # fmt: skip
+    expected = evaluated(tmp_path / "converted")[0]["quality"]["nats_per_token"]
+    assert plain[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_rows_of_the_grid() -> None:
+    """As many heads as the source has are one conversion. pandas and datasets read rows as docs say."""
+    found = by_cell(study())
+    assert [cell.method for cell in found] == [*["mean"] * 3, *["first"] * 3, *["none"] * 3]
+    unmerged = found[Cell("none", 4, 0, "all", "none", 0.0)]
+    assert unmerged["loss_increase"] == unmerged["merge_error"] == 0
+    assert unmerged["kv_bytes_per_token"] == 4 * found[Cell("mean", 1, 0, "all", "none", 0.0)]["kv_bytes_per_token"]
+    assert unmerged["decode_tokens_per_second"] > 0
+    tokens = [row["train_tokens"] for row in rows(study())[:3]]
+    assert tokens[0] == 0 < tokens[1] < tokens[2]
+    identity = json.loads((study() / "study.json").read_text())["identity"]
+    assert not {"loss", "kl", "error", "train_tokens"} & identity.keys()  # columns have names of their own
+    frame = pandas.read_json(study() / "rows.jsonl", lines=True, precise_float=True)
+    dataset = load_dataset("json", data_files=str(study() / "rows.jsonl"), split="train")
+    for line, (_, read), also in zip(rows(study()), frame.iterrows(), dataset, strict=True):
+        there = {name: value for name, value in line.items() if value is not None}
+        assert there == {name: read[name] for name in there} == {name: also[name] for name in there}
+
+
+def test_recall_is_what_the_command_finds(tmp_path: Path) -> None:
+    """Of the source and of a conversion, which finds less; nothing else is asked of either."""
+    out, converted = tmp_path / "study", tmp_path / "converted"
+    how: dict[str, Any] = {"train_context": None, "batch_size": None, "no_kl": True, "recall": True, "context": 128}
+    found = measured(out, model=SOURCE, methods="mean", groups="4", alphas="0", **how)
+    command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
+    source = json.loads((out / "study.json").read_text())["source"]
+    expected = evaluated(SOURCE, converted, "--context", 128, "--recall")
+    for told, model in zip((source, *found), expected, strict=True):
+        for one, other in zip(told["recall_by_distance"], model["recall"], strict=True):
+            assert one.pop("by_depth") == pytest.approx(other.pop("by_depth"))
+            assert one == pytest.approx(other, abs=1e-6)
+            if one["kind"] in ("text", "random"):  # at one distance each
+                assert told[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
+        assert told["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
+        assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= told.keys()
+    assert found[0]["recall_text"] < source["recall_text"] - 0.1
+    assert 0 < source["recall_first_reading"] < source["recall_text"]
+    html = (out / "report.html").read_text()
+    assert "Recall: second copies of the text" in html
+    assert f"{found[0]['recall_text']:.1%}" in html
+
+
+# ----------------------------------------------------------------------------------------------------------- grid
+
+
+def listed(out: Path, says: str = "", **options: Any) -> list[list[str]]:
+    """The cells that a dry run lists, as words of a line each; it writes nothing."""
+    before = snapshot(out.parent)
+    result = ablate(out, **options, dry_run=True)
+    assert (result.code, says in result.out + result.err) == (0, True), result
+    assert snapshot(out.parent) == before
+    lines = [line.split() for line in result.out.splitlines()[2:]]
+    return [line for line in lines if line[4:5] in (["source"], ["none"])]
 
 
 def test_the_grid_that_a_study_has_by_itself(tmp_path: Path) -> None:
     """Methods to choose between and the paper's; a half, a quarter and one of the heads."""
     usual = dict.fromkeys(("methods", "groups", "alphas", "schedule", "teachers", "train"))
-    result = ablate(tmp_path / "study", **usual, batch_size=1, dry_run=True)
-    assert (result.code, result.err) == (0, "")
-    cells = [line.split() for line in result.out.splitlines()[2:-3]]
+    cells = listed(tmp_path / "study", **usual, batch_size=1)
     assert [(cell[0], cell[1], cell[5]) for cell in cells] == [
-        *((method, groups, alpha) for groups in ("1", "2")
-          for method in ("mean", "first", "aligned", "calibrated", "refined") for alpha in ("0", "0.05")),
+        (method, groups, alpha) for groups in ("1", "2")
+        for method in ("mean", "first", "aligned", "calibrated", "refined") for alpha in ("0", "0.05")
     ]  # fmt: skip
     assert {(cell[0], cell[3]) for cell in cells} >= {("mean", "all"), ("refined", "attention")}
     assert {cell[4] for cell in cells} == {"source"}
@@ -111,10 +188,8 @@ def test_the_grid_that_a_study_has_by_itself(tmp_path: Path) -> None:
 def test_methods_that_a_model_cannot_have(tmp_path: Path) -> None:
     """Are left out of the usual ones, with the reason; those that are asked for are refused."""
     model = tiny_checkpoint(tmp_path / "model", "bitnet", kv_heads=4)
-    result = ablate(tmp_path / "study", model=model, methods=None, quiet=None, dry_run=True)
-    assert result.code == 0
-    assert "without aligned: " in result.err
-    assert {line.split()[0] for line in result.out.splitlines()[2:-3]} == {"mean", "first", "refined"}
+    cells = listed(tmp_path / "study", "without aligned: ", model=model, methods=None, quiet=None)
+    assert {cell[0] for cell in cells} == {"mean", "first", "refined"}
     result = ablate(tmp_path / "study", model=model, methods="mean,aligned", dry_run=True)
     assert (result.code, "aligned" in result.err) == (2, True)
 
@@ -130,81 +205,33 @@ def test_the_usual_numbers_of_heads(heads: int, alphas: tuple[float, ...], group
     assert Grid({}, (3, 5), alphas).settled(heads) == (3, 5)
 
 
-def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrated on the study's own data, once; what is untrained is the same for all, what is trained is not."""
-    convert, made = study_cells.convert_checkpoint, []
-
-    def noting(*given: Any, **options: Any) -> Any:
-        made.append(options["method"])
-        return convert(*given, **options)
-
-    monkeypatch.setattr(study_cells, "convert_checkpoint", noting)
-    measured(
-        tmp_path / "study", methods="calibrated", alphas="0,0.1", train="all,kv", teachers="none,source",
-        calibration_tokens=640, calibration_context=64,
-    )  # fmt: skip
-    assert made == ["calibrated"]
-    found = by_cell(tmp_path / "study")
-    plain = [row["loss"] for cell, row in found.items() if not cell.alpha]
-    trained = [row["loss"] for cell, row in found.items() if cell.alpha]
-    assert len(plain) == len(trained) == 4
-    assert len(set(plain)) == 1
-    assert len({*plain, *trained}) == 5
-    command(
-        "gqa-convert", "-q", "--groups", 1, "--method", "calibrated", "--data", place() / "train.jsonl",
-        "--tokens", 640, "--context", 64, "-o", tmp_path / "converted", place() / "model",
-    )  # fmt: skip
-    options = ("--data", place() / "heldout.jsonl", "--json", "-q")
-    (expected,) = json.loads(command("gqa-eval", tmp_path / "converted", *options))["models"]
-    assert plain[0] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
-
-
-def test_rows_of_the_grid() -> None:
-    """As many heads as the source has are one conversion; options and what was measured have names of their own."""
-    found = by_cell(study())
-    assert [cell.method for cell in found] == [*["mean"] * 3, *["first"] * 3, *["none"] * 3]
-    unmerged = found[Cell("none", 4, 0, "all", "none", 0.0)]
-    assert unmerged["loss_increase"] == unmerged["merge_error"] == 0
-    assert unmerged["kv_bytes_per_token"] == 4 * found[Cell("mean", 1, 0, "all", "none", 0.0)]["kv_bytes_per_token"]
-    assert unmerged["decode_tokens_per_second"] > 0
-    tokens = [row["train_tokens"] for row in rows(study())[:3]]
-    assert tokens[0] == 0 < tokens[1] < tokens[2]
-    identity = json.loads((study() / "study.json").read_text())["identity"]
-    assert not {"loss", "kl", "error", "train_tokens"} & identity.keys()
-
-
-def test_rows_are_read_as_docs_say() -> None:
-    frame = pandas.read_json(study() / "rows.jsonl", lines=True, precise_float=True)
-    dataset = load_dataset("json", data_files=str(study() / "rows.jsonl"), split="train")
-    for line, (_, read), also in zip(rows(study()), frame.iterrows(), dataset, strict=True):
-        there = {name: value for name, value in line.items() if value is not None}
-        assert there == {name: read[name] for name in there} == {name: also[name] for name in there}
-
-
-def test_recall_is_what_the_command_finds(tmp_path: Path) -> None:
-    """Of the source and of a conversion, which finds less; nothing else is asked of either."""
-    heldout, converted = place() / "heldout.jsonl", tmp_path / "converted"
-    found = measured(
-        tmp_path / "study", model=SOURCE, methods="mean", groups="4", alphas="0", context=128, recall=True, no_kl=True,
-        train_context=None, batch_size=None,
-    )  # fmt: skip
-    command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
-    options = ("--data", heldout, "--context", 128, "--recall", "--json", "-q")
-    expected = json.loads(command("gqa-eval", SOURCE, converted, *options))["models"]
-    source = json.loads((tmp_path / "study" / "study.json").read_text())["source"]
-    for told, model in zip((source, *found), expected, strict=True):
-        for one, other in zip(told["recall_by_distance"], model["recall"], strict=True):
-            assert one.pop("by_depth") == pytest.approx(other.pop("by_depth"))
-            assert one == pytest.approx(other, abs=1e-6)
-            if one["kind"] in ("text", "random"):  # at one distance each
-                assert told[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
-        assert told["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
-        assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= told.keys()
-    assert found[0]["recall_text"] < source["recall_text"] - 0.1
-    assert 0 < source["recall_first_reading"] < source["recall_text"]
-    html = (tmp_path / "study" / "report.html").read_text()
-    assert "Recall: second copies of the text" in html
-    assert f"{found[0]['recall_text']:.1%}" in html
+def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without speeds.json decoding is timed again, for all rows, and nothing else is measured. Of more methods only the
+    new cells are measured.
+    """
+    assert len(listed(tmp_path / "study", "6 of 6 cells to measure")) == 6
+    out = copied(tmp_path)
+    before = snapshot(out)
+    with monkeypatch.context() as patched:
+        patched.setattr(ablation, "measure_conversion", lambda *given: pytest.fail("measured again"))
+        measured(out, **SAME)
+        assert all(snapshot(out)[name] == before[name] for name in ("rows.jsonl", "study.json", "speeds.json"))
+        (out / "speeds.json").unlink()
+        again = measured(out, **SAME)
+    assert untimed(out) == untimed(study())
+    speeds = json.loads((out / "speeds.json").read_text())
+    for row, old in zip(again, rows(study()), strict=True):
+        assert row["decode_seconds_per_token"] != old["decode_seconds_per_token"]
+        assert speeds[str(row["groups"])].items() <= row.items()
+    assert speeds["4"].items() <= json.loads((out / "study.json").read_text())["source"].items()
+    more = SAME | {"methods": "mean,random:2", "groups": "1", "alphas": "0"}
+    done = [cell[-1] == "done" for cell in listed(out, "2 of 3 cells to measure", **more)]
+    assert done == [True, False, False]
+    grown = measured(out, **more)
+    new = [row for row in grown if row["method"] == "random"]
+    assert [row for row in grown if row not in new] == again
+    assert [row["seed"] for row in new] == [0, 1]
+    assert new[0]["loss"] != new[1]["loss"]
 
 
 # ------------------------------------------------------------------------------------------------ stop, continue
@@ -228,16 +255,15 @@ ablate_cli.main()
 
 def test_a_killed_study_continues_to_identical_rows(tmp_path: Path) -> None:
     """Killed in the middle of a training, with half a line of the next row written."""
-    given = words(tmp_path / "study", **SAME)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    killed = subprocess.run([sys.executable, "-c", _KILLED, *given], env=environment, capture_output=True, text=True)
+    out, environment = tmp_path / "study", os.environ | {"OMP_NUM_THREADS": "1"}
+    given = [sys.executable, "-c", _KILLED, *words(out, **SAME)]
+    killed = subprocess.run(given, env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    before = [json.loads(line) for line in (tmp_path / "study" / "rows.jsonl").read_text().splitlines()[:-1]]
+    before = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[:-1]]
     assert len(before) == 5
-    measured(tmp_path / "study", **SAME)
-    assert before == rows(tmp_path / "study")[:5]  # not measured again: the seconds are the same too
-    assert untimed(tmp_path / "study") == untimed(study())
-    assert not (tmp_path / "study" / ".work").exists()
+    assert before == measured(out, **SAME)[:5]  # not measured again: the seconds are the same too
+    assert untimed(out) == untimed(study())
+    assert not (out / ".work").exists()
 
 
 def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,39 +291,14 @@ def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch
     assert untimed(tmp_path / "study") == untimed(study())[:3]
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without speeds.json decoding is timed again, for all rows, and nothing else is measured."""
-    out = copied(tmp_path)
-    before = snapshot(out)
-    monkeypatch.setattr(ablation, "_measure", lambda *given: pytest.fail("measured again"))
-    measured(out, **SAME)
-    assert all(snapshot(out)[name] == before[name] for name in ("rows.jsonl", "study.json", "speeds.json"))
-    (out / "speeds.json").unlink()
-    again = measured(out, **SAME)
-    assert untimed(out) == untimed(study())
-    speeds = json.loads((out / "speeds.json").read_text())
-    for row, old in zip(again, rows(study()), strict=True):
-        assert row["decode_seconds_per_token"] != old["decode_seconds_per_token"]
-        assert speeds[str(row["groups"])].items() <= row.items()
-    assert speeds["4"].items() <= json.loads((out / "study.json").read_text())["source"].items()
-
-
-def test_a_study_grows(tmp_path: Path) -> None:
-    """Of more methods and alphas only the new cells are measured."""
-    grown = measured(copied(tmp_path), **SAME | {"methods": "random:2", "groups": "1", "alphas": "0"})
-    new = [row for row in grown if row["method"] == "random"]
-    assert [row for row in grown if row not in new] == rows(study())
-    assert [row["seed"] for row in new] == [0, 1]
-    assert new[0]["loss"] != new[1]["loss"]
-
-
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
 def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert, train = study_cells.convert_checkpoint, study_cells.train_along
+    convert, train, tried = study_cells.convert_checkpoint, study_cells.train_along, []
 
     def failing(*given: Any, **options: Any) -> Any:
+        tried.append(options["method"])
         if options["method"] == "mean":
             raise RuntimeError("the disk\nis on fire")
         return convert(*given, **options)
@@ -313,30 +314,24 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
         patched.setattr(study_cells, "convert_checkpoint", failing)
         patched.setattr(study_cells, "train_along", diverging)
         result = ablate(tmp_path / "study")
-    assert result.code == 1
+    assert (result.code, result.err.count("\n")) == (1, 1)
     assert "4 of 6 cells failed" in result.err
-    assert result.err.count("\n") == 1
+    assert tried == ["mean", "first"]  # once for all cells
     told = [row["error"] for row in rows(tmp_path / "study")]
     assert told == [*["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
     assert "the disk is on fire" in (tmp_path / "study" / "report.html").read_text()
     kept = rows(tmp_path / "study")[3:5]
-    assert measured(tmp_path / "study")[3:5] == kept
-    assert untimed(tmp_path / "study") == untimed(study())[:6]
-
-
-def test_side_by_side(tmp_path: Path) -> None:
-    """The same rows, in the same order, from two processes."""
-    measured(tmp_path / "study", jobs=2)
-    assert untimed(tmp_path / "study") == untimed(study())[:6]
+    assert measured(tmp_path / "study", jobs=2)[3:5] == kept
+    assert untimed(tmp_path / "study") == untimed(study())[:6]  # also from two processes
 
 
 def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_jobs, "_measure", dies)
+    monkeypatch.setattr(study_cells, "_measure", dies)
     cells = [[Cell(method, 1, 0, "all", "none", alpha) for alpha in (0, 0.1)] for method in ("mean", "first")]
     found: list[Any] = []
     options = StudyOptions(TrainOptions("model", Path()), MapsOptions(), devices=("cpu",))
     bench = Bench(options, Path(), Text((), "rolling", 64, 0, 0, 0), np.zeros(0, np.float32), "", {}, "cpu")
-    study_jobs.measure_side_by_side(bench, cells, 1, found.append)
+    study_cells.measure_side_by_side(bench, cells, 1, found.append)
     assert active_children() == []
     told = "its process was ended, as it is where memory runs out"
     assert [(Cell.of(row), row["error"]) for row in found] == [
@@ -345,20 +340,8 @@ def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_process_sees_its_device_alone() -> None:
-    assert study_jobs.alone("cpu", "0,1") == ("cpu", "")
-    assert study_jobs.alone("cuda", None) == ("cuda", None)
-    assert study_jobs.alone("cuda:1", None) == ("cuda", "1")
-    assert study_jobs.alone("cuda:1", "4,6") == ("cuda", "6")
-    assert study_jobs.alone("mps", None) == ("mps", None)
-
-
-def test_dry_run_writes_nothing(tmp_path: Path) -> None:
-    result = ablate(tmp_path / "study", dry_run=True)
-    assert result.code == 0
-    lines = result.out.splitlines()
-    assert [line.split()[0] for line in lines[2:8]] == [*["mean"] * 3, *["first"] * 3]
-    assert "6 of 6 cells to measure" in " ".join(lines[8:])
-    assert list(tmp_path.iterdir()) == []
-    result = ablate(copied(tmp_path), **SAME | {"groups": "1", "dry_run": True, "methods": "mean,random"})
-    assert [line.split()[-1] for line in result.out.splitlines()[2:5]] == ["done"] * 3
-    assert "3 of 6 cells to measure" in result.out
+    assert study_cells.alone("cpu", "0,1") == ("cpu", "")
+    assert study_cells.alone("cuda", None) == ("cuda", None)
+    assert study_cells.alone("cuda:1", None) == ("cuda", "1")
+    assert study_cells.alone("cuda:1", "4,6") == ("cuda", "6")
+    assert study_cells.alone("mps", None) == ("mps", None)

@@ -25,7 +25,7 @@ from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.sources import parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_speeds
+from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_side_by_side, measure_speeds
 from gqa.eval.study.directory import (
     RECORD,
     SCHEMA,
@@ -38,7 +38,6 @@ from gqa.eval.study.directory import (
     read_speeds,
     write_json,
 )
-from gqa.eval.study.jobs import measure_side_by_side
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.text import Text, check_ids, choose_context, make_text
@@ -113,7 +112,14 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
         "content of the data": text_digest(" ".join(source.identify() for source in sources)).hex(),
         "content of the held-out text": text_digest(repr([window.ids for window in text.windows])).hex(),
     }
-    _check_directory(options.output, identity := json.loads(json.dumps(identity)))
+    identity, record = json.loads(json.dumps(identity)), read_record(options.output)
+    if record is None and is_foreign(options.output):
+        raise RefusedError(f"{options.output} exists and holds no study; give another directory with -o")
+    if record and (changed := differences(identity, record["identity"])):
+        raise RefusedError(
+            f"{options.output} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
+            "options, or start over with --overwrite"
+        )
     return Study(options, grid, subject, config, text, steps, tokens, identity, left_out)
 
 
@@ -148,18 +154,6 @@ def _text(subject: Subject, options: StudyOptions, sources: Sequence[Any]) -> Te
     text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)
     check_ids([subject], text)
     return text
-
-
-def _check_directory(directory: Path, identity: Row) -> None:
-    """Raises RefusedError where there is something else than this study."""
-    record = read_record(directory)
-    if record is None and is_foreign(directory):
-        raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")
-    if record and (changed := differences(identity, record["identity"])):
-        raise RefusedError(
-            f"{directory} holds another study: {'; '.join(changed)}; give another directory with -o, the same options, "
-            "or start over with --overwrite"
-        )
 
 
 def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambda row: None) -> Rows:
@@ -201,7 +195,12 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
             bench, record["source"] = _measure_source(study, work)
             record["source"] |= speeds[heads]
             save()
-            _measure(bench, left, keep)
+            conversions = [list(cells) for _, cells in groupby(left, key=lambda cell: cell.conversion)]
+            if options.jobs > 1 or options.devices != (evaluate.usable_device(None),):  # processes see one device each
+                measure_side_by_side(bench, conversions, max(options.jobs, len(options.devices)), keep)
+            else:
+                for cells in conversions:
+                    measure_conversion(bench, cells, keep)
             rows.rewrite(speeds)
         record["source"] |= speeds[heads]
         save()
@@ -249,13 +248,3 @@ def git() -> str | None:
         return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _measure(bench: Bench, left: list[Cell], keep: Callable[[Row], None]) -> None:
-    conversions = [list(cells) for _, cells in groupby(left, key=lambda cell: cell.conversion)]
-    jobs, devices = bench.options.jobs, bench.options.devices
-    if jobs > 1 or devices != (evaluate.usable_device(None),):  # processes of their own see one device each
-        measure_side_by_side(bench, conversions, max(jobs, len(devices)), keep)
-        return
-    for cells in conversions:
-        measure_conversion(bench, cells, keep)

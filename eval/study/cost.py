@@ -25,32 +25,22 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     """Tokens of forward passes that each of `cells`, in their order, takes. The first cell of a conversion pays for the
     conversion, and each cell of a training for the tokens since the one before.
     """
-    found, measuring = {}, study.text.tokens + _asking(study)
+    checkpoint, reach = study.subject.checkpoint, sum(distance <= study.text.context for distance in DISTANCES)
+    asking = 0 if study.options.recall is False else 3 * READ * reach  # roughly: three kinds of second copies
+    found = {}
     for _, some in groupby(cells, key=lambda cell: cell.conversion):
-        converting = _converting(study, (group := list(some))[0])
+        first, converting = (group := list(some))[0], 0.0
+        if first.method in METHODS:  # else nothing is merged
+            plan = make_plan(checkpoint, first.groups, first.method)
+            counted = operations(plan, METHODS[first.method], study.options.maps)  # as gqa-convert --dry-run does it
+            converting = counted / (2 * checkpoint.parameters)
         for run in study.options.runs(group):
             before = 0
             for cell in run:
                 tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
-                found[cell] = converting + (tokens - before) * of_each + measuring
+                found[cell] = converting + (tokens - before) * of_each + study.text.tokens + asking
                 converting, before = 0.0, tokens
     return found
-
-
-def _asking(study: Study) -> int:
-    """Tokens of the questions about the context, roughly: three kinds of second copies at each distance."""
-    if study.options.recall is False:
-        return 0
-    return 3 * READ * sum(distance <= study.text.context for distance in DISTANCES)
-
-
-def _converting(study: Study, cell: Cell) -> float:
-    """Tokens of forward passes of the whole model that a conversion takes, as `gqa-convert --dry-run` estimates it."""
-    if cell.method not in METHODS:  # nothing is merged
-        return 0.0
-    checkpoint = study.subject.checkpoint
-    plan = make_plan(checkpoint, cell.groups, cell.method)
-    return operations(plan, METHODS[cell.method], study.options.maps) / (2 * checkpoint.parameters)
 
 
 def forward_rate(study: Study) -> float:

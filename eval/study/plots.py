@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from gqa.eval.study.tradeoff import BASE, heads, measured, pareto_front, points
 # Their colours, from the second on; what else is registered comes after them. The last is yellow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
 _GREY, _BLACK = "#777777", "#000000"
+_SHARED: Row = {"sharex": True, "sharey": True}  # axes of panels
 _TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)  # nats per token above the base model
 
 
@@ -49,25 +49,13 @@ class _Study:
         self.best = self.merged.loc[self.merged.groupby(["groups", "series"], sort=False).loss.idxmin()]
         self.counts = sorted(self.merged.groups.unique())
 
-    @contextmanager
-    def panels(self, name: str, rows: int, columns: int, width: float, height: float, **more: Any) -> Iterator[Any]:
-        """(rows, columns) axes, with a legend of the first below them: in as few lines as the width allows, all of a
-        length.
-        """
-        with panels(self.directory, name, rows, columns, width=width, height=height, **more) as (figure, axes):
-            yield axes
-            handles, labels = axes[0, 0].get_legend_handles_labels()
-            if handles:
-                lines = math.ceil(len(handles) / max(2, int(width / 2.2)))
-                figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
-
     def tradeoff(self) -> str:
         """Figure 3: what is lost for what is saved."""
         if self.merged.empty:
             return ""
         source, asked = self.source, "recall_text" in self.source
         kept = source["kv_bytes_per_token"] / 1024
-        with self.panels("tradeoff", 1, 1 + asked, 6 * (1 + asked), 5.5) as axes:
+        with panels(self.directory, "tradeoff", 1, 1 + asked, width=6 * (1 + asked), height=5.5) as axes:
             for axis, column, unit in zip(axes[0], ("loss_increase", "recall_text"), (1, 100), strict=False):
                 for series, style in self.looks.items():
                     own = self.best[self.best.series == series]
@@ -89,7 +77,8 @@ class _Study:
         if self.merged.alpha.nunique() < 2:
             return ""
         alphas, control = sorted(self.points.alpha.unique()), self.points[self.points.series == BASE]
-        with self.panels("alphas", 1, len(self.counts), max(6, 3.6 * len(self.counts) + 1), 5, sharey=True) as axes:
+        width = max(6, 3.6 * len(self.counts) + 1)
+        with panels(self.directory, "alphas", 1, len(self.counts), width=width, sharey=True) as axes:
             for axis, count in zip(axes[0], self.counts, strict=True):
                 for series, style in self.looks.items():
                     line = self.merged[(self.merged.series == series) & (self.merged.groups == count)]
@@ -115,7 +104,7 @@ class _Study:
         if "recall_text" not in self.source:
             return ""
         width, kinds = max(6, 3.6 * len(self.counts)), {"text": "text", "random": "random tokens"}
-        with self.panels("recall", 2, len(self.counts), width, 8, sharex=True, sharey=True) as axes:
+        with panels(self.directory, "recall", 2, len(self.counts), width=width, height=8, **_SHARED) as axes:
             for line, (kind, told) in zip(axes, kinds.items(), strict=True):
                 line[0].set(ylabel=f"{told} recalled (%)", ylim=(-2, 102))
                 for axis, count in zip(line, self.counts, strict=True):
@@ -138,7 +127,7 @@ class _Study:
         if self.points.empty or len(at) < 2:
             return ""
         at, timed = at.sort_values("groups"), "decode_seconds_per_token" in self.source
-        with self.panels("groups", 1, 1 + timed, 5 * (1 + timed) + 1, 4.5) as axes:
+        with panels(self.directory, "groups", 1, 1 + timed, width=5 * (1 + timed) + 1, height=4.5) as axes:
             memory, *others = axes[0]
             memory.plot(at.groups, at.kv_bytes_per_token / 1024, **look(1))
             memory.set(ylabel="KV cache per token (KiB)", title="memory")
@@ -165,7 +154,7 @@ class _Study:
         plain = plain.drop_duplicates(["method", "groups", "seed"])
         kinds = {"merge_errors": "each alone", "merge_errors_accumulated": "accumulated"}
         width = max(6, 3.6 * len(counts))
-        with self.panels("layers", 2, len(counts), width, 7, sharex=True, sharey=True) as axes:
+        with panels(self.directory, "layers", 2, len(counts), width=width, height=7, **_SHARED) as axes:
             for line, (column, kind) in zip(axes, kinds.items(), strict=True):
                 line[0].set_ylabel(kind)
                 for axis, count in zip(line, counts, strict=True):
