@@ -53,8 +53,10 @@ def duration(seconds: float) -> str:
 
 def allowed(plan: Plan) -> Iterator[Method]:
     """The methods that merge heads of this model, controls left out, from the quickest on."""
+    from gqa.convert.align.pairs import reads_text
+
     alignable = isinstance(plan.config.symmetry, Symmetry)
-    running = not transformers_config(plan.config.raw).is_encoder_decoder
+    running = reads_text(transformers_config(plan.config.raw))
     for method in METHODS.values():
         known = alignable or method.refines or not method.aligns
         if known and not method.redraws and (running or not method.reads_text):

@@ -162,6 +162,8 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
         sources = ",".join(map(without_place, text["sources"]))
         words += ["--data", sources, "--tokens", str(text["tokens"])]
         words += ["--context", str(text["length"]), "--seed", str(text["seed"])]
+        words += ["--field", text["field"]] if text.get("field", "text") != "text" else []
+        words += ["--target-field", text["target_field"]] if text.get("target_field") else []
         words += [] if text.get("repeats") else ["--no-repeats"]
         words += ["--trust-remote-code"] if text.get("trust_remote_code") else []
         words += ["--ridge", str(told["ridge"]), "--precision", told["dtype"]]

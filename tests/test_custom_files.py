@@ -241,14 +241,12 @@ def test_our_commands_need_no_trust(converted: dict[str, Path], tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------ bad input
 
 
-NO_LAYERS = "cannot be run layer by layer: use --method aligned"
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "no custom code": ("bart", ("--no-remote-code",), "only be converted to custom modelling code"),
     "unknown kind": ("bart", ("--attention", "decoder-self,sideways"), "choose decoder-self, cross, encoder"),
     "no kind": ("bart", ("--attention", ","), "choose decoder-self, cross, encoder"),
     "cross alone": ("bart", ("--attention", "cross"), "leaves out decoder-self"),
     "no divisor": ("bart", ("--groups", 3, "--method", "mean"), "choose 1, 2 or 4"),
-    "heads cannot be calibrated": ("bart", ("--method", "calibrated"), NO_LAYERS),
     "heads that no class of transformers holds": ("gpt2", ("--no-remote-code",), "(as gpt_bigcode); choose 1 or 4"),
     "kinds of a decoder": ("gpt2", ("--attention", "decoder-self"), "leave out --attention (it is for bart, m2m_100"),
 }

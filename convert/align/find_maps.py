@@ -21,11 +21,9 @@ from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.pair import Inputs
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import MapsFile, fingerprint, join_maps, open_maps, save_maps
-from gqa.convert.methods import instead
 from gqa.convert.plan import Plan, searches
 
 
@@ -62,11 +60,6 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
     """The work beside `output` with what all layers gave; gone once the block has made something of it."""
     search = searches(plan, options.grouping)
     work, how, blocks = _Work(output, describe(plan, options), overwrite), plan.merging.how, None
-    if how.reads_text and transformers_config(plan.config.raw).is_encoder_decoder:  # known before its text is sampled
-        raise RefusedError(
-            f"the decoder of {plan.checkpoint.name} is given another sequence besides its text; it cannot be run "
-            f"layer by layer: use --method {instead(lambda other: other.needs == 'weights')}"
-        )
     if how.reads_text and not work.complete:
         blocks = options.text.inputs(plan.checkpoint, options.device, watcher)
     with work.held():

@@ -28,8 +28,10 @@ DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
 @dataclass(frozen=True)
 class CalibrationText:
     """`sources` as `parse_sources` reads them, or `self[:plain][:TOKENS][@WEIGHT]`; `tokens` in all, in blocks of
-    `length`. `field` is the column of text of files and data sets. `repeats`: half of the blocks repeat themselves
-    (`gqa.corpus.repeats`), but those of `self:plain`. `trust_remote_code`: the tokenizer may be code that comes along.
+    `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
+    text of files and data sets; `target_field` that of what its decoder writes, or `self`: it is to write it.
+    `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
+    `trust_remote_code`: the tokenizer may be code that comes along.
     """
 
     sources: tuple[str, ...] = option_field(
@@ -47,7 +49,14 @@ class CalibrationText:
         256, "Tokens of one block of text.", aliases="--calibration-length", type=Count(2), metavar="COUNT", **OF_TEXT
     )
     seed: int = 0
-    field: str = "text"
+    field: str = option_field("text", aliases="--source-field", **OF_TEXT)
+    target_field: str | None = option_field(
+        None,
+        "The column of targets for sources in --field, of encoder-decoders; self: the model writes them.  [default: "
+        "plain text, of which spans are left out]",
+        metavar="NAME",
+        **OF_TEXT,
+    )
     repeats: bool = option_field(
         True,
         "Let half of the blocks repeat themselves, which keeps a model able to look things up; not those of "
@@ -65,7 +74,27 @@ class CalibrationText:
 
     def inputs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments. Raises RefusedError and CorpusError."""
-        return {"input_ids": self.blocks(checkpoint, device, watcher)}
+        from gqa.convert.heads.config import transformers_config
+
+        if not transformers_config(checkpoint.config).is_encoder_decoder:
+            if self.target_field:
+                raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
+            return {"input_ids": self.blocks(checkpoint, device, watcher)}
+        from gqa.convert.align.calibration_text import read_blocks
+        from gqa.convert.align.pairs import PairMaker
+
+        maker = PairMaker(checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code)
+        pairs = []
+        for source, tokens in self._shares():
+            if is_self(source):
+                pairs += maker.write(tokens // self.length)
+            elif self.target_field:
+                targets = None if self.target_field == "self" else self._parse(source, self.target_field)
+                pairs += maker.read(self._parse(source), targets, tokens // self.length)
+            else:
+                how = (tokens, self.length, self.seed, False, self.trust_remote_code)
+                pairs += maker.corrupt(read_blocks(checkpoint, self._parse(source), *how))
+        return maker.inputs(pairs)
 
     def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
         """(N, length) token ids. Raises RefusedError and CorpusError."""
@@ -87,10 +116,12 @@ class CalibrationText:
 
     def identify(self) -> list[str]:
         """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
-        return [s if is_self(s) else self._parse(s).identify() for s in self.sources]
+        fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
+        named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
+        return [s if is_self(s) else self._parse(s, field).identify() for s, field in named]
 
-    def _parse(self, source: str) -> Source:
-        return parse_sources((source,), field=self.field)[0]
+    def _parse(self, source: str, field: str | None = None) -> Source:
+        return parse_sources((source,), field=field or self.field)[0]
 
     def _shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""

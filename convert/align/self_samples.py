@@ -8,7 +8,7 @@ continues, and every rank and every resumed run reads the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,11 +140,12 @@ def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
 
 
 def first_token(config: Any, name: str) -> int:
-    """What a sequence starts from: BOS, or EOS where there is none. Raises RefusedError where there is neither.
-
-    `config` is that of the text part.
+    """What a sequence starts from: BOS, or EOS where there is none; a decoder beside an encoder may have a token of its
+    own. Raises RefusedError where there is none of these.
     """
-    for given in (config.bos_token_id, config.eos_token_id):
+    own = getattr(config, "decoder_start_token_id", None) if config.is_encoder_decoder else None
+    config = config.get_text_config(decoder=True)
+    for given in (own, *(getattr(config, key, None) for key in ("bos_token_id", "eos_token_id"))):
         if isinstance(given, list):
             given = given[0] if given else None
         if isinstance(given, int) and 0 <= given < config.vocab_size:
@@ -154,29 +155,32 @@ def first_token(config: Any, name: str) -> int:
 
 @torch.no_grad()
 def samples(
-    model: Any, length: int, *, seed: int, batch: int, progress: Callable[[int], object] = lambda tokens: None
-) -> Tensor:
-    """(batch, length) token ids, the same for the same seed, batch and machine. Raises RefusedError.
+    model: Any, length: int, *, seed: int, batch: int, progress: Callable[[int], object] = lambda tokens: None,
+    given: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """(batch, length) token ids, the same for the same seed, batch and machine, none of those that are `banned`. Raises
+    RefusedError.
 
-    Nothing stops a sequence: after EOS the model starts another text, as it does in training.
+    Nothing stops a sequence: after EOS the model starts another text, as it does in training. `given` is what an
+    encoder reads, by the names of its arguments.
     """
     if not hasattr(model, "generate"):
         raise RefusedError(
             f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head that predicts tokens; "
             "give text instead of self"
         )
-    start = first_token(model.config.get_text_config(decoder=True), model.name_or_path)
+    start = first_token(model.config, model.name_or_path)
     how = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw does the sampling
-    how.eos_token_id = None
+    how.eos_token_id, how.decoder_start_token_id, how.suppress_tokens = None, start, list(banned) or None
     model.generation_config = how  # else the checkpoint's own habits (top-p, penalties) fill in what is not set
     draw = LogitsProcessorList([Draw(torch.Generator().manual_seed(seed), progress)])
     prompt = torch.full((batch, 1), start, device=model.device)
     try:
         with _quick_steps(model):
-            found: Tensor = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), generation_config=how, logits_processor=draw,
-                **_cache(model),
-            )  # fmt: skip
+            read = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if given is None else {
+                **given, "decoder_input_ids": prompt
+            }  # fmt: skip
+            found: Tensor = model.generate(**read, generation_config=how, logits_processor=draw, **_cache(model))
     except (ValueError, RuntimeError, TypeError, NotImplementedError, MemoryError) as error:
         told = f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
         if out_of_memory(error):

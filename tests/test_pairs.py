@@ -1,0 +1,165 @@
+"""What encoder-decoders are calibrated on: columns of a data set, plain text with spans left out, what they write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import check_refused, run
+from embedded import SOURCE, tokenizer
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.align.options import CalibrationText
+from gqa.convert.align.pairs import corrupted
+from gqa.convert.align.watcher import SILENT
+
+START, END = 1, 2  # of the tiny models
+ROWS = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """T5 with sentinels, BART with a mask token, Marian with neither, Whisper; pairs and text."""
+    found, plain = tmp_path_factory.mktemp("pairs"), tokenizer()
+    marks = {"t5": [f"<extra_id_{n}>" for n in range(8)], "bart": ["<mask>"], "marian": [], "whisper": []}
+    for name, added in marks.items():
+        tiny = replace(TINY[f"gqa_{name}"], options={**TINY[f"gqa_{name}"].options, "vocab_size": len(plain) + 8})
+        where = write_checkpoint(build(tiny, 4), found / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(SOURCE / file, where)
+        if added:
+            own = AutoTokenizer.from_pretrained(SOURCE)
+            own.add_special_tokens({"mask_token": added[0]} if name == "bart" else {"additional_special_tokens": added})
+            own.save_pretrained(where)
+    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (found / "text.txt").write_text("What was said was meant. " * 300)
+    return found
+
+
+def inputs(place: Path, name: str, source: str, count: int = 12, **how: str) -> dict[str, Tensor]:
+    text = CalibrationText((str(place / source) if "." in source else source,), 24 * count, 24, **how)
+    return text.inputs(read_checkpoint(place / name), "cpu", SILENT)
+
+
+def rows(given: dict[str, Tensor], prefix: str = "") -> list[list[int]]:
+    """Ids without their padding, which is at the end."""
+    masks = given[f"{prefix}attention_mask"].bool()
+    assert bool((masks[:, :-1] >= masks[:, 1:]).all())
+    return [ids[mask].tolist() for ids, mask in zip(given[f"{prefix}input_ids"], masks, strict=True)]
+
+
+def test_columns_of_a_data_set(place: Path) -> None:
+    """Each target behind its source, chosen by the seed; the decoder is given it shifted by one."""
+    given, plain = inputs(place, "t5", "pairs.jsonl", field="said", target_field="meant"), tokenizer()
+    # Its tokenizer puts the decoder's first token before a text.
+    known = {tuple(plain(row["said"])["input_ids"][:24]): plain(row["meant"])["input_ids"][1:] for row in ROWS}
+    assert len(rows(given)) == 12
+    for source, target in zip(rows(given), rows(given, "decoder_"), strict=True):
+        assert target == [START, *known[tuple(source)][:24]][: len(target)]
+        assert len(target) == len(known[tuple(source)])
+    again = inputs(place, "t5", "pairs.jsonl", field="said", target_field="meant")
+    assert torch.equal(again["input_ids"], given["input_ids"])
+
+
+def test_spans_are_left_out_and_asked_for() -> None:
+    """15 % in spans of 3: source and target together are the text, in its order."""
+    ids, marks = np.arange(100, 300), list(range(10, 60))
+    source, target = corrupted(ids, marks, END, np.random.default_rng(0))
+    spans: dict[int, list[int]] = {}
+    for token in target[:-1]:
+        spans.setdefault(token, []) if token in marks else spans[list(spans)[-1]].append(token)
+    assert list(spans) == marks[:10]
+    assert sum(map(len, spans.values())) == 30
+    assert len({len(span) for span in spans.values()}) > 1
+    back = [token for one in source[:-1] for token in spans.get(one, [one])]
+    assert back == ids.tolist()
+    assert source[-1] == target[-1] == END
+    masked, whole = corrupted(ids, [5], END, np.random.default_rng(0))
+    assert (masked.count(5), whole) == (10, [*ids.tolist(), END])
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_plain_text_makes_pairs(place: Path, name: str) -> None:
+    given = inputs(place, name, "text.txt")
+    marks = {"t5": "<extra_id_0>", "bart": "<mask>"}
+    mark = read_marks(place / name)[marks[name]]
+    assert all(mark in row for row in rows(given))
+    assert all((mark in row) == (name == "t5") for row in rows(given, "decoder_"))
+    assert all(row[0] == START for row in rows(given, "decoder_"))
+
+
+def read_marks(model: Path) -> dict[str, int]:
+    return {one["content"]: one["id"] for one in json.loads((model / "tokenizer.json").read_text())["added_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "how"),
+    [("t5", "self", {}), ("marian", "self", {}), ("marian", "pairs.jsonl", {"field": "said", "target_field": "self"})],
+)
+def test_the_decoder_writes(place: Path, name: str, source: str, how: dict[str, str]) -> None:
+    """The same each time; a target ends where the decoder ends it."""
+    given, again = (inputs(place, name, source, 4, **how) for _ in range(2))
+    assert all(torch.equal(given[key], again[key]) for key in given)
+    if source == "self":
+        assert len({tuple(row) for row in rows(given)}) == 4
+        assert all(END not in row[:-1] for row in rows(given))
+    assert all(END not in row for row in rows(given, "decoder_"))
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
+    words = (
+        "--groups",
+        2,
+        "--method",
+        method,
+        "--data",
+        place / "pairs.jsonl",
+        "--source-field",
+        "said",
+        "--tokens",
+        960,
+    )
+    steps = ("--refine-steps", 4) if method == "refined" else ()
+    done = run(place / "t5", *words, *steps, "--target-field", "meant", "--context", 24, "-o", tmp_path / "out", "-q")
+    assert (done.code, done.err.count("\n")) == (0, 1), "nothing but that the result is custom code"
+    assert (
+        " --field said --target-field meant"
+        in json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["command"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("whisper", "--data self", "the encoder of whisper is given sound or images, not text: to calibrate it takes"),
+        (
+            "marian",
+            "--data text.txt --context 24",
+            "has neither sentinels nor a mask token, so plain text makes no pairs",
+        ),
+        (
+            "t5",
+            "--data pairs.jsonl --field said --target-field nothing",
+            "has no field 'nothing'; it has 'meant'",
+        ),
+        ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
+        ("bart", "--data text.txt --context 65", "bart has 64 positions, --context is 65; give at most 64"),
+        ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
+    ],
+)
+def test_refused(place: Path, tmp_path: Path, name: str, words: str, says: str) -> None:
+    model = SOURCE if name == "llama" else place / name
+    named = [str(place / word) if "." in word else word for word in words.split()]
+    done = run(model, "--groups", 2, "--method", "calibrated", "--tokens", 960, *named, "-o", tmp_path / "out")
+    assert says in check_refused(done, advice="")
+    assert not list(tmp_path.iterdir())
