@@ -27,30 +27,16 @@ _ENDLESS = 2**62  # tokens of a stream
 
 
 @dataclass(frozen=True)
-class Repeating:
-    """Blocks of which half repeat themselves (`gqa.corpus.repeats`)."""
-
-    plain: Blocks | StreamedBlocks
-    seed: int
-
-    @property
-    def size(self) -> int:
-        return self.plain.size
-
-    def __getitem__(self, index: int) -> Block:
-        found = mixed(lambda number: self.plain[number]["input_ids"], index, self.seed, 0)
-        return {"input_ids": found.astype(np.int64)}
-
-
-@dataclass(frozen=True)
 class Dataloader:
-    """Step s trains on blocks s * batch_size to (s + 1) * batch_size, in order, behind the `first` ones.
+    """Step s trains on blocks s * B to (s + 1) * B, in order, behind the `first` ones, B being the batch. Half of them
+    repeat themselves where that is asked for (`gqa.corpus.repeats`).
 
-    `fingerprint`: equal where the data is. `summary`: what the data is, for people. `heldout`: what was held back.
+    `options`: with block and batch decided. `fingerprint`: equal where the data is. `summary`: what the data is, for
+    people. `heldout`: what was held back.
     """
 
-    blocks: Blocks | StreamedBlocks | SampledBlocks | Repeating
-    batch_size: int
+    options: TrainOptions
+    blocks: Blocks | StreamedBlocks | SampledBlocks
     steps: int
     fingerprint: str
     summary: str
@@ -59,14 +45,21 @@ class Dataloader:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.blocks.size
+        return self.options.blocks_per_step * self.options.block
 
     def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[Batch]]:
         """For each step from `first_step` on, the micro-batches of one rank, which has every `ranks`th block."""
+        batch = self.options.blocks_per_step
         for step in range(first_step, self.steps):
-            begin = self.first + step * self.batch_size
-            own = [self.blocks[number] for number in range(begin + rank, begin + self.batch_size, ranks)]
+            begin = self.first + step * batch
+            own = [self._block(number) for number in range(begin + rank, begin + batch, ranks)]
             yield [stack(own[start : start + micro]) for start in range(0, len(own), micro)]
+
+    def _block(self, index: int) -> Block:
+        if not self.options.repeats:
+            return self.blocks[index]
+        found = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0)
+        return {"input_ids": found.astype(np.int64)}
 
 
 def stack(blocks: list[Block]) -> Batch:
@@ -104,8 +97,7 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         )  # fmt: skip
         blocks, told, fingerprint = chosen.blocks, chosen.summary(), text.fingerprint
         steps = _steps(blocks.n_blocks, options)
-    read = Repeating(blocks, options.seed) if options.repeats else blocks
-    return Dataloader(read, options.blocks_per_step, steps, fingerprint, told, heldout, first)
+    return Dataloader(options, blocks, steps, fingerprint, told, heldout, first)
 
 
 def _heldout_blocks(options: TrainOptions) -> int:
@@ -138,13 +130,13 @@ def open_sampled(
         raise RefusedError(
             f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
-    batch, steps = options.blocks_per_step, _steps(n_blocks, options)
-    count, first = steps * batch, 0 if options.heldout else _heldout_blocks(options)
+    steps, first = _steps(n_blocks, options), 0 if options.heldout else _heldout_blocks(options)
+    count = steps * options.blocks_per_step
     how = options.block, first + count, options.seed, own.plain
     blocks = sampled_blocks(load, device, checkpoint, *how, watcher, write)
     told = f"{count:,} blocks of {options.block:,} that {checkpoint.name} writes"
     heldout = [blocks[number] if write else {} for number in range(first)]
-    return Dataloader(blocks, batch, steps, blocks.fingerprint, told, heldout, first)
+    return Dataloader(options, blocks, steps, blocks.fingerprint, told, heldout, first)
 
 
 def _length(options: TrainOptions) -> dict[str, Any]:

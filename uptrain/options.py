@@ -194,10 +194,6 @@ class TrainOptions:
         assert self.batch_size is not None
         return self.batch_size
 
-    def blocks_at_a_time(self, ranks: int) -> int:
-        """Blocks of one forward pass on one of `ranks`."""
-        return self.micro_batch or self.blocks_per_step // ranks
-
     def check(self, ranks: int) -> None:
         """Raises RefusedError where options do not go together."""
         for told in chain(self._conflicts(), self._data_conflicts(), self._batch_conflicts(ranks)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Setup:
     @property
     def block_size(self) -> int:
         """Tokens of a block."""
-        return self.dataloader.blocks.size
+        return self.options.block
 
     @property
     def metrics(self) -> Path:
@@ -140,10 +140,11 @@ def prepare(
             )
         else:
             dataloader = open_dataloader(options, tokenizer, longest, processes)
-        options = replace(options, batch_size=dataloader.batch_size, block_size=dataloader.blocks.size)
+        options = dataloader.options
         heldout = dataloader.heldout or open_heldout(options, tokenizer)
-    micro = options.blocks_at_a_time(processes)
-    _accumulate(accelerator, options.blocks_per_step // processes // micro, micro)
+    share = options.blocks_per_step // processes
+    micro = options.micro_batch or share
+    _accumulate(accelerator, share // micro, micro)
     return Setup(options, taught, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
 
 
