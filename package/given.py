@@ -67,7 +67,7 @@ def scratch() -> TemporaryDirectory[str]:
 def name_of(model: Any) -> str:
     """Where a model lies; what one in memory is called: where it is from, else its class."""
     if not in_memory(model):
-        return os.fspath(model)
+        return str(os.fspath(model))
     name = Path(str(getattr(model, "name_or_path", "") or "")).name
     return name if name.strip(".") else type(model).__name__
 

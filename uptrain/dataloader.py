@@ -111,7 +111,8 @@ def _hold_back(text: TokenisedText, options: TrainOptions) -> tuple[TokenisedTex
     if not count:
         return text, []
     rest, aside = text.set_aside(count * options.block)
-    return rest, list(Blocks(aside, np.arange(len(aside)), options.block, boundaries=options.mask_documents))
+    blocks = Blocks(aside, np.arange(len(aside)), options.block, boundaries=options.mask_documents)
+    return rest, [blocks[number] for number in range(len(blocks))]
 
 
 def open_sampled(

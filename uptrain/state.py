@@ -166,8 +166,8 @@ def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> No
     """
     from accelerate.checkpointing import load_accelerator_state
     from accelerate.utils import DistributedType
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load as read
 
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if sharded and not (path / _SHARDS).is_dir():
@@ -176,8 +176,8 @@ def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> No
         accelerator.load_state(str(path))
     else:
         weights, moments = get_state_dict(model, optimizer.optimizer)
-        checkpoint.load({"model": weights}, checkpoint_id=path / _SHARDS)
-        checkpoint.load({"optimizer": moments}, checkpoint_id=path / _OPTIMIZER_SHARDS)
+        read({"model": weights}, checkpoint_id=path / _SHARDS)
+        read({"optimizer": moments}, checkpoint_id=path / _OPTIMIZER_SHARDS)
         set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
         load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
 
