@@ -88,13 +88,3 @@ def test_hub(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     jobs = [(spec, options) for spec, options, _ in offline]
     assert read_with(machine, *jobs, HF_HUB_OFFLINE="1") == [answer for *_, answer in offline]
     assert len(hub.requests) == requests
-
-
-def test_local_data_needs_no_hub(tmp_path: Path) -> None:
-    """With the hub closed, local files are read at once; a name at the hub is one line, without a minute of retries."""
-    machine = Machine(tmp_path, "http://127.0.0.1:9")
-    lines(machine.work / "a.jsonl", {"text": "one"})
-    local, remote = read_with(machine, ("a.jsonl", {}), ("lab/data", {}))
-    assert local == ["one"]
-    assert "no file or directory lab/data, and the hub at http://127.0.0.1:9 cannot be reached (" in str(remote)
-    assert "the connection, HF_ENDPOINT and the proxy, or set HF_HUB_OFFLINE=1 to use what is in the" in str(remote)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import TINY, build
-from training import Runs, difference, losses, material, options_for, training_model
+from training import Runs, material, options_for, training_model
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -71,16 +71,6 @@ def test_a_loaded_state_goes_on() -> None:
     for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b), name
         assert not torch.equal(a, of_fresh[name]), name
-
-
-@pytest.mark.parametrize("scope", ["attention", "lora"])
-def test_with_ranks(runs: Runs, tmp_path: Path, scope: str) -> None:
-    """The same losses and weights on two."""
-    words = {"steps": 3, "optimizer": "muon", "train": scope}
-    runs.finish(*runs.words(tmp_path / "one", **words))
-    runs.finish(*runs.words(tmp_path / "two", **words), ranks=2)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert difference(tmp_path / "one", tmp_path / "two") < 1e-3
 
 
 def test_shards_are_refused(runs: Runs, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,8 +64,7 @@ class States:
 
     def all(self) -> list[Path]:
         """Complete states, the oldest first."""
-        found = [path for path in self.directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-        return sorted((p for p in found if (p / RECORD).is_file()), key=lambda path: int(path.name[5:]))
+        return sorted(record.parent for record in self.directory.glob(f"step-{'[0-9]' * 8}/{RECORD}"))
 
     def save(self, accelerator: Accelerator, record: dict[str, Any]) -> Path:
         """Write the state of all ranks; the older ones beyond `keep_last` go only when the new one is complete."""
