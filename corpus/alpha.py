@@ -46,11 +46,7 @@ def n_blocks_for(
     """
     if data_tokens < block_size:
         raise CorpusError(f"the data has {data_tokens} tokens, less than one block of {block_size}; use smaller blocks")
-    if pretraining_tokens is not None and pretraining_tokens < 1:
-        raise CorpusError(f"pretraining_tokens is {pretraining_tokens}; give a number above 0")
     if steps is not None:
-        if steps < 1:
-            raise CorpusError(f"steps is {steps}; give a number above 0")
         return steps * blocks_per_step
     if alpha is not None:
         # As it is written: 0.29 of 100 is 29, and not 28 as in binary.

@@ -173,12 +173,7 @@ def text_digest(text: str) -> bytes:
 
 
 def hash_threshold(fraction: float) -> int:
-    """The number below which 64-bit hashes are that fraction of all: exact, so the same on every machine.
-
-    Raises CorpusError outside [0, 1].
-    """
-    if not 0 <= fraction <= 1:
-        raise CorpusError(f"a fraction of {fraction:g} is outside 0 to 1")
+    """The number below which 64-bit hashes are that fraction of all: exact, so the same on every machine."""
     return int(Fraction(repr(float(fraction))) * 2**64)
 
 

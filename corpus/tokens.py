@@ -91,8 +91,6 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedTex
     """
     import datasets
 
-    if source.streaming:
-        raise CorpusError(f"{source.spec} is streamed, and a stream is not kept; read it as StreamedBlocks")
     encoder = Encoder(tokenizer)
     key = f"gqa tokens {_LAYOUT} {source.identify()} {encoder.identify()}"
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
@@ -185,17 +183,15 @@ class Blocks:
         self._ends = np.cumsum(text.lengths[order])
         tokens = int(self._ends[-1:].sum())
         self.n_blocks = tokens // size if n_blocks is None else n_blocks
-        if self.n_blocks > tokens // size:
-            raise ValueError(f"{n_blocks} blocks of {size} tokens are more than the {tokens} there are")
 
     def __len__(self) -> int:
         return self.n_blocks
 
     def __getitem__(self, index: int) -> Block:
         """Block `index`. Raises IndexError outside."""
-        if not -self.n_blocks <= index < self.n_blocks:
+        if not 0 <= index < self.n_blocks:
             raise IndexError(f"block {index} of {self.n_blocks}")
-        begin = int(index) % self.n_blocks * self.size
+        begin = int(index) * self.size
         first = int(np.searchsorted(self._ends, begin, "right"))
         last = int(np.searchsorted(self._ends, begin + self.size, "left"))
         parts = [self.text.document(int(i)) for i in self.order[first : last + 1]]

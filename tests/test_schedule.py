@@ -83,10 +83,7 @@ def options(**given: Any) -> TrainOptions:
     ("given", "ranks", "says"),
     [
         ({"alpha": 0.1}, 1, "given by --alpha and --steps; give one of --alpha, --tokens and --steps"),
-        *(
-            ({"alpha": alpha, "steps": None}, 1, f"--alpha is {alpha:g}; it is a fraction of the data, above 0")
-            for alpha in (0.0, -0.1, 1.01, math.nan, math.inf)
-        ),
+        ({"alpha": math.nan, "steps": None}, 1, "--alpha is nan; give a finite number"),
         ({"pretraining_tokens": 9}, 1, "--pretraining-tokens is what --alpha is a fraction of"),
         ({"batch_size": 6}, 4, "--batch-size 6 cannot be shared by 4 processes; give a multiple of 4"),
         ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),

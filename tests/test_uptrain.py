@@ -201,7 +201,10 @@ def bad_data(place: Path, root: Path) -> Refusals:
         ({"heldout_fraction": 1e-6}, "holds out no document of"),
         ({"heldout_fraction": 1.0}, "all documents are held out"),
         (stream | {"alpha": 0.1}, "the length of a stream is not known: give"),
-        (stream | {"alpha": 2.0, "pretraining_tokens": 9999}, "--alpha is 2; it is a"),
+        *(
+            (stream | {"alpha": alpha, "pretraining_tokens": 9999}, f"{alpha} is not in the range")
+            for alpha in (0.0, 2.0)
+        ),
         ({"tokens": "1M"}, "the length is given by --tokens and --steps; give one"),
     ]
 

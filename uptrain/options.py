@@ -62,7 +62,9 @@ class TrainOptions:
     )
     heldout_fraction: float = option_field(0.0, "Hold back this share of the documents.", type=_SHARE)
     heldout_tokens: int = option_field(8192, "How much of it to hold back or to read, at most.", type=Count())
-    alpha: float | None = option_field(None, "Train on this fraction of the data (0.05 in the GQA paper).")
+    alpha: float | None = option_field(
+        None, "Train on this fraction of the data (0.05 in the GQA paper).", type=click.FloatRange(0, 1, min_open=True)
+    )
     tokens: int | None = option_field(None, "Train on so many tokens, like 1B.  [default: 512K]")
     steps: int | None = option_field(None, "Train for so many steps.", type=_FROM_ONE)
     pretraining_tokens: int | None = option_field(
@@ -203,8 +205,6 @@ class TrainOptions:
         """What is refused before any data is read; how much data there is decides the rest."""
         if len(given := self.lengths) > 1:
             yield f"the length is given by {' and '.join(given)}; give one of --alpha, --tokens and --steps"
-        if self.alpha is not None and not 0 < self.alpha <= 1:
-            yield f"--alpha is {self.alpha:g}; it is a fraction of the data, above 0 and at most 1"
         if self.pretraining_tokens is not None and self.alpha is None:
             yield "--pretraining-tokens is what --alpha is a fraction of; give both"
         if not self.teachers and (self.match or self.distill != 1.0):
