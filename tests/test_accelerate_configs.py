@@ -98,10 +98,12 @@ def test_the_commands_in_comments_parse() -> None:
 
 
 def test_two_nodes_train_as_one(runs: Runs, tmp_path: Path) -> None:
-    """Two launchers, on CPUs; --precision, because bfloat16 is not equal for other shares of a batch."""
+    """Two launchers, on CPUs, of which one tells for both; --precision, because bfloat16 is not equal for other shares
+    of a batch.
+    """
 
     def words(name: str) -> list[str]:
-        return runs.words(tmp_path / name, steps=2, batch_size=4, precision="no", warmup=0, quiet=False)
+        return runs.words(tmp_path / name, steps=2, batch_size=4, precision="no", warmup=0, quiet=False, json=True)
 
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(BY_NAME["two-nodes"])]
@@ -117,7 +119,7 @@ def test_two_nodes_train_as_one(runs: Runs, tmp_path: Path) -> None:
     for process in running:
         said = process.communicate(timeout=300)[0]
         assert process.returncode == 0, said[-3000:]
-        assert said.count("written     ") == (process is running[0]), said
+        assert said.count("written     ") == said.count('{"tool": "gqa-uptrain"') == (process is running[0]), said
     one, both = (json.loads((tmp_path / name / "gqa_uptraining.json").read_text()) for name in ("one", "nodes"))
     assert [found["ranks"] for found in (one, both)] == [1, 2]
     assert both["losses"] == pytest.approx(one["losses"], abs=1e-4)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +120,6 @@ def test_others_wait_for_the_first_process_longer_than_a_collective_would(runs: 
     words = runs.words(tmp_path / "out", steps=2, save_every=2, keep_state=True)
     runs.finish(*words, ranks=2, before="slow(5, 4)")
     assert len(losses(tmp_path / "out")) == 2
-
-
-def test_torchrun(runs: Runs, tmp_path: Path) -> None:
-    """Two processes come to the weights of one, and one of them tells for both; `accelerate launch` is in
-    test_accelerate_configs.py.
-    """
-    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "gqa.uptrain"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, *runs.words(tmp_path / "two", steps=STEPS, quiet=False), "--json"],
-        capture_output=True, text=True, timeout=120, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    record = json.loads(done.stdout)
-    assert (record["ranks"], record["steps"]) == (2, STEPS)
-    assert done.stderr.count("written     ") == 1
-    runs.finish(*runs.words(tmp_path / "one", steps=STEPS))
-    assert difference(tmp_path / "one", tmp_path / "two") <= 1e-5
 
 
 def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine) -> None:
