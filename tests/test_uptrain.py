@@ -89,6 +89,8 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert record["trained_parameters"] == 2 * 2 * 16 * 32  # layers, K and V, rows, width
     assert record["memory_bytes"] == 4 * record["parameters"] + 12 * record["trained_parameters"]
     assert "steps       4 of 8 blocks = 512 tokens (1 process x 1 x 8), 2,048 tokens in all" in done.err
+    nested = command(tmp_path / "out", model=place / "nested", steps=1, train="attention", dry_run=True)
+    assert nested.code == 0, nested.err
     assert list(tmp_path.iterdir()) == []
     assert snapshot(place) == before
 

@@ -218,7 +218,8 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     model = _load(checkpoint, options, device, "float32", whole=False, weights=not dry)
     if model.config.is_encoder_decoder:
         raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
-    check_exportable(model, checkpoint)
+    if not dry:  # which of several names are stored is known when they are read
+        check_exportable(model, checkpoint)
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:
