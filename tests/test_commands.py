@@ -58,6 +58,7 @@ def options_of(program: str) -> dict[str, Option]:
 OLD = [
     ("gqa-convert", "--groups", "--kv-heads", "3"),
     ("gqa-convert", "--data", "--calibration", "notes.txt"),
+    ("gqa-convert", "--field", "--source-field", "said"),
     ("gqa-convert", "--tokens", "--calibration-tokens", "640"),
     ("gqa-convert", "--context", "--calibration-length", "64"),
     ("gqa-convert", "--no-repeats", "--no-calibration-repeats", ""),

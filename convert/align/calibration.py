@@ -41,6 +41,13 @@ class Calibrator:
     def layers(self) -> int:
         return len(self.pair.source.layers)
 
+    def tokens(self, layer: int, trained: int) -> int:
+        """How many a layer yet to come goes through, if each of its attention modules is trained on so many."""
+        blocks = self.streams.source.hidden[:, :, 0]
+        if self.pair.source.first <= layer and "decoder_input_ids" in self._inputs:
+            blocks = self._inputs["decoder_input_ids"]
+        return blocks.numel() + trained * max(1, len(self.pair.modules_of(layer)))
+
     def keep(self) -> dict[str, Tensor]:
         """What is needed to go on after the last layer that was run."""
         streams = self.streams

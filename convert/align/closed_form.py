@@ -179,6 +179,7 @@ def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tenso
     width = heads.kv // groups * heads.value_dim
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64)
     merged = task.merged(maps)
+    assert merged.attention
     for seen in merged.observe(task.stream, "heads"):
         q, k, _ = seen.heads
         own = values[seen.rows.start] if maps.order is None else values[seen.rows.start][:, maps.order]

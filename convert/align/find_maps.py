@@ -80,7 +80,9 @@ def _run_layers(plan: Plan, work: _Work, blocks: Inputs, options: MapsOptions, w
     trained = how.steps * how.batch * options.text.length if plan.merging.how.refines else 0
     try:
         calibrator = Calibrator(plan, blocks, options, work.kept())
-        watcher.stage("calibrating", (options.text.tokens + trained) * (calibrator.layers - first))
+        watcher.stage(
+            "calibrating", sum(calibrator.tokens(layer, trained) for layer in range(first, calibrator.layers))
+        )
         for layer in range(first, calibrator.layers):
             results = calibrator.run(layer, watcher.update)
             for number, result in enumerate(results):
@@ -142,7 +144,7 @@ class _Work:
     @property
     def complete(self) -> bool:
         """Whether all of them are."""
-        return 0 < self.layers == self._done()["of"]
+        return self.layers > 0 and self.layers == int(self._done()["of"])
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -192,7 +192,8 @@ class Layerwise:
         self.prefix = match[1]  # of the names of all layers of the decoder
         self._stacks = [*self._encoders(), self.prefix]
         stacks = [list(model.get_submodule(stack)) for stack in self._stacks]
-        self.first, self.layers = sum(map(len, stacks[:-1])), [layer for stack in stacks for layer in stack]
+        self.first = sum(map(len, stacks[:-1]))
+        self.layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
         self._paths = [f"{name}.{i}" for name, of in zip(self._stacks, stacks, strict=True) for i in range(len(of))]
         self._extras: dict[str, tuple[Any, ...] | None] = {}  # what layers return beside hidden states, if a tuple
         self._checkpoint, self._shared = checkpoint, shared_names(model)

@@ -36,7 +36,8 @@ class Moments:
     def zeros(cls, heads: LayerHeads, groups: int) -> Moments:
         m, d, e = heads.kv // groups, heads.key_dim, heads.value_dim
         shapes = ((groups, m * d, m * d), (groups, m * d), (heads.kv, d, d), (groups, m * e, m * e))
-        return cls(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+        keys, means, queries, values = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+        return cls(keys, means, queries, values)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, seen: Tensor) -> None:
         """(B, H, T, d) queries, (B, Hk, S, d) keys, (B, Hk, S, e) values, (B, H, T) what errors of scores do, (B or 1,

@@ -141,7 +141,9 @@ class Pair:
 
     def decode(self, inputs: Inputs, encoded: tuple[Tensor, Tensor]) -> Streams:
         """What the first layer of both decoders is given."""
-        own = {name.removeprefix("decoder_"): of for name, of in inputs.items() if name.startswith("decoder_")}
+        own: dict[str, Any] = {
+            name.removeprefix("decoder_"): of for name, of in inputs.items() if name.startswith("decoder_")
+        }
         own |= {f"encoder_{name}": of for name, of in inputs.items() if name == "attention_mask"} | {"use_cache": False}
         source, converted = (
             self._stream(own | {"encoder_hidden_states": states}, inputs.get("decoder_attention_mask"))
