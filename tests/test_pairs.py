@@ -131,7 +131,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
     )
     steps = ("--refine-steps", 4) if method == "refined" else ()
     done = run(place / "t5", *words, *steps, "--target-field", "meant", "--context", 24, "-o", tmp_path / "out", "-q")
-    assert (done.code, done.err.count("\n")) == (0, 1), "nothing but that the result is custom code"
+    assert (done.code, done.err.count("\n")) == (0, 1), done.err
     assert (
         " --field said --target-field meant"
         in json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())["command"]
