@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,27 +54,16 @@ def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedMod
     handle.remove()
 
 
-@dataclass
-class Calls:
-    """What a model was asked: shapes of its inputs, and tokens that the cache held before."""
-
-    ids: list[Tensor] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
-
-
 @pytest.fixture
-def calls(pair: dict[str, PreTrainedModel]) -> Iterator[dict[str, Calls]]:
-    made = {name: Calls() for name in pair}
+def calls(pair: dict[str, PreTrainedModel]) -> Iterator[dict[str, list[tuple[Tensor, int]]]]:
+    """What each model was asked: its inputs, and the tokens that the cache held before."""
+    made: dict[str, list[tuple[Tensor, int]]] = {name: [] for name in pair}
 
-    def hook(of: Calls) -> Any:
-        def note(_: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-            of.ids.append(kwargs["input_ids"])
-            held = kwargs.get("past_key_values")
-            of.cached.append(held.get_seq_length() if held is not None else 0)
+    def note(name: str, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+        held = kwargs.get("past_key_values")
+        made[name].append((kwargs["input_ids"], held.get_seq_length() if held is not None else 0))
 
-        return note
-
-    handles = [m.register_forward_pre_hook(hook(made[name]), with_kwargs=True) for name, m in pair.items()]
+    handles = [m.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, m in pair.items()]
     yield made
     for handle in handles:
         handle.remove()
@@ -95,12 +84,12 @@ def test_tokens_are_those_of_generate(pair: dict[str, PreTrainedModel]) -> None:
     assert made.seconds_per_token > 0
 
 
-def test_each_step_reads_one_token_and_the_cache(pair: dict[str, PreTrainedModel], calls: dict[str, Calls]) -> None:
+def test_each_step_reads_one_token_and_the_cache(pair: dict[str, PreTrainedModel], calls: Any) -> None:
     made = greedy_decode(pair["gqa2"], torch.full((3, 20), 7), steps=4)
-    seen = calls["gqa2"]
-    assert [tuple(ids.shape) for ids in seen.ids] == [(3, 20), (3, 1), (3, 1), (3, 1), (3, 1)]
-    assert seen.cached == [0, 20, 21, 22, 23]
-    assert torch.equal(torch.cat(seen.ids[1:], dim=1), made.tokens[:, :-1])
+    assert [(tuple(ids.shape), held) for ids, held in calls["gqa2"]] == [
+        ((3, 20), 0), ((3, 1), 20), ((3, 1), 21), ((3, 1), 22), ((3, 1), 23)
+    ]  # fmt: skip
+    assert torch.equal(torch.cat([ids for ids, _ in calls["gqa2"][1:]], dim=1), made.tokens[:, :-1])
 
 
 def test_a_sliding_window_decodes_too() -> None:
@@ -151,9 +140,9 @@ def test_median_and_spread(pair: dict[str, PreTrainedModel]) -> None:
         assert [point[name] for name in ("fastest", "seconds_per_token", "slowest")] == steps
 
 
-def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: dict[str, Calls]) -> None:
+def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: Any) -> None:
     measure_decode(pair, CACHES, [2], [5], steps=1, repeats=2)
-    prompts = [ids for of in calls.values() for ids in of.ids if ids.shape == (2, 5)]
+    prompts = [ids for seen in calls.values() for ids, _ in seen if ids.shape == (2, 5)]
     assert len(prompts) == 2 * (1 + 2)  # a warm-up and two repeats of each
     assert all(torch.equal(ids, prompts[0]) for ids in prompts)
     assert len(prompts[0].unique()) > 5

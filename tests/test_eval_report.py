@@ -146,13 +146,14 @@ def test_a_report_replaces_its_predecessor_and_nothing_else(tmp_path: Path) -> N
     assert (out / "notes.md").read_text() == "mine"
 
 
-@pytest.mark.parametrize("taken", [{"results.json": '{"acc": 1}'}, {"report.html": "# Mine"}, {"results.json": "{"}])
-def test_files_of_something_else_are_not_overwritten(tmp_path: Path, taken: dict[str, str]) -> None:
-    for name, text in taken.items():
-        (tmp_path / name).write_text(text)
+@pytest.mark.parametrize(
+    ("name", "text"), [("results.json", '{"acc": 1}'), ("report.html", "# Mine"), ("results.json", "{")]
+)
+def test_files_of_something_else_are_not_overwritten(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
     said = refused("SRC --data TEXT", "-o", tmp_path)
-    assert f"{tmp_path} holds {next(iter(taken))} of something else; give another directory" in said
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == taken
+    assert f"{tmp_path} holds {name} of something else; give another directory" in said
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: text}
 
 
 def test_names_cannot_break_a_report(tmp_path: Path) -> None:
@@ -222,9 +223,6 @@ def test_a_verdict_says_what_is_saved_and_what_it_costs() -> None:
     assert told == ["2 of 8 heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)"]
     assert judged({}, {}) == ["8 of 8 heads: the same KV cache"]
     assert judged({}, {"heads": {"kv": 16}, "kv_cache": {"bytes_per_token": 1600}})[0].endswith("KV cache 2x larger")
-
-
-def test_a_verdict_of_several_names_each() -> None:
     ratios = [{"quality": {}, "against_baseline": {"ratio": ratio}} for ratio in (12.34, 1234.5)]
     models = [{"name": "a"}, *({"name": name, **ratio} for name, ratio in zip("bc", ratios, strict=True))]
     assert verdicts({"models": models}) == ["b: perplexity x12.3", "c: perplexity x1,234"]
@@ -236,21 +234,17 @@ def test_number() -> None:
     assert shown == ["1.0000", "10.0000", "58.512", "109.44", "12,346", "1.492e+05", "inf", "nan", "0.05"]
 
 
-def test_a_table_is_aligned() -> None:
+def test_a_table_is_aligned_and_goes_on_below() -> None:
+    """Long names lose their middle."""
     table = Table("T", ("a", "number"), (("x", "1"), ("long", "22")), "note")
     assert table.text() == "T\na     number\nx          1\nlong      22\nnote"
-
-
-def test_a_wide_table_goes_on_below_and_long_names_lose_their_middle() -> None:
     names = [f"{'base/' * 20}{kind}" for kind in ("refined", "mean")]
     table = Table("T", ("model", *(f"number {n}" for n in range(9))), tuple((name, *"123456789") for name in names))
     lines = table.text().splitlines()
     assert max(map(len, lines)) <= 80
-    starts = [line[:5] for line in lines]
-    assert starts == ["T", *(["model", "base/", "base/"] * ((len(lines) - 1) // 3))]
+    assert [line[:5] for line in lines] == ["T", *(["model", "base/", "base/"] * ((len(lines) - 1) // 3))]
     assert [line.split()[0][-12:] for line in lines[2:4]] == ["base/refined", "se/base/mean"]
-    numbers = [cell for line in lines[2::3] for cell in line.split()[1:]]
-    assert numbers == list("123456789")
+    assert [cell for line in lines[2::3] for cell in line.split()[1:]] == list("123456789")
     assert Table("T", table.header, table.rows, "n", short=2).brief().header == ("model", "number 0")
 
 

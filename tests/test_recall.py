@@ -49,28 +49,20 @@ def test_every_kind_is_asked_at_every_distance(questions: list[Questions]) -> No
         assert {window.ids[0] for window in one.windows} == {PREFIX}
 
 
-def test_a_second_copy_is_told_by_the_first(questions: list[Questions]) -> None:
-    for one in (q for q in questions if q.kind in ("text", "samples", "random")):
-        for read, right in answered(one):
-            assert read[-one.distance] == right
-            assert read[-1] == read[-one.distance - 1]  # the first token of a copy is not asked for
-
-
-def test_a_value_is_told_by_its_key(questions: list[Questions]) -> None:
-    for one in (q for q in questions if q.kind == "look-up"):
-        for read, right in answered(one):
-            question = read[-2:]  # key and colon
-            places = [n for n in range(len(read) - 2) if read[n : n + 2] == question]
-            assert [read[place + 2] for place in places] == [right]
-
-
-def test_a_passkey_is_told_at_its_depth(questions: list[Questions]) -> None:
-    for one in (q for q in questions if q.kind == "passkey"):
+def test_answers_are_told_by_the_context(questions: list[Questions]) -> None:
+    """By the first copy, by the key, and at the passkey's depth."""
+    for one in questions:
         for number, (read, right) in enumerate(answered(one)):
-            before = read[-(3 + number % 5) :]
-            places = [n for n in range(len(read) - len(before)) if read[n : n + len(before)] == before]
-            assert read[places[0] + len(before)] == right
-            assert abs(places[0] / len(read) - one.depth[number]) < 0.25
+            if one.kind in ("text", "samples", "random"):
+                assert read[-one.distance] == right
+                assert read[-1] == read[-one.distance - 1]  # the first token of a copy is not asked for
+                continue
+            asked = read[-2:] if one.kind == "look-up" else read[-(3 + number % 5) :]  # key and colon
+            size = len(asked)
+            places = [n for n in range(len(read) - size) if read[n : n + size] == asked]
+            assert [read[place + size] for place in places] == [right]
+            if one.kind == "passkey":
+                assert abs(places[0] / len(read) - one.depth[number]) < 0.25
 
 
 @pytest.fixture(scope="module")

@@ -147,11 +147,8 @@ def test_the_bootstrap_draws_the_same_however_many_at_a_time(monkeypatch, number
     assert (found["ratio_low"], found["ratio_high"]) == pytest.approx(tuple(expected), rel=1e-12)
 
 
-def test_one_cluster_has_no_interval():
-    assert "ratio_low" not in paired_ratio(np.ones(5), np.ones(5), np.zeros(5, int))
-
-
 def test_correlation():
+    assert "ratio_low" not in paired_ratio(np.ones(5), np.ones(5), np.zeros(5, int))  # one cluster has no interval
     x = np.arange(10.0)
     assert correlation(x, 2 * x + 1) == pytest.approx(1)
     assert correlation(x, -x) == pytest.approx(-1)
