@@ -82,14 +82,13 @@ def measure_decode(
         prompts = random_tokens(vocabulary, batch, context)
         for model in models.values():
             greedy_decode(model, prompts.to(model.device), min(steps, WARM_UP_STEPS))
-        runs: list[tuple[str, Decoded]] = []
-        for name, model in [*models.items()] * repeats:
-            runs.append((name, greedy_decode(model, prompts.to(model.device), steps)))
+        runs: dict[str, dict[int, Decoded]] = {name: {} for name in models}
+        for turn, (name, model) in enumerate([*models.items()] * repeats):
+            runs[name][turn] = greedy_decode(model, prompts.to(model.device), steps)
             progress(1)
         for name, model in models.items():
-            own = {turn: run for turn, (whose, run) in enumerate(runs) if whose == name}
             cache_bytes = batch * in_dtype(caches[name], model).bytes_at(context)
-            found = _point(model, own, cache_bytes, bandwidth[model.device])
+            found = _point(model, runs[name], cache_bytes, bandwidth[model.device])
             points[name].append({"batch": batch, "context": context, **found})
     return points
 

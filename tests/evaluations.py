@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Result, edit_json, run
+from checkpoints import Result, check_refused, edit_json, run
 from embedded import SOURCE, converted, copy_source, texts
 from tiny_models import TINY, build
 
@@ -78,9 +78,6 @@ def results(line: str, *more: object) -> dict[str, Any]:
 
 def refused(line: str, *more: object, code: int = 2) -> str:
     """The one line that a failing command says."""
-    result = run(*words(line), *more, program="gqa-eval")
-    assert (result.code, result.out) == (code, ""), result
-    assert result.err.startswith("gqa-eval: ")
-    assert result.err.count("\n") == 1, result.err
-    assert "please report" not in result.err
-    return result.err
+    said = check_refused(run(*words(line), *more, program="gqa-eval"), code=code, program="gqa-eval", advice="")
+    assert "please report" not in said
+    return said

@@ -175,7 +175,7 @@ def listed(out: Path, says: str = "", **options: Any) -> list[list[str]]:
 
 def test_the_grid_that_a_study_has_by_itself(tmp_path: Path) -> None:
     """Methods to choose between and the paper's; a half, a quarter and one of the heads."""
-    usual = dict.fromkeys(("methods", "groups", "alphas", "schedule", "teachers", "train"))
+    usual: dict[str, Any] = dict.fromkeys(("methods", "groups", "alphas", "schedule", "teachers", "train"))
     cells = listed(tmp_path / "study", **usual, batch_size=1)
     assert [(cell[0], cell[1], cell[5]) for cell in cells] == [
         (method, groups, alpha) for groups in ("1", "2")

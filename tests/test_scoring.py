@@ -129,7 +129,7 @@ def test_comparison_with_torch_on_whole_logits(source, grouped, text, scores):
         ):
             found.setdefault(name, []).append(values)
     for name, values in found.items():
-        assert np.allclose(getattr(compared, name), torch.cat(values), atol=2e-4), name
+        assert np.allclose(getattr(compared, name), torch.cat(values), atol=2e-4 if name == "kl" else 2e-5), name
     assert np.allclose(scores.nats[: len(compared.nats)], torch.cat(found["baseline_nats"]), atol=2e-5)  # alone
     assert read_before(windows).tolist() == [n for w in windows for n in list(range(len(w.ids)))[-w.scored :]]
     assert compared.kl.mean() > 0.5
@@ -162,9 +162,6 @@ def test_stored_baseline_of_something_else_is_not_used(text, directory):
     }
     assert len({key, *others}) == 4
     assert all(StoredBaseline.open(directory / "stored", other) is None for other in others)
-
-
-def test_an_unfinished_recording_is_not_a_baseline(directory):
     Recorder(directory / "unfinished", "key", 4, 4)
     assert StoredBaseline.open(directory / "unfinished", "key") is None
 
@@ -229,12 +226,12 @@ def test_llama_cpp_protocol_by_hand(source):
     assert (found["tokens"], found["token_perplexity"]) == (count, pytest.approx(math.exp(total / count), rel=1e-5))
 
 
-def test_attention_errors(source, directory, text):
+def test_attention_errors(source, text):
     assert all(e["own"] == e["accumulated"] == 0 for e in attention_errors(source, source, text.windows[:2]))
-    other, pooled = load(SOURCE), load(SOURCE)
+    other = load(SOURCE)
     weight = other.model.layers[3].self_attn.v_proj.weight.data
     weight *= 1.5
-    found = attention_errors(pooled, other, text.windows[:2])
+    found = attention_errors(source, other, text.windows[:2])
     assert [e["module"] for e in found] == [f"model.layers.{i}.self_attn" for i in range(6)]
     assert [e["own"] for e in found] == [0, 0, 0, pytest.approx(0.5, rel=1e-5), 0, 0]  # V scaled: the output scaled
     assert [e["accumulated"] > 0 for e in found] == [False, False, False, True, True, True]

@@ -82,8 +82,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     """
     import transformers
 
-    from gqa.eval.study.ablation import open_study
-    from gqa.eval.study.cost import cost_table
+    from gqa.eval.study.ablation import cost_table, open_study
     from gqa.eval.study.directory import forget
     from gqa.uptrain.loop import StoppedError
 
