@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import wave
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +17,14 @@ from embedded import SOURCE, tokenizer
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, WhisperFeatureExtractor
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.options import CalibrationText
+from gqa.convert import plan_conversion
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.align.pairs import corrupted
+from gqa.convert.align.refine import Calls, Rows
 from gqa.convert.align.watcher import SILENT
 
 START, END = 1, 2  # of the tiny models
@@ -40,9 +45,30 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             own = AutoTokenizer.from_pretrained(SOURCE)
             own.add_special_tokens({"mask_token": added[0]} if name == "bart" else {"additional_special_tokens": added})
             own.save_pretrained(where)
+    hears = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 8,
+        "hop_length": 1000,
+        "chunk_length": 1,
+    }
+    (found / "whisper" / "preprocessor_config.json").write_text(json.dumps(hears))
+    (found / "speech").mkdir()
+    for number in range(6):
+        write_sound(found / "speech" / f"{number}.wav", seed=number)
+    write_sound(found / "slow.wav", rate=8000)
+    write_sound(found / "coarse.wav", width=1)
+    (found / "broken.wav").write_bytes(b"RIFF")
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (found / "text.txt").write_text("What was said was meant. " * 300)
     return found
+
+
+def write_sound(path: Path, rate: int = 16_000, width: int = 2, seed: int = 0) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        file.writeframes(np.random.default_rng(seed).bytes(8000))
 
 
 def inputs(place: Path, name: str, source: str, count: int = 12, **how: str) -> dict[str, Tensor]:
@@ -115,6 +141,27 @@ def test_the_decoder_writes(place: Path, name: str, source: str, how: dict[str, 
     assert all(END not in row for row in rows(given, "decoder_"))
 
 
+def test_recordings(place: Path, tmp_path: Path) -> None:
+    """What the extractor makes of each, and what the decoder then writes; the command is calibrated on it."""
+    given, fewer = (inputs(place, "whisper", "speech/*.wav", count) for count in (12, 4))
+    extractor = WhisperFeatureExtractor.from_pretrained(place / "whisper")
+    known = set()
+    for file in (place / "speech").iterdir():
+        with wave.open(str(file)) as sound:
+            samples = np.frombuffer(sound.readframes(4000), "<i2") / 32768
+        known.add(extractor(samples, sampling_rate=16_000)["input_features"].tobytes())
+    assert given["input_features"].shape == (6, 8, 16)
+    assert {row.numpy().tobytes() for row in given["input_features"]} == known
+    assert torch.equal(fewer["input_features"], given["input_features"][:4])
+    assert all(row[0] == START and END not in row for row in rows(given, "decoder_"))
+    assert len({tuple(row) for row in rows(given, "decoder_")}) > 1
+    words = ("--groups", 2, "--method", "calibrated", "--data", place / "speech", "--context", 24, "--tokens", 240)
+    done = run(place / "whisper", *words, "-o", tmp_path / "out", "-q")
+    assert (done.code, done.err.count("\n")) == (0, 1), done.err
+    told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
+    assert " --data speech " in told["command"]
+
+
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
     words = (
@@ -141,7 +188,23 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "says"),
     [
-        ("whisper", "--data self", "the encoder of whisper is given sound or images, not text: to calibrate it takes"),
+        (
+            "whisper",
+            "--data self",
+            "the encoder of whisper is given sound: calibration takes recordings, and self names none",
+        ),
+        (
+            "whisper",
+            "--data text.txt",
+            "and {place}/text.txt names none; give WAV files with --data 'speech/*.wav', or use",
+        ),
+        (
+            "whisper",
+            "--data slow.wav",
+            "8,000 Hz of 16 bits; the model hears 16-bit PCM at 16,000 Hz: ffmpeg -i IN -ar 16000",
+        ),
+        ("whisper", "--data coarse.wav", "16,000 Hz of 8 bits; the model hears 16-bit PCM"),
+        ("whisper", "--data broken.wav", "broken.wav is no WAV file that can be read"),
         (
             "marian",
             "--data text.txt --context 24",
@@ -161,5 +224,32 @@ def test_refused(place: Path, tmp_path: Path, name: str, words: str, says: str) 
     model = SOURCE if name == "llama" else place / name
     named = [str(place / word) if "." in word else word for word in words.split()]
     done = run(model, "--groups", 2, "--method", "calibrated", "--tokens", 960, *named, "-o", tmp_path / "out")
-    assert says in check_refused(done, advice="")
+    assert says.format(place=place) in check_refused(done, advice="")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_padding_in_some_batches_only(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches without any are masked like the others, whichever comes first: layers are trained with all masks."""
+    plan = plan_conversion(place / name, 2, method="refined")
+    generator, ids = torch.Generator().manual_seed(0), {}
+    for prefix, length in (("", 12), ("decoder_", 8)):
+        ids[f"{prefix}input_ids"] = torch.randint(5, 100, (16, length), generator=generator)
+        mask = ids[f"{prefix}attention_mask"] = torch.ones(16, length, dtype=torch.long)
+        mask[8:, length // 2 :] = 0
+    options = MapsOptions(refinement=Refinement(steps=2, batch=4), batch=8)
+    plain, masks = Calls.of, list[Tensor]()
+
+    def noted(calls: Any) -> Calls:
+        found = plain(calls)
+        given = [*found.args, *found.kwargs.values()]
+        masks.extend(each.tensor for each in given if isinstance(each, Rows) and each.tensor.ndim == 4)
+        return found
+
+    monkeypatch.setattr(Calls, "of", noted)
+    for given in (ids, {key: part.flip(0) for key, part in ids.items()}):
+        masks.clear()
+        calibrator = Calibrator(plan, given, options)
+        modules = sum(len(calibrator.run(layer)) for layer in range(calibrator.layers))
+        assert len(masks) == modules == 4
+        assert all(len(mask) == 16 and bool((mask[:8] != mask[8:]).any()) for mask in masks)

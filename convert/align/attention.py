@@ -50,12 +50,22 @@ def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, 
     return output
 
 
-def watchable() -> Any:
-    """A context in which models may be made and run whose attention is called `gqa_sdpa` or `gqa_eager`."""
+def watchable(always_masked: bool = False) -> Any:
+    """A context in which models may be made and run whose attention is called `gqa_sdpa` or `gqa_eager`;
+    `always_masked`: with a mask also where it hides nothing that attention would see.
+    """
+    masks = {"gqa_sdpa": sdpa_mask, "gqa_eager": eager_mask}
     return registered(
         {"gqa_sdpa": _unless_watched(attend_sdpa), "gqa_eager": _unless_watched(attend_eager)},
-        {"gqa_sdpa": sdpa_mask, "gqa_eager": eager_mask},
+        {name: _unskipped(mask) for name, mask in masks.items()} if always_masked else masks,
     )
+
+
+def _unskipped(mask: Callable[..., Any]) -> Callable[..., Any]:
+    def always(*given: Any, **told: Any) -> Any:
+        return mask(*given, **told | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+    return always
 
 
 def _unless_watched(plain: Attend) -> Callable[..., tuple[Tensor, None]]:

@@ -334,7 +334,8 @@ class Layerwise:
         for index, layer in layers.items():
             layer.forward = note(index, layer)
         try:
-            with watchable():
+            # Of padded texts some batches need no mask, and all are to be given the same.
+            with watchable(always_masked=self.model.config.is_encoder_decoder):
                 yield told
         finally:
             for layer in layers.values():

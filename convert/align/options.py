@@ -37,7 +37,7 @@ class CalibrationText:
     sources: tuple[str, ...] = option_field(
         ("self",),
         "Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data "
-        "set, stdlib:train; several times, or with commas, for a mixture (SOURCE@WEIGHT).",
+        "set, stdlib:train; several times, or with commas, for a mixture (SOURCE@WEIGHT). 'speech/*.wav' for Whisper.",
         aliases="--calibration",
         **OF_TEXT,
     )
@@ -76,15 +76,22 @@ class CalibrationText:
         """What the model is given, by the names of its forward's arguments. Raises RefusedError and CorpusError."""
         from gqa.convert.heads.config import transformers_config
 
-        if not transformers_config(checkpoint.config).is_encoder_decoder:
+        config = transformers_config(checkpoint.config)
+        if not config.is_encoder_decoder:
             if self.target_field:
                 raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
             return {"input_ids": self.blocks(checkpoint, device, watcher)}
         from gqa.convert.align.calibration_text import read_blocks
-        from gqa.convert.align.pairs import PairMaker
+        from gqa.convert.align.pairs import PairMaker, reads_text
 
-        maker = PairMaker(checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code)
-        pairs = []
+        how_made = (checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code)
+        if not reads_text(config):
+            from gqa.convert.align.recordings import RecordingMaker, find_recordings
+
+            files = find_recordings(self.sources, checkpoint.name)
+            hearing = RecordingMaker(*how_made)
+            return hearing.inputs(hearing.hear(files, max(1, self.tokens // self.length)))
+        maker, pairs = PairMaker(*how_made), []
         for source, tokens in self._shares():
             if is_self(source):
                 pairs += maker.write(tokens // self.length)
@@ -118,7 +125,14 @@ class CalibrationText:
         """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
         fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
         named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
-        return [s if is_self(s) else self._parse(s, field).identify() for s, field in named]
+        from gqa.convert.align.recordings import find_recordings, identify, names_recordings
+
+        def content(spec: str, field: str) -> str:
+            if names_recordings(spec):
+                return identify(find_recordings([spec], "the model"))
+            return spec if is_self(spec) else self._parse(spec, field).identify()
+
+        return [content(*each) for each in named]
 
     def _parse(self, source: str, field: str | None = None) -> Source:
         return parse_sources((source,), field=field or self.field)[0]

@@ -22,11 +22,10 @@ from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.self_samples import first_token, samples
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import transformers_config
-from gqa.convert.methods import instead
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Ints
 
-Pair = tuple[list[int], list[int]]  # tokens of a source and of its target
+Pair = tuple[Any, list[int]]  # tokens of a source, or what an encoder hears; and tokens of its target
 
 # As T5 was trained (arXiv 1910.10683, section 3.3.4).
 NOISE, SPAN = 0.15, 3.0  # of all tokens, and tokens of a span of it on average
@@ -40,19 +39,13 @@ def reads_text(config: Any) -> bool:
 
 
 class PairMaker:
-    """Pairs of at most `length` tokens each for one model. Raises RefusedError where its encoder reads no text."""
+    """Pairs of at most `length` tokens each for one model whose encoder reads text. Raises RefusedError."""
 
     def __init__(
         self, checkpoint: Checkpoint, device: str, length: int, seed: int, watcher: Watcher,
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         config, self._name = transformers_config(checkpoint.config), checkpoint.name
-        weights = instead(lambda method: method.needs == "weights")
-        if not reads_text(config):
-            raise RefusedError(
-                f"the encoder of {self._name} is given sound or images, not text: to calibrate it takes audio, which "
-                f"cannot be given yet; use --method {weights}"
-            )
         longest = getattr(config, "max_position_embeddings", None)
         if longest and length > longest:
             raise RefusedError(f"{self._name} has {longest} positions, --context is {length}; give at most {longest}")
@@ -109,21 +102,22 @@ class PairMaker:
 
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments, padded at the end. Raises RefusedError."""
-        largest = max(max([*source, *target]) for source, target in pairs)
-        if largest >= self._vocabulary:
+        read, mask = self._padded([self._start, *target[:-1]] for _, target in pairs)
+        return self.given([source for source, _ in pairs]) | {"decoder_input_ids": read, "decoder_attention_mask": mask}
+
+    def given(self, sources: Sequence[Any]) -> dict[str, Tensor]:
+        """What the encoder is, by the names of its forward's arguments."""
+        ids, mask = self._padded(sources)
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _padded(self, texts: Iterable[list[int]]) -> tuple[Tensor, Tensor]:
+        """(N, T) ids and which of them are text. Raises RefusedError."""
+        rows = [torch.tensor(text, dtype=torch.long) for text in texts]
+        if (largest := max(int(row.max()) for row in rows)) >= self._vocabulary:
             raise RefusedError(
                 f"the tokenizer of {self._name} gives token {largest}, its embedding has {self._vocabulary}; they do "
                 "not belong together"
             )
-        ids, mask = self._padded(source for source, _ in pairs)
-        read, read_mask = self._padded([self._start, *target[:-1]] for _, target in pairs)
-        return {
-            "input_ids": ids, "attention_mask": mask, "decoder_input_ids": read, "decoder_attention_mask": read_mask
-        }  # fmt: skip
-
-    def _padded(self, texts: Iterable[list[int]]) -> tuple[Tensor, Tensor]:
-        """(N, T) ids and which of them are text."""
-        rows = [torch.tensor(text, dtype=torch.long) for text in texts]
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._config.pad_token_id or 0), masks
 
@@ -144,7 +138,7 @@ class PairMaker:
         found = [known[name] for name in (f"<extra_id_{i}>" for i in range(_SENTINELS)) if name in known]
         return found or ([] if tokenizer.mask_token_id is None else [tokenizer.mask_token_id])
 
-    def _write(self, sources: list[list[int]], banned: Sequence[int] = ()) -> list[list[int]]:
+    def _write(self, sources: Sequence[Any], banned: Sequence[int] = ()) -> list[list[int]]:
         """What the decoder writes at temperature 1 for each source: up to its end, or `length` tokens, none of those
         that are `banned`.
         """
@@ -154,10 +148,14 @@ class PairMaker:
         self._watcher.stage(f"{self._name} writes", len(sources) * self._length)
         found: list[list[int]] = []
         for first in range(0, len(sources), _WRITTEN):
-            ids, mask = (part.to(self._device) for part in self._padded(sources[first : first + _WRITTEN]))
+            given = self.given(part := sources[first : first + _WRITTEN])
+            given = {
+                name: tensor.to(self._device, self._model.dtype if tensor.is_floating_point() else None)
+                for name, tensor in given.items()
+            }
             written = samples(
-                self._model, self._length + 1, seed=self._seed + first, batch=len(ids), progress=self._watcher.update,
-                given={"input_ids": ids, "attention_mask": mask}, banned=banned,
+                self._model, self._length + 1, seed=self._seed + first, batch=len(part), given=given, banned=banned,
+                progress=self._watcher.update,
             )  # fmt: skip
             for row in written[:, 1:].tolist():
                 found.append(row[: row.index(self._end) + 1] if self._end in row else row)

@@ -20,7 +20,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -180,7 +180,10 @@ def samples(
             read = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if given is None else {
                 **given, "decoder_input_ids": prompt
             }  # fmt: skip
-            found: Tensor = model.generate(**read, generation_config=how, logits_processor=draw, **_cache(model))
+            # Not the class' own: that of Whisper adds tokens and other searches.
+            found: Tensor = GenerationMixin.generate(
+                model, **read, generation_config=how, logits_processor=draw, **_cache(model)
+            )
     except (ValueError, RuntimeError, TypeError, NotImplementedError, MemoryError) as error:
         told = f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
         if out_of_memory(error):
