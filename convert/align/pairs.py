@@ -50,7 +50,8 @@ class PairMaker:
         if longest and length > longest:
             raise RefusedError(f"{self._name} has {longest} positions, --context is {length}; give at most {longest}")
         self._checkpoint, self._config, self._device, self._watcher = checkpoint, config, device, watcher
-        self._length, self._seed, self._trusted, self._model = length, seed, trust_remote_code, None
+        self._length, self._seed, self._trusted = length, seed, trust_remote_code
+        self._model: Any = None  # once it is to write
         text = config.get_text_config(decoder=True)
         self._start, self._vocabulary = first_token(config, self._name), int(text.vocab_size)
 

@@ -89,4 +89,5 @@ def _samples(path: Path, rate: int) -> NDArray[np.float32]:
         raise RefusedError(
             f"{path} has {told}; the model hears 16-bit PCM at {rate:,} Hz: ffmpeg -i IN -ar {rate} OUT.wav"
         )
-    return (np.frombuffer(frames, "<i2").reshape(-1, found[2]).mean(1) / 32768).astype(np.float32)
+    levels: NDArray[np.float32] = np.frombuffer(frames, "<i2").reshape(-1, found[2]).mean(1, np.float32)
+    return levels / np.float32(32768)

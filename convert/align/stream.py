@@ -195,7 +195,8 @@ def _sizes(rows: Tensor, lower: Tensor) -> Tensor:
     if len(lower) <= 2 * _PROBES:
         return by_lower(rows, lower)
     signs = torch.randint(2, (len(lower), _PROBES), generator=torch.Generator().manual_seed(0)).to(lower) * 2 - 1
-    return rows @ (lower @ signs / _PROBES**0.5)
+    found: Tensor = rows @ (lower @ signs / _PROBES**0.5)
+    return found
 
 
 def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
