@@ -32,6 +32,14 @@ def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> N
         ctx.exit()
 
 
+def _one_of_both(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """--groups or --kv-budget, also in a recipe; the one that is read first does not know the other yet."""
+    (other,) = {"groups", "kv_budget"} - {param.name}
+    if other in ctx.params and (value is None) == (ctx.params[other] is None):
+        raise click.UsageError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
+    return value
+
+
 def _methods() -> str:
     """One line for each, with what it needs and costs."""
     lines = [f"  {AUTO:12}weights; seconds to minutes: the best of those that need only them"]
@@ -53,11 +61,11 @@ Examples:
 
 
 _MERGING = [
-    option("--groups", required=False, help="Key/value heads of the result: a divisor of the "
+    option("--groups", required=False, callback=_one_of_both, help="Key/value heads of the result: a divisor of the "
            "model's own, or a multiple to expand; or one number for each layer, 3,1,1,3, or a file of them."),
     option("--kv-budget", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE",
-           help="Instead of --groups: the share of the KV cache that is left, like 0.5. Each layer keeps as many heads "
-           "as it needs, which is measured on text that the model writes."),
+           callback=_one_of_both, help="Instead of --groups: the share of the KV cache that is left, like 0.5. Each "
+           "layer keeps as many heads as it needs, which is measured on text that the model writes."),
     option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
     option("--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a group become one: see "
@@ -101,8 +109,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     from gqa.convert.api import plan_conversion
 
     console.check_alone()
-    if (groups is None) == (options["kv_budget"] is None):
-        raise click.UsageError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
     if options["maps"]:
         refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
     asked = AUTOMATIC if options["method"] == AUTO else (options["method"],)
