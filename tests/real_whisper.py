@@ -12,16 +12,23 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import wave
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from real_model import RealModelError, Wheel
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel, WhisperFeatureExtractor
+from transformers.modeling_outputs import BaseModelOutput
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from gqa.checkpoint.loading import load_model
 
+LONGEST = 48  # tokens that are written of a sentence
 RATE = 16_000  # samples a second that Whisper hears
 START, NO_TIMESTAMPS, END = 50257, 50362, 50256
 
@@ -63,8 +70,6 @@ def read_ctranslate2(path: Path) -> dict[str, np.ndarray]:
 
 def _renamed(stored: dict[str, np.ndarray]) -> dict[str, Tensor]:
     """Under the names of transformers; queries, keys and values, which lie in one tensor there, apart."""
-    import torch
-
     found = {}
     norms = {
         "self_attention": "self_attn_layer_norm",
@@ -113,8 +118,6 @@ _PARTS = {
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:
-    from safetensors.torch import save_file
-
     out.mkdir()
     told = json.loads((source / "config.json").read_text(encoding="utf-8"))
     save_file(_renamed(read_ctranslate2(source / "model.bin")), out / "model.safetensors", {"format": "pt"})
@@ -231,3 +234,68 @@ def words_wrong(found: Sequence[str], expected: Sequence[str]) -> float:
                 before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (word != meant))
         wrong, words = wrong + row[-1], words + len(wanted)
     return wrong / words
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the encoder makes of sentences, (N, 1500, D), and the ids that the original model writes, (N, T)."""
+
+    hidden: Tensor
+    ids: Tensor
+
+
+@torch.no_grad()
+def written(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """(N, T) ids, always the most probable one; the end again and again after the end. No suppressed tokens: it is the
+    model itself that is compared.
+    """
+    ids, past = torch.tensor([[START, NO_TIMESTAMPS]]).repeat(len(hidden), 1), None
+    ended = torch.zeros(len(hidden), dtype=torch.bool)
+    while ids.shape[1] < LONGEST and not bool(ended.all()):
+        given = ids if past is None else ids[:, -1:]
+        out = model(
+            encoder_outputs=BaseModelOutput(hidden), decoder_input_ids=given, past_key_values=past, use_cache=True
+        )
+        past, last = out.past_key_values, out.logits[:, -1].argmax(-1).masked_fill(ended, END)
+        ids, ended = torch.cat([ids, last[:, None]], 1), ended | (last == END)
+    return ids
+
+
+@torch.no_grad()
+def hear(source: Path) -> Heard:
+    """What the original model makes of SENTENCES."""
+    features = WhisperFeatureExtractor.from_pretrained(source)(
+        speech(SENTENCES), sampling_rate=RATE, return_tensors="pt"
+    )
+    model = load_model(str(source), dtype="float32", attention="sdpa")
+    hidden = torch.cat([model.model.encoder(part)[0] for part in features.input_features.split(4)])
+    return Heard(hidden, written(model, hidden))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, heard: Heard) -> Tensor:
+    """(N, T - 1, V) of what the original model wrote."""
+    found: Tensor = model(encoder_outputs=BaseModelOutput(heard.hidden), decoder_input_ids=heard.ids[:, :-1]).logits
+    return found.float()
+
+
+def divergence(found: Tensor, original: Tensor, ids: Tensor) -> float:
+    """Nats a token of KL(original || found), up to the end of what was written."""
+    counted = (ids[:, 1:] != END) | (ids[:, :-1] != END)  # with the first end
+    counted[:, 0] = False  # which is told
+    lost = torch.nn.functional.kl_div(
+        found.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="none"
+    )
+    return float(lost.sum(-1)[counted].mean())
+
+
+def record(directory: Path, voices: int) -> int:
+    """Write what calibration hears; how many recordings that is."""
+    for shift in range(voices):
+        for number, samples in enumerate(speech(HEARD, VOICES[shift:] + VOICES[:shift])):
+            with wave.open(str(directory / f"{shift}-{number}.wav"), "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(RATE)
+                file.writeframes((samples * 32767).astype(np.int16).tobytes())
+    return voices * len(HEARD)

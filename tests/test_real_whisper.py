@@ -6,7 +6,6 @@ It hears sentences that espeak-ng speaks. The encoder stays, so what it makes of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,48 +13,24 @@ from typing import Any
 import pytest
 import torch
 from published import published
-from real_whisper import END, NO_TIMESTAMPS, SENTENCES, START, WHISPER, speech, words_wrong
+from real_whisper import END, LONGEST, SENTENCES, WHISPER, Heard, divergence, hear, logits, record, words_wrong, written
 from scrambled import relative
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel, WhisperFeatureExtractor
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
+from gqa.convert.align.options import CalibrationText, MapsOptions
 
 pytestmark = pytest.mark.real
 
-HEADS, LONGEST = 6, 48
+HEADS = 6
 
 
 def load(directory: Path) -> PreTrainedModel:
     return load_model(str(directory), dtype="float32", attention="sdpa")
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What the encoder makes of sentences, (N, 1500, D), and the ids that the original model writes, (N, T)."""
-
-    hidden: Tensor
-    ids: Tensor
-
-
-@torch.no_grad()
-def written(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """(N, T) ids, always the most probable one; the end again and again after the end. No suppressed tokens: it is the
-    model itself that is compared.
-    """
-    ids, past = torch.tensor([[START, NO_TIMESTAMPS]]).repeat(len(hidden), 1), None
-    ended = torch.zeros(len(hidden), dtype=torch.bool)
-    while ids.shape[1] < LONGEST and not bool(ended.all()):
-        given = ids if past is None else ids[:, -1:]
-        out = model(
-            encoder_outputs=BaseModelOutput(hidden), decoder_input_ids=given, past_key_values=past, use_cache=True
-        )
-        past, last = out.past_key_values, out.logits[:, -1].argmax(-1).masked_fill(ended, END)
-        ids, ended = torch.cat([ids, last[:, None]], 1), ended | (last == END)
-    return ids
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +41,7 @@ def source() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def heard(source: Path) -> Heard:
-    sound = speech(SENTENCES)
-    features = WhisperFeatureExtractor.from_pretrained(source)(sound, sampling_rate=16_000, return_tensors="pt")
-    model = load(source)
-    with torch.no_grad():
-        hidden = torch.cat([model.model.encoder(part)[0] for part in features.input_features.split(4)])
-    return Heard(hidden, written(model, hidden))
+    return hear(source)
 
 
 @pytest.fixture(scope="module")
@@ -82,32 +52,16 @@ def texts(source: Path) -> Callable[[Tensor], list[str]]:
 
 @pytest.fixture(scope="module")
 def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
-    """By G and method, each converted once."""
+    """By G and method, each converted once; calibrated on sentences that nobody asks for."""
+    directory = tmp_path_factory.mktemp("speech")
+    how = MapsOptions(CalibrationText((str(directory),), tokens=LONGEST * record(directory, 1), length=LONGEST))
 
     @cache
     def make(groups: int, method: str) -> Path:
-        return convert_checkpoint(
-            source, groups, tmp_path_factory.mktemp("whisper") / f"{method}{groups}", method=method
-        ).out
+        out = tmp_path_factory.mktemp("whisper") / f"{method}{groups}"
+        return convert_checkpoint(source, groups, out, method=method, calibration=how).out
 
     return make
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, heard: Heard) -> Tensor:
-    """(N, T - 1, V) of what the original model wrote."""
-    found: Tensor = model(encoder_outputs=BaseModelOutput(heard.hidden), decoder_input_ids=heard.ids[:, :-1]).logits
-    return found.float()
-
-
-def divergence(found: Tensor, original: Tensor, ids: Tensor) -> float:
-    """Nats a token of KL(original || found), up to the end of what was written."""
-    counted = (ids[:, 1:] != END) | (ids[:, :-1] != END)  # with the first end
-    counted[:, 0] = False  # which is told
-    lost = torch.nn.functional.kl_div(
-        found.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="none"
-    )
-    return float(lost.sum(-1)[counted].mean())
 
 
 def test_it_understands(heard: Heard, texts: Callable[[Tensor], list[str]]) -> None:
@@ -146,13 +100,15 @@ def test_what_is_cached(groups: int, converted: Callable[..., Path], heard: Hear
 def test_what_merging_costs(
     source: Path, converted: Callable[..., Path], heard: Heard, texts: Callable[[Tensor], list[str]]
 ) -> None:
-    """With half of the heads `mean` says nothing that the original says, and `auto` is nearer to it."""
+    """With half of the heads `mean` says nothing that the original says; calibrated on other sentences it does."""
     before, said = logits(load(source), heard), texts(heard.ids)
     lost, wrong = {}, {}
-    for method in ("mean", "auto"):
+    for method in ("mean", "auto", "calibrated"):
         model = load(converted(3, method))
         lost[method] = divergence(logits(model, heard), before, heard.ids)
         wrong[method] = words_wrong(texts(written(model, heard.hidden)), said)
     assert wrong["mean"] > 0.9
     assert lost["mean"] > 3
     assert lost["auto"] < lost["mean"] / 4
+    assert lost["calibrated"] < lost["auto"] / 3
+    assert wrong["calibrated"] < 0.2
