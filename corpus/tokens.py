@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gqa.checkpoint.errors import CorpusError
+from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.hub_errors import quiet
 from gqa.corpus.document import Document
 from gqa.corpus.sources import Source, text_digest
@@ -166,6 +166,20 @@ class Encoder:
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts BOS before a text when nobody tells it otherwise."""
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+
+
+def first_token(config: Any, name: str) -> int:
+    """What a sequence starts from: BOS, or EOS where there is none; a decoder beside an encoder may have a token of its
+    own. Raises RefusedError where there is none of these.
+    """
+    own = getattr(config, "decoder_start_token_id", None) if config.is_encoder_decoder else None
+    config = config.get_text_config(decoder=True)
+    for given in (own, *(getattr(config, key, None) for key in ("bos_token_id", "eos_token_id"))):
+        if isinstance(given, list):
+            given = given[0] if given else None
+        if isinstance(given, int) and 0 <= given < config.vocab_size:
+            return given
+    raise RefusedError(f"{name} has neither BOS nor EOS to start a sample from; give text instead of self")
 
 
 class Blocks:

@@ -34,7 +34,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.maps_file import digest_of
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.repeats import MIX, mixed
-from gqa.corpus.tokens import Block
+from gqa.corpus.tokens import Block, first_token
 
 SAMPLED = 64  # sequences sampled together at most
 SAMPLED_BYTES = 1 << 30  # that their caches may fill
@@ -137,20 +137,6 @@ def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
     cache = checkpoint_cache(checkpoint)
     each = cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
     return max(1, min(SAMPLED, SAMPLED_BYTES // each))
-
-
-def first_token(config: Any, name: str) -> int:
-    """What a sequence starts from: BOS, or EOS where there is none; a decoder beside an encoder may have a token of its
-    own. Raises RefusedError where there is none of these.
-    """
-    own = getattr(config, "decoder_start_token_id", None) if config.is_encoder_decoder else None
-    config = config.get_text_config(decoder=True)
-    for given in (own, *(getattr(config, key, None) for key in ("bos_token_id", "eos_token_id"))):
-        if isinstance(given, list):
-            given = given[0] if given else None
-        if isinstance(given, int) and 0 <= given < config.vocab_size:
-            return given
-    raise RefusedError(f"{name} has neither BOS nor EOS to start a sample from; give text instead of self")
 
 
 @torch.no_grad()
