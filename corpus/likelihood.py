@@ -41,6 +41,9 @@ class ChunkedHead:
     def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:
         self.model = model
         self.backbone = model.base_model
+        # T5 has no module that holds encoder and decoder alone; then the encoder runs by itself, before its decoder.
+        self._decoder = model.get_decoder() if self.backbone is model and model.config.is_encoder_decoder else None
+        self.backbone = self._decoder or self.backbone
         self.vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self.split = self.backbone is not model
         self._checked = False
@@ -49,13 +52,13 @@ class ChunkedHead:
 
     def hidden(self, **inputs: Tensor) -> Tensor:
         """`input_ids` (B, T) and whatever the model takes beside -> (B, T, D) hidden states of what it predicts from;
-        where it does not split, (B, T, V) logits in the model's dtype.
+        where it does not split, (B, T, V) logits in the model's dtype. T is that of `decoder_input_ids` where there are.
         """
         if self.split and not self._checked:
-            self._check({name: tensor[:1, :8] for name, tensor in inputs.items()})
+            self._check({name: part[:1, :8] if part.ndim == 2 else part[:1] for name, part in inputs.items()})
         if not self.split:
             return self.model(**inputs, use_cache=False).logits  # type: ignore[no-any-return]
-        self._output = self._run(**inputs, use_cache=False, return_dict=True)
+        self._output = self._run(**self._given(inputs), use_cache=False, return_dict=True)
         hidden: Tensor = self._output.last_hidden_state
         return hidden
 
@@ -63,12 +66,24 @@ class ChunkedHead:
         """(n, D) rows of what `hidden` gave -> (n, V) logits, in the model's dtype."""
         return self._head(rows, self._output) if self.split else rows
 
+    def _given(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the backbone is given."""
+        if self._decoder is None:
+            return inputs
+        mask = inputs.get("attention_mask")
+        encoded = self.model.get_encoder()(input_ids=inputs["input_ids"], attention_mask=mask, return_dict=True)
+        found = {"input_ids": inputs["decoder_input_ids"], "encoder_hidden_states": encoded.last_hidden_state}
+        return found if mask is None else found | {"encoder_attention_mask": mask}
+
     def _head(self, rows: Tensor, output: Any) -> Tensor:
         given = copy.copy(output)
         given.last_hidden_state = rows.unsqueeze(0)
         ids = rows.new_zeros((1, len(rows)), dtype=torch.long)
+        read: dict[str, Any] = {"input_ids": ids}
+        if self.model.config.is_encoder_decoder:
+            read = {"decoder_input_ids": ids, "encoder_outputs": (given.last_hidden_state,)}
         with _replaced_forward(self.backbone, lambda *args, **kwargs: given):
-            return self.model(input_ids=ids, use_cache=False).logits[0]  # type: ignore[no-any-return]
+            return self.model(**read, use_cache=False).logits[0]  # type: ignore[no-any-return]
 
     def _check(self, inputs: dict[str, Tensor]) -> None:
         self._checked = True
@@ -86,7 +101,7 @@ class ChunkedHead:
     def _reproduces(self, inputs: dict[str, Tensor]) -> bool:
         expected = self.model(**inputs, use_cache=False).logits[0]
         try:
-            output = self.backbone(**inputs, use_cache=False, return_dict=True)
+            output = self.backbone(**self._given(inputs), use_cache=False, return_dict=True)
             got = self._head(output.last_hidden_state[0], output)
         except (AttributeError, TypeError, ValueError):  # it takes or gives other things than transformers' own do
             return False

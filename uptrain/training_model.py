@@ -44,12 +44,15 @@ class TrainingModel(nn.Module):
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T) and perhaps `position_ids`, `document_ids` -> the loss summed over the predictions that
-        count, and (predictions, nats, distillation, matching error) as sums.
+        """`input_ids` (B, T) and perhaps `position_ids`, `document_ids`, or what an encoder is given and `labels` (B, T)
+        of the decoder -> the loss summed over the predictions that count, and (predictions, nats, distillation, matching
+        error) as sums.
 
         Outputs are matched only while it trains (with gradients).
         """
         inputs, targets, counted = split_batch(batch)
+        if "labels" in batch:
+            inputs["decoder_input_ids"] = shifted(self.model, batch["labels"])
         if "document_ids" in batch and not self._documents_checked:
             check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
             self._documents_checked = True
@@ -96,8 +99,12 @@ def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
     """What the model reads, the (N,) ids that it is to predict, and which of these count (None for all).
 
     A block's last token has nothing to predict, and the last of a document inside a block must not predict the next
-    document's first (with `document_ids`, where attention stays inside documents).
+    document's first (with `document_ids`, where attention stays inside documents). Of `labels` those count that are not
+    -100; what the decoder reads is for its class to say (`shifted`).
     """
+    if "labels" in batch:
+        labels = batch["labels"].flatten()
+        return {name: given for name, given in batch.items() if name != "labels"}, labels.clamp_min(0), labels >= 0
     ids, counted = batch["input_ids"], None
     inputs = {"input_ids": ids[:, :-1]}
     if "position_ids" in batch:  # transformers keeps attention inside runs of positions
@@ -105,6 +112,18 @@ def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:
     if "document_ids" in batch:
         counted = (batch["document_ids"][:, 1:] == batch["document_ids"][:, :-1]).flatten()
     return inputs, ids[:, 1:].flatten(), counted
+
+
+def shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
+    """(B, T) what the decoder reads to predict `labels`, in the way of its class: those before, behind its first token
+    (the language of mBART); padding where they are -100.
+    """
+    if own := getattr(model, "prepare_decoder_input_ids_from_labels", None):
+        found: Tensor = own(labels)
+        return found
+    ids = labels.roll(1, -1)  # of M2M-100 and Whisper, which have the function without the method
+    ids[:, 0] = model.config.decoder_start_token_id
+    return ids.masked_fill(ids == -100, model.config.pad_token_id)
 
 
 def predictions(batch: Batch) -> int:
@@ -150,6 +169,8 @@ def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
 def _outputs(model: PreTrainedModel, match: str | None) -> Iterator[dict[str, Tensor]]:
     """The outputs of `attention` modules or whole decoder layers (`hidden`) of one forward pass, by module name."""
     found: dict[str, Tensor] = {}
+    # What an encoder gives is of other tokens than those that are predicted.
+    apart = set(model.get_encoder().modules()) if match and model.config.is_encoder_decoder else set()
 
     def keep(name: str, module: nn.Module, given: Any, output: Any) -> None:
         found[name] = (output[0] if isinstance(output, tuple) else output).flatten(0, 1)
@@ -157,7 +178,7 @@ def _outputs(model: PreTrainedModel, match: str | None) -> Iterator[dict[str, Te
     with ExitStack() as hooks:
         for name, module in model.named_modules() if match else ():
             layer, kind = isinstance(module, GradientCheckpointingLayer), type(module).__name__
-            if layer if match == "hidden" else kind.endswith("Attention"):
+            if module not in apart and (layer if match == "hidden" else kind.endswith("Attention")):
                 hooks.enter_context(module.register_forward_hook(partial(keep, name)))
         yield found
 
