@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
+
+_ADAPTED = ".base_layer.weight"  # of a layer that peft has put an adapter on
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -52,11 +56,48 @@ def load_model(
         if out_of_memory(error):
             raise
         raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from None
+    _check_keys(name, info)
+    return model.to(device).eval()
+
+
+def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device: str) -> None:
+    """Read weights from the `files` of the checkpoint `name` into an empty model whose parameters are shards (DTensors
+    on `meta`): of each only the rows that this process has, by transformers' own loading. What is not empty, as
+    adapters are, stays as it is. Raises what `load_model` does.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    own = {key for key, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+    for key in own:
+        model.get_parameter_or_buffer(key)._is_hf_initialized = True
+    adapted = [re.escape(key.removesuffix(_ADAPTED)) for key in model.state_dict() if key.endswith(_ADAPTED)]
+    mapping = [*get_model_conversion_mapping(model)]
+    more = [
+        WeightRenaming(rf"^({'|'.join(adapted)})\.{tail}$", rf"\1.base_layer.{tail}") for tail in ("weight", "bias")
+    ]
+    options = LoadStateDictConfig(
+        pretrained_model_name_or_path=name, ignore_mismatched_sizes=True, device_map={"": device},
+        dtype=model.dtype, weight_mapping=[*mapping, *(more if adapted else ())],
+    )  # fmt: skip
+    try:
+        info, _ = model._load_pretrained_model(model, None, list(files), options)
+        info.missing_keys -= own
+        info = model._finalize_model_loading(model, options, info)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from None
+    model._weight_conversions = [found for found in model._weight_conversions if found not in more]
+    _check_keys(name, info.to_dict())
+
+
+def _check_keys(name: str, info: dict[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if keys := info.get(kind):
             what = f"{kind.replace('_', ' ')}: {listing(keys)}"
             raise RefusedError(f"{name} loads with {what}; its weights do not belong to its config")
-    return model.to(device).eval()
 
 
 def _empty(made: Any, config: Any, dtype: str, options: dict[str, Any]) -> PreTrainedModel:

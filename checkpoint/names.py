@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -28,8 +29,12 @@ def tied_names(model: PreTrainedModel) -> set[str]:
 
 
 def stored_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each stored tensor, without a byte of it."""
-    weights = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    """Name and shape of each stored tensor, without a byte of it; of shards those of the whole, without adapters."""
+    weights = {
+        name.replace(".base_layer.", "."): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items()
+        if ".lora_" not in name
+    }
     return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model, weights).items()}
 
 

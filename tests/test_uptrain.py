@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -346,23 +345,6 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert end == call.finish()
     assert not (tmp_path / "out-state").exists()
-
-
-def test_a_teacher_is_loaded_on_every_rank(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older transformers leave it empty on all but one where FSDP is told to load the model once."""
-    import gqa.uptrain.setup as module
-
-    load, told = module.load_model, []
-
-    def note(name: str, **how: Any) -> Any:
-        told.append((how["dtype"], os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING")))
-        return load(name, **how)
-
-    monkeypatch.setattr(module, "load_model", note)
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    assert command(tmp_path / "out", steps=1, teacher=place / "teacher").code == 0
-    assert told == [("float32", "true"), ("auto", None)]
-    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
 
 
 def test_mixtures_and_separators(place: Path, tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import rate_factor, warmup_steps
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
+from gqa.uptrain.shards import prepared
 from gqa.uptrain.state import check_same_run, load
-from gqa.uptrain.training_model import Batch, TrainingModel, predictions
+from gqa.uptrain.training_model import Batch, predictions
 from gqa.uptrain.waiting import main_first
 
 EVALUATIONS = 4  # of held-out text on the way, unless --eval-every says how often
@@ -72,10 +73,10 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
     """
     options, accelerator, dataloader = setup.options, setup.accelerator, setup.dataloader
     set_seed(options.seed, device_specific=True)  # dropout differs between ranks
-    training = TrainingModel(setup.model, setup.teacher, options)
+    training = setup.training
     with _trackers(setup):
         with setup.memory_explained():
-            model, optimizer = accelerator.prepare(training, make_optimizer(training, options))
+            model, optimizer = prepared(accelerator, training, make_optimizer(training, options))
             progress = _resume(setup, model, optimizer) if options.resume else TrainingProgress()
         if progress.step == 0 and setup.heldout:
             _evaluate(setup, model, progress)

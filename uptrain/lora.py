@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,12 +22,17 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     except ModuleNotFoundError:
         raise RefusedError("--train lora needs peft; install it with: pip install 'gqa[lora]'") from None
     table = model.get_output_embeddings()
-    targets = [
-        name
+    layers = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not table and f"{name}.weight" not in trained
-    ]
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=targets), model)
+    }
+    empty = {module: module.weight for module in layers.values() if module.weight.is_meta}
+    for module, weight in empty.items():  # peft puts adapters where weights are, and theirs are not to be read
+        module.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=[*layers]), model)
+    for module, weight in empty.items():
+        module.weight = weight
 
 
 def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,8 +20,7 @@ from accelerate.utils import (
     LoggerType,
     set_seed,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
@@ -39,7 +38,9 @@ from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, op
 from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose, unreached
+from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
+from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.waiting import main_first
 
 MAX_BLOCK = 2048
@@ -50,7 +51,7 @@ class Setup:
     """A run that is ready to start: all that is known before the first step has been checked.
 
     `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `micro` is the
-    number of blocks of one forward pass on one process.
+    number of blocks of one forward pass on one process. `training` is the model with its loss and its teacher.
     """
 
     options: TrainOptions
@@ -59,6 +60,7 @@ class Setup:
     checkpoint: Checkpoint
     model: PreTrainedModel
     teacher: PreTrainedModel | None
+    training: TrainingModel
     dataloader: Dataloader
     heldout: list[Block]
     micro: int
@@ -127,12 +129,18 @@ def prepare(
         for name in options.teachers:
             original = open_model(name)
             load = partial(_load, original, options, str(accelerator.device), weights=not dry)
-            shared = not dry and accelerator.is_fsdp2
-            whole = partial(_load, original, options, "cpu", weights=not dry) if shared else load
-            teacher = (teacher or whole("auto")).requires_grad_(False)
+            shared = not dry and accelerator.is_fsdp2 and teacher is None
+            teacher = (
+                teacher or _load(original, options, str(accelerator.device), "auto", weights=not (dry or shared))
+            ).requires_grad_(False)
             _check_teacher(teacher, original, model, tokenizer, options)
             if shared:
-                _share_out(teacher, accelerator)
+                share_teacher(teacher, original, accelerator)
+        training = TrainingModel(model, teacher, options)
+        if accelerator.is_fsdp2 and not dry:
+            share_model(training, checkpoint, accelerator)
+        if not dry:  # which of several names are stored is known when they are read
+            check_exportable(model, checkpoint)
     with main_first():  # one process tokenises, the others find it done
         if is_self(options.data[0]):
             dataloader = open_sampled(
@@ -145,7 +153,7 @@ def prepare(
     share = options.blocks_per_step // processes
     micro = options.micro_batch or share
     _accumulate(accelerator, share // micro, micro)
-    return Setup(options, taught, accelerator, checkpoint, model, teacher, dataloader, heldout, micro, states)
+    return Setup(options, taught, accelerator, checkpoint, model, teacher, training, dataloader, heldout, micro, states)
 
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
@@ -178,6 +186,8 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     if sharded and options.optimizer == "muon":
         raise RefusedError("--optimizer muon needs whole matrices, and FSDP and DeepSpeed divide them; use adamw")
     if accelerator.distributed_type == DistributedType.FSDP:
+        # transformers would load every model on the first process alone, also those that are never shared out.
+        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Else each process holds whole gradients from one micro-batch to the next.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if options.precision != "no":
@@ -212,14 +222,12 @@ def _beside(out: Path, purpose: str) -> Path:
 
 
 def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dry: bool) -> PreTrainedModel:
-    """In float32, with what does not train frozen. Sharded models stay on the CPU until they are shards."""
+    """In float32, with what does not train frozen. It has no weights where they are read into shards."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
     device = "cpu" if sharded else str(accelerator.device)
-    model = _load(checkpoint, options, device, "float32", whole=False, weights=not dry)
+    model = _load(checkpoint, options, device, "float32", weights=not (dry or accelerator.is_fsdp2))
     if model.config.is_encoder_decoder:
         raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
-    if not dry:  # which of several names are stored is known when they are read
-        check_exportable(model, checkpoint)
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:
@@ -236,31 +244,13 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     return model
 
 
-def _share_out(teacher: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Each rank holds its part of what does not train either, and gathers a layer at a time."""
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    kinds = set(teacher._no_split_modules or ())
-    for module in [each for each in teacher.modules() if type(each).__name__ in kinds]:
-        fully_shard(module, mesh=mesh)
-    fully_shard(teacher, mesh=mesh)
-
-
 def _load(
-    checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, whole: bool = True, weights: bool = True
+    checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, weights: bool = True
 ) -> PreTrainedModel:
-    """`whole` on every rank: FSDP's option to load on one and send to the others is for the model that it shards, and
-    older transformers leave every other model empty too.
-    """
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    before = os.environ.pop(name, None) if whole else None
-    try:
-        return load_model(
-            str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
-            trust_remote_code=options.trust_remote_code, weights=weights,
-        )  # fmt: skip
-    finally:
-        if before is not None:
-            os.environ[name] = before
+    return load_model(
+        str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
+        trust_remote_code=options.trust_remote_code, weights=weights,
+    )  # fmt: skip
 
 
 def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:

@@ -1,0 +1,50 @@
+"""Models under FSDP2: each process reads its rows of every weight, and none ever holds a model whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import fsdp2_prepare_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from gqa.checkpoint.loading import read_shards
+from gqa.checkpoint.read import Checkpoint
+from gqa.uptrain.training_model import TrainingModel
+
+
+def share_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
+    """Divide an empty model as accelerate does, and read the checkpoint into it. Raises what `read_shards` does."""
+    plugin = accelerator.state.fsdp_plugin
+    plugin.cpu_ram_efficient_loading = False  # which would send weights that the first process had whole
+    fsdp2_prepare_model(accelerator, training)
+    offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    _read(training.model, checkpoint, "cpu" if offloaded else str(accelerator.device))
+
+
+def share_teacher(teacher: PreTrainedModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
+    """The same of what does not train, gathered a layer at a time."""
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    kinds = set(teacher._no_split_modules or ())
+    for module in [each for each in teacher.modules() if type(each).__name__ in kinds]:
+        fully_shard(module, mesh=mesh)
+    fully_shard(teacher, mesh=mesh)
+    _read(teacher, checkpoint, str(accelerator.device))
+
+
+def _read(model: PreTrainedModel, checkpoint: Checkpoint, device: str) -> None:
+    files = sorted({str(checkpoint.path(spec.file)) for spec in checkpoint.tensors.values()})
+    read_shards(model, str(checkpoint.directory), files, device)
+
+
+def prepared(accelerator: Accelerator, training: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+    """What `accelerator.prepare` gives. Of shards accelerate tells parameters by their address, and those of which a
+    process has no rows have none; but the optimiser has been made of shards.
+    """
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare(training, optimizer)  # type: ignore[no-any-return]
+    training._is_accelerate_prepared = True
+    return accelerator.prepare_model(training), accelerator.prepare_optimizer(optimizer)
