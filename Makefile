@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SERVING ?= .venv-serving
 LOWEST ?= .venv-lowest
 
-.PHONY: install lint format types docs test test-real test-serving test-lowest build check demo benchmark quantise clean
+.PHONY: install lint format types docs test test-real test-scale test-serving test-lowest build check demo benchmark quantise clean
 
 install: $(VENV)/.installed
 
@@ -34,10 +34,14 @@ docs: install
 	$(BIN)/mkdocs build --strict --clean
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations 15 -m "not real"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations 15 -m "not real and not scale"
 
 test-real: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m real
+
+# More than two processes, and models of hundreds of megabytes.
+test-scale: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations 5 -m scale
 
 # Serving engines in an environment of their own; pytest collects nothing below tests/serving.
 test-serving: $(SERVING)/.installed

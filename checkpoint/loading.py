@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
@@ -65,6 +66,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
     on `meta`): of each only the rows that this process has, by transformers' own loading. What is not empty, as
     adapters are, stays as it is. Raises what `load_model` does.
     """
+    from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
     from transformers.modeling_utils import LoadStateDictConfig
@@ -82,7 +84,10 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
         dtype=model.dtype, weight_mapping=[*mapping, *(more if adapted else ())],
     )  # fmt: skip
     try:
-        info, _ = model._load_pretrained_model(model, None, list(files), options)
+        with ExitStack() as opened:
+            stored = [opened.enter_context(safe_open(file, "pt", backend="pread")) for file in files]
+            slices = {key: file.get_slice(key) for file in stored for key in file.offset_keys()}
+            info, _ = model._load_pretrained_model(model, slices, None, options)
         info.missing_keys -= own
         info = model._finalize_model_loading(model, options, info)
     except Exception as error:
