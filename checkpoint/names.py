@@ -18,8 +18,12 @@ from transformers.core_model_loading import (
 
 
 def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `model` as its checkpoint stores it; tied weights under each of their names."""
-    found: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    """A state dict of `model` as its checkpoint stores it; tied weights under each of their names. What a class
+    computes and does not save (sinusoidal positions of Marian) is left out.
+    """
+    computed = model._keys_to_ignore_on_save or ()
+    kept = {name: tensor for name, tensor in weights.items() if name not in computed}
+    found: dict[str, Tensor] = revert_weight_conversion(model, kept)
     return found
 
 

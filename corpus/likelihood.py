@@ -52,7 +52,7 @@ class ChunkedHead:
 
     def hidden(self, **inputs: Tensor) -> Tensor:
         """`input_ids` (B, T) and whatever the model takes beside -> (B, T, D) hidden states of what it predicts from;
-        where it does not split, (B, T, V) logits in the model's dtype. T is that of `decoder_input_ids` where there are.
+        where it does not split, (B, T, V) logits in the model's dtype. With `decoder_input_ids` T is theirs.
         """
         if self.split and not self._checked:
             self._check({name: part[:1, :8] if part.ndim == 2 else part[:1] for name, part in inputs.items()})

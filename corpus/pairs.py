@@ -4,22 +4,26 @@ which spans are left out as such models were trained on it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.corpus.document import Document
-from gqa.corpus.sources import Source
-from gqa.corpus.tokens import Ints, first_token
+from gqa.corpus.sources import Source, text_digest
+from gqa.corpus.tokens import Encoder, Ints, TokenisedText, cached_rows, first_token
 
 Pair = tuple[list[int], list[int]]  # tokens of a source, and of its target: what the model is to predict
 
 # As T5 was trained (arXiv 1910.10683, section 3.3.4).
 NOISE, SPAN = 0.15, 3.0  # of all tokens, and tokens of a span of it on average
 _SENTINELS = 100  # that T5 has
+_BATCH = 64  # pairs tokenised at a time
 
 
 def read_pairs(source: Source, targets: Source) -> Iterator[tuple[Document, str]]:
@@ -73,6 +77,10 @@ class PairEncoder:
         ]
         return found
 
+    def identify(self) -> str:
+        """A hash of all that decides what `encode` gives."""
+        return Encoder(self._tokenizer).identify()
+
     def framed(self, source: Sequence[int], target: Sequence[int], length: int) -> Pair:
         """With what the tokenizer puts before and after them, each cut to `length` in all; of a target not `start`,
         which is what the decoder reads.
@@ -83,15 +91,75 @@ class PairEncoder:
         )
         return one, other
 
-    def corrupt(self, ids: Ints, generator: np.random.Generator) -> Pair:
-        """A pair of plain text (T,), neither side of more tokens. Raises RefusedError where there are no marks."""
+    def check_marks(self) -> None:
+        """Raise RefusedError where there are none."""
         if not self.marks:
             raise RefusedError(
                 f"the tokenizer of {self.name} has neither sentinels nor a mask token, so plain text makes no pairs: "
                 "give pairs with --field and --target-field"
             )
+
+    def corrupt(self, ids: Ints, generator: np.random.Generator) -> Pair:
+        """A pair of plain text (T,), neither side of more tokens. Raises RefusedError where there are no marks."""
+        self.check_marks()
         most = len(ids) - max(len(before) + len(after) for before, after in self._around)
         return self.framed(*corrupted(ids[: max(most, 2)], self.marks, generator), len(ids))
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """Tokenised pairs, memory-mapped: Arrow's lists of int32 of sources and of targets, nothing before or after them.
+
+    `numbers`: a text of one token for each pair, which is its number here. So pairs are put in order, held out and
+    counted as documents of text are, each as one token.
+    """
+
+    sources: Any
+    targets: Any
+    numbers: TokenisedText
+
+    @cached_property
+    def lengths(self) -> tuple[Ints, Ints]:
+        """(D,) tokens of each source and of each target."""
+        import pyarrow.compute  # type: ignore[import-untyped]
+
+        one, other = (
+            pyarrow.compute.list_value_length(side).to_numpy().astype(np.int64) for side in (self.sources, self.targets)
+        )
+        return one, other
+
+    def pair(self, number: int) -> tuple[Ints, Ints]:
+        return self.sources[number].values.to_numpy(), self.targets[number].values.to_numpy()
+
+
+def tokenise_pairs(columns: Sequence[tuple[Source, Source]], encoder: PairEncoder) -> PairTable:
+    """The pairs of data sets of which a column of sources and one of targets is given, one data set after the other, as
+    `tokenise` has text. Raises CorpusError.
+    """
+    import pyarrow
+
+    def rows(source: Source, targets: Source) -> Iterator[dict[str, Any]]:
+        found = read_pairs(source, targets)
+        while batch := list(islice(found, _BATCH)):
+            sides = [one.text for one, _ in batch], [answer for _, answer in batch]
+            made = encoder.encode(sides[0]), encoder.encode(sides[1], target=True)
+            for one, other, source_ids, target_ids in zip(*sides, *made, strict=True):
+                yield {"source": source_ids, "target": target_ids, "digest": text_digest(f"{one}\0{other}")}
+
+    found = []
+    for source, targets in columns:
+        key = f"gqa pairs {source.identify()} {targets.identify()} {encoder.identify()}"
+        found.append(cached_rows(key, partial(rows, source, targets), "source", "target"))
+    tables, digests, fingerprints = zip(*found, strict=True)
+    sizes = tuple(map(len, digests))
+    each = np.arange(sum(sizes) + 1, dtype=np.int32)
+    numbers = pyarrow.ListArray.from_arrays(each, each[:-1])
+    one, other = (
+        pyarrow.chunked_array([chunk for table in tables for chunk in table.column(side).chunks])
+        for side in ("source", "target")
+    )
+    told = hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
+    return PairTable(one, other, TokenisedText(pyarrow.chunked_array([numbers]), np.concatenate(digests), sizes, told))
 
 
 def corrupted(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> Pair:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -89,24 +89,35 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedTex
     The cache is that of `datasets` (HF_DATASETS_CACHE); processes that ask for the same at the same time wait for one
     of them. Raises CorpusError.
     """
-    import datasets
-
     encoder = Encoder(tokenizer)
     key = f"gqa tokens {_LAYOUT} {source.identify()} {encoder.identify()}"
-    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
-    features = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), "digest": datasets.Value("binary")})
 
     def rows() -> Iterator[dict[str, Any]]:
         for found, tokens in encoder.encode(source.documents()):
             yield {"tokens": tokens, "digest": text_digest(found.text)}
 
+    table, digests, fingerprint = cached_rows(key, rows, "tokens")
+    return TokenisedText(table.column("tokens"), digests, (len(digests),), fingerprint)
+
+
+def cached_rows(
+    key: str, rows: Callable[[], Iterator[dict[str, Any]]], *columns: str
+) -> tuple[Any, NDArray[np.uint8], str]:
+    """An Arrow table of `columns` of token ids, the "digest" of each row (D, 32), and what the table is known by: a
+    hash of `key`, which says all that decides the rows. They are made where they are not in the cache of `datasets`.
+    """
+    import datasets
+
+    fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
+    ids = datasets.List(datasets.Value("int32"))
+    features = datasets.Features({name: ids for name in columns} | {"digest": datasets.Value("binary")})
     try:
         with quiet("datasets"):
             table = datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint).data
     except datasets.exceptions.DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
     digests = np.frombuffer(b"".join(table.column("digest").to_pylist()), np.uint8).reshape(-1, 32)
-    return TokenisedText(table.column("tokens"), digests, (len(digests),), fingerprint)
+    return table, digests, fingerprint
 
 
 def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:

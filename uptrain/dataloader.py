@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
-from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.checkpoint.provenance import without_place
+from gqa.convert.align.self_samples import SampledBlocks
 from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
@@ -24,6 +23,11 @@ from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
 
 _ENDLESS = 2**62  # tokens of a stream
+Make = Callable[[Block, list[int]], Block]  # what a model is given, of a block as it is stored; seeds of what is random
+
+
+def as_it_is(block: Block, seeds: list[int]) -> Block:
+    return block
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Dataloader:
     repeat themselves where that is asked for (`gqa.corpus.repeats`).
 
     `options`: with block and batch decided. `fingerprint`: equal where the data is. `summary`: what the data is, for
-    people. `heldout`: what was held back.
+    people. `heldout`: what was held back. `make`: turns blocks into pairs for an encoder-decoder. `mean`: tokens of a
+    block, where they differ.
     """
 
     options: TrainOptions
@@ -42,10 +47,16 @@ class Dataloader:
     summary: str
     heldout: list[Block]
     first: int = 0
+    make: Make = as_it_is
+    mean: float | None = None
+
+    def tokens(self, blocks: int) -> int:
+        """Of so many blocks."""
+        return round(blocks * (self.mean or self.options.block))
 
     @property
     def tokens_per_step(self) -> int:
-        return self.options.blocks_per_step * self.options.block
+        return self.tokens(self.options.blocks_per_step)
 
     def batches(self, first_step: int, rank: int, ranks: int, micro: int) -> Iterator[list[Batch]]:
         """For each step from `first_step` on, the micro-batches of one rank, which has every `ranks`th block."""
@@ -57,20 +68,24 @@ class Dataloader:
 
     def _block(self, index: int) -> Block:
         if not self.options.repeats:
-            return self.blocks[index]
+            return self.make(self.blocks[index], [self.options.seed, index])
         found = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0)
         return {"input_ids": found.astype(np.int64)}
 
 
 def stack(blocks: list[Block]) -> Batch:
-    """B blocks of T tokens as tensors (B, T)."""
-    return {name: torch.from_numpy(np.stack([block[name] for block in blocks])) for name in blocks[0]}
+    """B blocks of T tokens as tensors (B, T). Shorter ones are filled up at the end: of pairs, which have masks, and
+    whose labels do not count there.
+    """
+    return {
+        name: pad_sequence([torch.from_numpy(block[name]) for block in blocks], True, -100 if name == "labels" else 0)
+        for name in blocks[0]
+    }
 
 
 def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
     """Of blocks of `longest` tokens at most, as `settle_steps` decides. Raises RefusedError and CorpusError."""
-    sources, back = parse_sources(options.data, **_how(options)), not heldout_sources(options)
-    blocks: Blocks | StreamedBlocks
+    sources, back = parse_sources(options.data, **how_to_read(options)), not heldout_sources(options)
     if options.streaming:
         if options.alpha is not None and options.pretraining_tokens is None:
             raise RefusedError(
@@ -86,18 +101,25 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         told = f"a stream of {', '.join(source.spec for source in sources)}"
         fingerprint, heldout = f"{told} {blocks.encoder.identify()}", [blocks[number] for number in range(first)]
     else:
-        text, heldout, first = concatenate([tokenise(source, tokenizer) for source in sources]), [], 0
-        options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
-        if back:
-            text, heldout = _hold_back(text, options)
-        weights = [source.weight or 1.0 for source in sources] if any(s.weight for s in sources) else None
-        chosen = select(
-            text, block_size=options.block, seed=options.seed, heldout_fraction=options.heldout_fraction,
-            weights=weights, boundaries=options.mask_documents, **_length(options),
-        )  # fmt: skip
-        blocks, told, fingerprint = chosen.blocks, chosen.summary(), text.fingerprint
-        steps = _steps(blocks.n_blocks, options)
+        text = concatenate([tokenise(source, tokenizer) for source in sources])
+        return open_text(options, text, [source.weight for source in sources], longest, ranks, back)
     return Dataloader(options, blocks, steps, fingerprint, told, heldout, first)
+
+
+def open_text(
+    options: TrainOptions, text: TokenisedText, shares: Sequence[float | None], longest: int, ranks: int, back: bool
+) -> Dataloader:
+    """Of text that is tokenised, of sources with these weights; of it some is held `back`."""
+    options, heldout = settle_steps(options, int(text.lengths.sum()), longest, ranks), []
+    if back:
+        text, heldout = _hold_back(text, options)
+    weights = [share or 1.0 for share in shares] if any(shares) else None
+    chosen = select(
+        text, block_size=options.block, seed=options.seed, heldout_fraction=options.heldout_fraction,
+        weights=weights, boundaries=options.mask_documents, **_length(options),
+    )  # fmt: skip
+    steps = _steps(chosen.blocks.n_blocks, options)
+    return Dataloader(options, chosen.blocks, steps, text.fingerprint, chosen.summary(), heldout)
 
 
 def _heldout_blocks(options: TrainOptions) -> int:
@@ -116,11 +138,10 @@ def _hold_back(text: TokenisedText, options: TrainOptions) -> tuple[TokenisedTex
 
 
 def open_sampled(
-    options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, checkpoint: Checkpoint, longest: int,
-    ranks: int = 1, watcher: Watcher = SILENT, write: bool = True,
-) -> Dataloader:  # fmt: skip
-    """Blocks that the teacher, `checkpoint`, writes, as `open_dataloader` has them; `load` gives it in a dtype. Unless
-    they are to `write`, there are none to read. Raises RefusedError.
+    options: TrainOptions, write: Callable[[int, int], SampledBlocks], longest: int, ranks: int = 1
+) -> Dataloader:
+    """Blocks that the teacher writes, as `open_dataloader` has them; `write` gives so many of a size, which cannot be
+    read where nothing is to be written. Raises RefusedError.
     """
     own = parse_self(options.data[0])
     data_tokens = own.tokens or _ENDLESS
@@ -133,10 +154,9 @@ def open_sampled(
         )
     steps, first = _steps(n_blocks, options), 0 if options.heldout else _heldout_blocks(options)
     count = steps * options.blocks_per_step
-    how = options.block, first + count, options.seed, own.plain
-    blocks = sampled_blocks(load, device, checkpoint, *how, watcher, write)
-    told = f"{count:,} blocks of {options.block:,} that {checkpoint.name} writes"
-    heldout = [blocks[number] if write else {} for number in range(first)]
+    blocks = write(options.block, first + count)
+    told = f"{count:,} blocks of {options.block:,} that {without_place(options.teacher)} writes"
+    heldout = [blocks[number] if blocks.fingerprint else {} for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, told, heldout, first)
 
 
@@ -152,7 +172,10 @@ def _steps(n_blocks: int, options: TrainOptions) -> int:
     if steps := n_blocks // options.blocks_per_step:
         return steps
     raise RefusedError(
-        f"there are {n_blocks} blocks of {options.block} tokens to train on, less than one batch of "
+        f"there are {n_blocks} pairs to train on, less than one batch of {options.batch_size}; give more, or a smaller "
+        "--batch-size"
+        if options.target_field
+        else f"there are {n_blocks} blocks of {options.block} tokens to train on, less than one batch of "
         f"{options.batch_size}; give more, a smaller --batch-size or a smaller --context"
     )
 
@@ -182,7 +205,7 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
         return [parse_source(options.heldout, field=options.field, separator=options.separator)]
     if not options.heldout_fraction:
         return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
-    sources = parse_sources(options.data, **_how(options))
+    sources = parse_sources(options.data, **how_to_read(options))
     parts = [source.part("heldout", options.heldout_fraction) for source in sources]
     if found := [part for part in parts if next(part.read(), None)]:
         return found
@@ -192,7 +215,7 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
     )
 
 
-def _how(options: TrainOptions) -> dict[str, Any]:
+def how_to_read(options: TrainOptions) -> dict[str, Any]:
     return {
         "field": options.field, "config": options.data_config, "split": options.split,
         "revision": options.data_revision, "streaming": options.streaming, "separator": options.separator,

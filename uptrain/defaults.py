@@ -42,7 +42,8 @@ def settle(options: TrainOptions, checkpoint: Checkpoint) -> tuple[TrainOptions,
     found = replace(options, teacher=teacher, data=data, tokens=tokens, train=train)
     if options.repeats is None and not is_self(data[0]):
         # A teacher says what to make of text that repeats itself; without one it is learnt that text does.
-        found = replace(found, repeats=bool(found.teachers) and not options.mask_documents)
+        pairs = bool(checkpoint.config.get("is_encoder_decoder"))  # of which none repeats itself
+        found = replace(found, repeats=bool(found.teachers) and not options.mask_documents and not pairs)
     return found, told
 
 

@@ -47,7 +47,13 @@ class TrainOptions:
         "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
         "self:TOKENS for so much of it; several times, or with commas, for a mixture (SOURCE@WEIGHT).  [default: self]",
     )
-    field: str = option_field("text")
+    field: str = option_field("text", aliases="--source-field")
+    target_field: str | None = option_field(
+        None,
+        "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which spans are "
+        "left out]",
+        metavar="NAME",
+    )
     data_config: str | None = option_field(None)
     split: str | None = option_field(None, "The split of a hub data set.  [default: train]")
     data_revision: str | None = option_field(None, "The branch, tag or commit of a hub data set.", metavar="REVISION")

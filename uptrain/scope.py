@@ -63,7 +63,8 @@ def unreached(model: PreTrainedModel) -> list[str]:
     multimodal model. Found by the gradient of one prediction.
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
-    model(input_ids=ids, use_cache=False).logits.sum().backward()
+    read = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    model(**read, use_cache=False).logits.sum().backward()
     found = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     model.zero_grad()
     return found

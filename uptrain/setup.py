@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,19 +31,23 @@ from gqa.checkpoint.names import stored_shapes, tied_names
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
+from gqa.convert.align.pairs import PairMaker
+from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.corpus.sources import is_self
+from gqa.corpus.pairs import PairEncoder
+from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
 from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.waiting import main_first
 
-MAX_BLOCK = 2048
+MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positions are relative, as T5 was trained
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def prepare(
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
         model = _model(checkpoint, options, accelerator, dry)
-        longest = find_block_size(model.config, tokenizer, checkpoint, options)
+        longest, write = find_block_size(model.config, tokenizer, checkpoint, options), None
         for name in options.teachers:
             original = open_model(name)
             load = partial(_load, original, options, str(accelerator.device), weights=not dry)
@@ -136,16 +140,18 @@ def prepare(
             _check_teacher(teacher, original, model, tokenizer, options)
             if shared:
                 share_teacher(teacher, original, accelerator)
+            write = partial(_samples, options, original, load, str(accelerator.device), watcher, not dry)
         training = TrainingModel(model, teacher, options)
         if accelerator.is_fsdp2 and not dry:
             share_model(training, checkpoint, accelerator)
         if not dry:  # which of several names are stored is known when they are read
             check_exportable(model, checkpoint)
     with main_first():  # one process tokenises, the others find it done
-        if is_self(options.data[0]):
-            dataloader = open_sampled(
-                options, load, str(accelerator.device), original, longest, processes, watcher, not dry
-            )
+        if model.config.is_encoder_decoder:
+            encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
+            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, write)
+        elif is_self(options.data[0]):
+            dataloader = open_sampled(options, write, longest, processes)
         else:
             dataloader = open_dataloader(options, tokenizer, longest, processes)
         options = dataloader.options
@@ -154,6 +160,18 @@ def prepare(
     micro = options.micro_batch or share
     _accumulate(accelerator, share // micro, micro)
     return Setup(options, taught, accelerator, checkpoint, model, teacher, training, dataloader, heldout, micro, states)
+
+
+def _samples(
+    options: TrainOptions, teacher: Checkpoint, load: Callable[[str], PreTrainedModel], device: str, watcher: Watcher,
+    write: bool, size: int, count: int,
+) -> SampledBlocks:  # fmt: skip
+    """So many blocks that the teacher writes, of `size` tokens, of an encoder-decoder on either side of a pair."""
+    if not teacher.config.get("is_encoder_decoder"):
+        plain = parse_self(options.data[0]).plain
+        return sampled_blocks(load, device, teacher, size, count, options.seed, plain, watcher, write)
+    maker = PairMaker(teacher, device, size, options.seed, watcher, options.trust_remote_code)
+    return maker.sampled(count, write)
 
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
@@ -226,8 +244,8 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     sharded = accelerator.distributed_type == DistributedType.FSDP
     device = "cpu" if sharded else str(accelerator.device)
     model = _load(checkpoint, options, device, "float32", weights=not (dry or accelerator.is_fsdp2))
-    if model.config.is_encoder_decoder:
-        raise RefusedError(f"{checkpoint.name} is an encoder-decoder; gqa-uptrain trains decoders on plain text")
+    if options.target_field and not model.config.is_encoder_decoder:
+        raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:
@@ -276,6 +294,7 @@ def _check_compiler() -> None:
 
 def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:
     """What is asked for, or the positions of the model but `MAX_BLOCK` at most. Raises RefusedError."""
+    most = MAX_PAIR if config.is_encoder_decoder else MAX_BLOCK
     config = config.get_text_config(decoder=True)
     if len(tokenizer) > config.vocab_size:
         raise RefusedError(
@@ -287,7 +306,7 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
         raise RefusedError(
             f"--context {options.block_size} is more than the {positions} positions of {checkpoint.name}"
         )
-    return options.block_size or min(positions or MAX_BLOCK, MAX_BLOCK)
+    return options.block_size or min(positions or most, MAX_BLOCK)
 
 
 def _check_teacher(

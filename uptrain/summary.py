@@ -45,7 +45,7 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "micro_batch": setup.micro,
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
-        "heldout_tokens": len(setup.heldout) * setup.block_size,
+        "heldout_tokens": dataloader.tokens(len(setup.heldout)),
         "memory_bytes": memory_bytes(parameters, trained, options.optimizer, teacher, shares),
     }
 

@@ -44,9 +44,9 @@ class TrainingModel(nn.Module):
         self.model.tie_weights()
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
-        """`input_ids` (B, T) and perhaps `position_ids`, `document_ids`, or what an encoder is given and `labels` (B, T)
-        of the decoder -> the loss summed over the predictions that count, and (predictions, nats, distillation, matching
-        error) as sums.
+        """`input_ids` (B, T) and perhaps `position_ids`, `document_ids`; of an encoder-decoder what the encoder is
+        given and `labels` (B, T) -> the loss summed over the predictions that count, and (predictions, nats,
+        distillation, matching error) as sums.
 
         Outputs are matched only while it trains (with gradients).
         """

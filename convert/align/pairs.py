@@ -5,8 +5,9 @@ were trained on it, or written by the decoder.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, model_class
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.align.self_samples import samples
+from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept, samples
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder, read_pairs
@@ -49,6 +50,7 @@ class PairMaker:
         self._checkpoint, self._config, self._device, self._watcher = checkpoint, config, device, watcher
         self._length, self._seed, self._trusted = length, seed, trust_remote_code
         self._model: Any = None  # once it is to write
+        self._dtype = "bfloat16" if native_bfloat16(device) else "float32"
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         try:
             tokenizer = load_tokenizer(checkpoint, trust_remote_code)
@@ -69,23 +71,48 @@ class PairMaker:
         if targets:
             return list(pairs)
         sources = [one for one, _ in pairs]
-        return list(zip(sources, self._write(sources), strict=True))
+        self._announce(len(sources))
+        return list(zip(sources, self._write(sources, self._seed), strict=True))
 
     def corrupt(self, blocks: Ints) -> list[Pair]:
         """Of plain text (N, T), as `PairEncoder` does. Raises RefusedError."""
         generator = np.random.default_rng(self._seed)
         return [self._encoder.corrupt(block, generator) for block in blocks]
 
-    def write(self, count: int) -> list[Pair]:
+    def write(self, count: int, seed: int | None = None) -> list[Pair]:
         """So many pairs of the model's own: what its decoder writes for no source at all, spans left out where the
         tokenizer allows it, and the targets that it then writes.
         """
-        encoder, generator = self._encoder, np.random.default_rng(self._seed)
-        texts = self._write([[encoder.end]] * count, [*encoder.marks, encoder.end])
+        if seed is None:
+            seed = self._seed
+            self._announce(2 * count)
+        encoder, generator = self._encoder, np.random.default_rng(seed)
+        texts = self._write([[encoder.end]] * count, seed, [*encoder.marks, encoder.end])
         sources = [
-            encoder.corrupt(np.array(text), generator)[0] if encoder.marks else [*text, encoder.end] for text in texts
+            encoder.corrupt(np.array(text), generator)[0] if encoder.marks else [*text[:-1], encoder.end]
+            for text in texts
         ]
-        return list(zip(sources, self._write(sources), strict=True))
+        return list(zip(sources, self._write(sources, seed), strict=True))
+
+    def sampled(self, count: int, write: bool = True) -> SampledBlocks:
+        """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are kept as
+        those of decoders are. Raises RefusedError. Unless it is to `write`, they are none that could be read.
+        """
+        if not write:
+            return SampledBlocks(Path(), 2 * self._length, count, "", self._seed, 0, plain=True)
+
+        def batches(have: int, wanted: int) -> Iterator[Tensor]:
+            self._announce(2 * _WRITTEN * (wanted - have))
+            for number in range(have, wanted):
+                rows = torch.full((_WRITTEN, 2, self._length), -1)
+                for row, pair in enumerate(self.write(_WRITTEN, batch_seed(self._seed, number))):
+                    for side, ids in enumerate(pair):
+                        rows[row, side, : len(ids)] = torch.tensor(ids)
+                yield rows.flatten(1)
+
+        told = f"pairs {content(self._checkpoint)} {self._encoder.marks} {self._seed} {self._length} {self._dtype}"
+        file = kept(told, 2 * self._length, _WRITTEN, count, batches)
+        return SampledBlocks(file, 2 * self._length, count, f"self {file.stem}", self._seed, 0, plain=True)
 
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments, padded at the end. Raises RefusedError."""
@@ -108,14 +135,15 @@ class PairMaker:
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._encoder.pad), masks
 
-    def _write(self, sources: Sequence[Any], banned: Sequence[int] = ()) -> list[list[int]]:
+    def _announce(self, texts: int) -> None:
+        self._watcher.stage(f"{self._name} writes", texts * self._length)
+
+    def _write(self, sources: Sequence[Any], seed: int, banned: Sequence[int] = ()) -> list[list[int]]:
         """What the decoder writes at temperature 1 for each source: up to its end, or `length` tokens, none of those
         that are `banned`.
         """
         if self._model is None:
-            dtype = "bfloat16" if native_bfloat16(self._device) else "float32"
-            self._model = load_model(str(self._checkpoint.directory), dtype=dtype, device=self._device)
-        self._watcher.stage(f"{self._name} writes", len(sources) * self._length)
+            self._model = load_model(str(self._checkpoint.directory), dtype=self._dtype, device=self._device)
         found: list[list[int]] = []
         for first in range(0, len(sources), _WRITTEN):
             given = self.given(part := sources[first : first + _WRITTEN])
@@ -124,7 +152,7 @@ class PairMaker:
                 for name, tensor in given.items()
             }
             written = samples(
-                self._model, self._length + 1, seed=self._seed + first, batch=len(part), given=given, banned=banned,
+                self._model, self._length + 1, seed=seed + first, batch=len(part), given=given, banned=banned,
                 progress=self._watcher.update,
             )  # fmt: skip
             for row in written[:, 1:].tolist():

@@ -70,7 +70,8 @@ class RecordingMaker(PairMaker):
         for _, path in sorted(by_hash.items())[:count]:
             heard = self._extractor(_samples(path, rate), sampling_rate=rate, return_tensors="pt")
             sources.append(heard[self._extractor.model_input_names[0]][0])
-        return list(zip(sources, self._write(sources), strict=True))
+        self._announce(len(sources))
+        return list(zip(sources, self._write(sources, self._seed), strict=True))
 
     def given(self, sources: Sequence[Any]) -> dict[str, Tensor]:
         return {self._extractor.model_input_names[0]: torch.stack(list(sources))}

@@ -8,7 +8,7 @@ continues, and every rank and every resumed run reads the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,38 +89,57 @@ def sampled_blocks(
     `load` gives the model in the dtype of that name, on `device`; it is called if some of them are not there yet.
     Raises RefusedError where it cannot be sampled from. Unless it is to `write`, they are none that could be read.
     """
-    from datasets.config import HF_DATASETS_CACHE
-
-    known, origin = as_it_is(checkpoint), checkpoint.source or checkpoint
+    known = as_it_is(checkpoint)
     start = first_token(read_config(known.config, known.name).text, known.name)
     lead = 0 if _begins(checkpoint, start) else 1
     if not write:
         return SampledBlocks(Path(), size, n_blocks, "", seed, 1 - lead, plain)
     # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
-    batch, whole = _batch(known, size, dtype), digest_of(origin, origin.tensors)
-    told = f"{whole} {start} {lead} {seed} {size} {batch} {dtype}"
-    name = hashlib.sha256(told.encode()).hexdigest()[:32]
+    batch = _batch(known, size, dtype)
+
+    def batches(have: int, wanted: int) -> Iterator[Tensor]:
+        model = load(str(dtype).removeprefix("torch."))
+        watcher.stage(f"{checkpoint.name} writes", (wanted - have) * batch * (size + lead - 1))
+        for number in range(have, wanted):
+            own = batch_seed(seed, number)
+            yield samples(model, size + lead, seed=own, batch=batch, progress=watcher.update)[:, lead:]
+
+    file = kept(f"{content(checkpoint)} {start} {lead} {seed} {size} {batch} {dtype}", size, batch, n_blocks, batches)
+    told = f"self {file.stem} {'plain' if plain else MIX}"
+    return SampledBlocks(file, size, n_blocks, told, seed, 1 - lead, plain)
+
+
+def content(checkpoint: Checkpoint) -> str:
+    """What a checkpoint's weights are, as a hash."""
+    origin = checkpoint.source or checkpoint
+    return digest_of(origin, origin.tensors)
+
+
+def batch_seed(seed: int, number: int) -> int:
+    """A batch has a seed of its own: those before need not be sampled again."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
+
+
+def kept(told: str, size: int, batch: int, rows: int, write: Callable[[int, int], Iterator[Tensor]]) -> Path:
+    """A file with `rows` rows of `size` int32 at least, in the cache of `datasets`, named by `told`, which says all
+    that decides them. `write(have, wanted)` yields (batch, size) the batches that are not there yet.
+    """
+    from datasets.config import HF_DATASETS_CACHE
+
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"
     place.mkdir(parents=True, exist_ok=True)
-    file = place / f"{name}.int32"
+    file = place / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.int32"
     with FileLock(f"{file}.lock"):
         have = file.stat().st_size // (4 * size * batch) if file.exists() else 0
-        wanted = -(-n_blocks // batch)
-        if wanted > have:
-            model = load(str(dtype).removeprefix("torch."))
-            watcher.stage(f"{checkpoint.name} writes", (wanted - have) * batch * (size + lead - 1))
+        wanted = -(-rows // batch)
         with file.open("r+b" if file.exists() else "w+b") as stream:
             stream.truncate(4 * size * batch * have)  # a batch that was not finished
-            for number in range(have, wanted):
-                # A batch has a seed of its own: those before need not be sampled again.
-                own = int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
-                ids = samples(model, size + lead, seed=own, batch=batch, progress=watcher.update)[:, lead:]
+            for ids in write(have, wanted) if wanted > have else ():
                 stream.seek(0, 2)
                 stream.write(ids.numpy().astype(np.int32).tobytes())
                 stream.flush()
-    told = f"self {name} {'plain' if plain else MIX}"
-    return SampledBlocks(file, size, n_blocks, told, seed, 1 - lead, plain)
+    return file
 
 
 def _begins(checkpoint: Checkpoint, token: int) -> bool:
