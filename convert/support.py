@@ -12,7 +12,7 @@ _PAGE = """# Models
 
 How heads are stored, which model types, and what is refused and why. `--method procrustes`, `aligned` and `calibrated`
 align the heads of all model types but those that a note excepts; `refined` trains the heads of those unaligned.
-`calibrated` and `refined` run layers one by one, and refuse models that are given sound or images (Whisper).
+`calibrated` and `refined` run layers one by one; of models that are given sound (Whisper) on recordings.
 `gqa-convert --families` prints the same; `python tests/test_structure.py` writes this page.
 
 | how heads are stored | model types | note |

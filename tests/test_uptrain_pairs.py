@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import check_refused, load, run
 from test_losses import assert_close, gradients, set_slices
 from tiny_models import TINY, build
 from torch import Tensor
-from training import tiny_checkpoint, trained, training_model, write_corpus
+from training import (
+    Runs,
+    difference,
+    fresh_accelerator,
+    losses,
+    material,
+    tiny_checkpoint,
+    trained,
+    training_model,
+    words_for,
+    write_corpus,
+)
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gqa.convert import convert_checkpoint
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.setup import prepare
+from gqa.uptrain.summary import plan_record
 from gqa.uptrain.training_model import predictions
 
 MODELS = [
@@ -143,3 +158,125 @@ def test_training_comes_nearer_to_the_teacher(made_of: Path, tmp_path: Path, nam
     assert after["distillation"] < 0.98 * before["distillation"], (before, after)
     assert (record["steps"], record["teacher"]) == (4, f"{model}-base")
     assert not record["options"]["repeats"]
+
+
+PAIRS = {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}
+
+
+def words(place: Path, name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> list[str]:
+    """Of the command, for a short run."""
+    short = {"context": 32, "batch_size": 4, "steps": 4, "heldout_tokens": 256}
+    return words_for(place / name, place / data if data and data != "self" else data, out, **short | given)
+
+
+@pytest.mark.parametrize(("name", "given"), [("t5", {}), ("marian", PAIRS), ("bart", {"data": "self"})])
+def test_killed_and_continued_is_bit_identical(
+    runs: Runs, made_of: Path, tmp_path: Path, name: str, given: dict[str, Any]
+) -> None:
+    how = {"save_every": 2, "keep_state": True, "seed": 3} | given
+    runs.finish(*words(made_of, name, tmp_path / "one", **how))
+    other = words(made_of, name, tmp_path / "other", **how)
+    assert runs.run(*other, before="kill_at(3)").code == -signal.SIGKILL
+    runs.finish(*other, "--resume")
+    assert losses(tmp_path / "other") == losses(tmp_path / "one")
+    assert difference(tmp_path / "other", tmp_path / "one") == 0
+    runs.finish(*words(made_of, name, tmp_path / "control", **how | {"seed": 4}))
+    assert losses(tmp_path / "control") != losses(tmp_path / "one")
+
+
+@pytest.mark.parametrize(("name", "given"), [("t5", {"train": "kv"}), ("bart", PAIRS), ("marian", {"data": "self"})])
+def test_ranks_and_micro_batches_change_nothing(
+    runs: Runs, made_of: Path, tmp_path: Path, name: str, given: dict[str, Any]
+) -> None:
+    """Pairs of other lengths beside one make other padding, and no other loss."""
+    runs.finish(*words(made_of, name, tmp_path / "1x1", micro_batch=1, **given))
+    for way, (ranks, micro) in {"1x4": (1, 4), "2 ranks": (2, 2)}.items():
+        runs.finish(*words(made_of, name, tmp_path / way, micro_batch=micro, **given), ranks=ranks)
+        assert apart(tmp_path / way, tmp_path / "1x1") <= 1e-5, way
+        assert losses(tmp_path / way) == pytest.approx(losses(tmp_path / "1x1"), rel=1e-5)
+    assert apart(made_of / name, tmp_path / "1x1") > 1e-4
+
+
+def apart(one: Path, other: Path) -> float:
+    """The largest difference of any weight but biases of keys: attention does not depend on these, so their gradients
+    are rounding, of which AdamW makes steps as of any other.
+    """
+    left, right = load(one), load(other)
+    return max(float((left[name] - right[name]).abs().max()) for name in left if not name.endswith("k_proj.bias"))
+
+
+def test_sharded_weights_change_nothing(runs: Runs, made_of: Path, tmp_path: Path) -> None:
+    """The teacher's too: of T5 no module but the whole holds what encoder and decoder share."""
+    for name in ("t5", "bart"):
+        for way, before in (("ddp", ""), ("fsdp", "shard()")):
+            runs.finish(*words(made_of, name, tmp_path / f"{name}-{way}"), ranks=2, before=before)
+        assert losses(tmp_path / f"{name}-fsdp") == pytest.approx(losses(tmp_path / f"{name}-ddp"), rel=1e-6)
+        assert apart(tmp_path / f"{name}-fsdp", tmp_path / f"{name}-ddp") <= 1e-5
+
+
+@pytest.mark.usefixtures("alone")
+def test_alpha_is_a_prefix_of_the_pairs(made_of: Path, tmp_path: Path) -> None:
+    """79 rows have both columns; a twentieth is held back, and none of it trains."""
+    seen = {}
+    for alpha in (0.25, 0.5):
+        given = options(made_of, "marian", tmp_path / "out", **PAIRS | {"alpha": alpha, "steps": None})
+        setup = prepare(given)
+        data = setup.dataloader
+        blocks = [data._block(number) for number in range(data.steps * 4)]
+        seen[alpha] = [tuple(block["labels"].tolist()) for block in blocks]
+        held = {tuple(block["labels"].tolist()) for block in setup.heldout}
+        assert len(held) == 3
+        assert not held & set(seen[alpha])
+        assert plan_record(setup)["tokens"] == data.steps * data.tokens_per_step
+        fresh()
+    assert len(seen[0.25]) == 16
+    assert seen[0.5][:16] == seen[0.25]
+    assert len(set(seen[0.5])) == len(seen[0.5])
+
+
+@pytest.mark.parametrize("given", [{}, PAIRS, {"data": "self"}])
+@pytest.mark.usefixtures("alone")
+def test_dry_run(made_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """It reads no weights, and plans what the run does."""
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
+    done = run(*words(made_of, "t5", tmp_path / "out", quiet=False, **given), "--dry-run", program="gqa-uptrain")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert [line.split()[0] for line in lines] == ["model", "teacher", "data", "steps", "rate", "memory", "held"]
+    if given is PAIRS:
+        assert "16 pairs out of 79, of " in lines[2]
+        assert "cut to 32 a side" not in lines[2]
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("marian", {}, "has neither sentinels nor a mask token, so plain text makes no pairs: give pairs with --field and"),
+    ("t5", PAIRS | {"target_field": "nothing"}, "has no field 'nothing'; it has 'meant'"),
+    ("t5", PAIRS | {"target_field": "said"}, "are the same text; name two columns"),
+    ("t5", PAIRS | {"streaming": True}, "--target-field is a column of data that is stored; drop --streaming"),
+    ("t5", PAIRS | {"data": "self"}, "--target-field is a column of data that is stored; drop --streaming and --data"),
+    ("t5", {"repeats": True}, "--repeats and --mask-documents are for decoders, t5 is an encoder-decoder; do without"),
+    ("t5", {"mask_documents": True}, "--repeats and --mask-documents are for decoders"),
+    ("bart", {"context": 65}, "--context 65 is more than the 64 positions of bart"),
+    ("t5", PAIRS | {"alpha": 0.001, "steps": None}, "--alpha 0.001 of 79 pairs is none; give more"),
+    ("t5", PAIRS | {"alpha": 1, "steps": None, "batch_size": 99}, "76 pairs to train on, less than one batch of 99"),
+    ("whisper", {}, "the encoder of whisper is given sound; gqa-uptrain trains models that read text"),
+]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_refused(made_of: Path, tmp_path: Path) -> None:
+    tiny_checkpoint(made_of / "whisper", "gqa_whisper", 2)
+    for name, given, says in REFUSED:
+        done = run(*words(made_of, name, tmp_path / "out", **given), program="gqa-uptrain")
+        assert says in check_refused(done, program="gqa-uptrain", advice="")
+        fresh()
+    done = run(*words_for(material() / "model", made_of / "pairs.jsonl", tmp_path / "out", steps=1, field="said",
+                          target_field="meant"), program="gqa-uptrain")  # fmt: skip
+    assert "--target-field is for encoder-decoders, model is none" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def fresh() -> None:
+    with fresh_accelerator():
+        pass

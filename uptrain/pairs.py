@@ -81,6 +81,8 @@ def _open_columns(options: TrainOptions, encoder: PairEncoder, longest: int, ran
     def pairs(tokens: int | None) -> int | None:
         return None if tokens is None else max(1, int(tokens / mean))
 
+    if options.alpha is not None and int(options.alpha * (pairs(options.pretraining_tokens) or count)) < 1:
+        raise RefusedError(f"--alpha {options.alpha:g} of {count:,} pairs is none; give more")
     told = {"tokens": options.tokens, "pretraining_tokens": options.pretraining_tokens,
             "heldout_tokens": options.heldout_tokens}  # fmt: skip
     counted = replace(options, block_size=1, **{name: pairs(tokens) for name, tokens in told.items()})

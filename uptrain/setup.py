@@ -246,6 +246,8 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     model = _load(checkpoint, options, device, "float32", weights=not (dry or accelerator.is_fsdp2))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
+    if model.main_input_name != "input_ids":
+        raise RefusedError(f"the encoder of {checkpoint.name} is given sound; gqa-uptrain trains models that read text")
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:
