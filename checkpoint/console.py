@@ -158,8 +158,8 @@ class Option(click.Option):
 
 # Under which heading --help lists an option, the same in all commands; the rest is under the last.
 _HEADINGS = {
-    "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers kl recall "
-    "cache-bits decode memory tasks recommend dry-run device",
+    "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers record-teacher kl "
+    "recall cache-bits decode memory tasks recommend dry-run device",
     "Quality": "grouping ridge refine-steps refine-batch refine-learning-rate refine-precision learning-rate schedule "
     "warmup decay weight-decay optimizer clip batch-size distill temperature match match-weight lora-rank precision "
     "calibration-precision eval-precision seed seeds max-loss-increase max-recall-loss baseline-cache protocol stride "
@@ -169,7 +169,7 @@ _HEADINGS = {
     "calibration-repeats field target-field data-config split data-revision separator streaming heldout "
     "heldout-fraction heldout-tokens eval-tokens pretraining-tokens mask-documents beyond-positions",
     "Output": "dtype max-shard-size overwrite resume checksums verify-load keep-adapter save-every save-minutes "
-    "keep-last keep-state eval-every report-to push-to-hub public json verbose quiet",
+    "keep-last keep-state record-mass eval-every report-to push-to-hub public json verbose quiet",
 }
 _LAST = "Advanced"
 

@@ -15,7 +15,7 @@ from .results import TrainedModel
 if TYPE_CHECKING:
     from gqa.uptrain.options import TrainOptions
 
-_OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run", "push_to_hub", "public")
+_OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run", "record_teacher", "record_mass", "push_to_hub", "public")
 
 
 def uptrain_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -31,6 +32,18 @@ Examples:
 """
 _HOW = [
     option("--dry-run", help="Print what would be trained on what, and stop."),
+    option(
+        "--record-teacher",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="DIR",
+        help="Keep what the teacher predicts for the text of this run in DIR, and stop: --teacher DIR trains from it.",
+    ),
+    option(
+        "--record-mass",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.99,
+        help="How much of each prediction --record-teacher keeps, the most probable tokens first.",
+    ),
     option("--push-to-hub"),
     option("--public"),
     option("--json", "as_json"),
@@ -44,8 +57,9 @@ _HOW = [
 @with_options(TRAINING.decorators(), _HOW)
 @version_option
 def command(
-    model: str, dry_run: bool, push_to_hub: str | None, public: bool, as_json: bool, quiet: bool, **options: Any
-) -> None:
+    model: str, dry_run: bool, record_teacher: Path | None, record_mass: float, push_to_hub: str | None, public: bool,
+    as_json: bool, quiet: bool, **options: Any,
+) -> None:  # fmt: skip
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     Without options it learns the predictions of the base model that it was converted from, on text that this one writes
@@ -59,15 +73,17 @@ def command(
     from gqa.checkpoint.loading import ranks
     from gqa.convert.align.watcher import Bar
     from gqa.uptrain.loop import DivergedError, StoppedError
+    from gqa.uptrain.recording import record_teacher as record_predictions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
-    from gqa.uptrain.summary import plan_record, plan_text, result_text
+    from gqa.uptrain.summary import plan_record, plan_text, recorded_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
     main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
     check_pushing(push_to_hub, public, dry_run or not main)
     with Bar(quiet or not main) as bar:
-        setup = prepare(TRAINING.read(options, model=model, output=output), watcher=bar, dry=dry_run)
+        chosen = TRAINING.read(options, model=model, output=output)
+        setup = prepare(chosen, watcher=bar, dry=dry_run, recording=record_teacher is not None)
 
     def say(text: str) -> None:
         if main and not quiet:
@@ -77,6 +93,10 @@ def command(
     say(plan_text(setup))
     if dry_run:
         record = plan_record(setup)
+    elif record_teacher:
+        with Bar(quiet or not main) as bar:
+            record = record_predictions(setup, record_teacher, record_mass, bar)
+        say(recorded_text(record, record_teacher))
     else:
         try:
             progress, record = uptrain(setup, quiet=quiet, words=sys.argv[1:])

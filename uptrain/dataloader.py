@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
 from gqa.corpus.tokens import Block, Blocks, TokenisedText, concatenate, tokenise
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.targets import StoredTargets
 from gqa.uptrain.training_model import Batch
 
 _ENDLESS = 2**62  # tokens of a stream
@@ -41,7 +42,7 @@ class Dataloader:
     """
 
     options: TrainOptions
-    blocks: Blocks | StreamedBlocks | SampledBlocks
+    blocks: Blocks | StreamedBlocks | SampledBlocks | StoredTargets
     steps: int
     fingerprint: str
     summary: str
@@ -63,10 +64,11 @@ class Dataloader:
         batch = self.options.blocks_per_step
         for step in range(first_step, self.steps):
             begin = self.first + step * batch
-            own = [self._block(number) for number in range(begin + rank, begin + batch, ranks)]
+            own = [self.block(number) for number in range(begin + rank, begin + batch, ranks)]
             yield [stack(own[start : start + micro]) for start in range(0, len(own), micro)]
 
-    def _block(self, index: int) -> Block:
+    def block(self, index: int) -> Block:
+        """As it is trained on; the first is `first`."""
         if not self.options.repeats:
             return self.make(self.blocks[index], [self.options.seed, index])
         found = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0)
@@ -75,12 +77,16 @@ class Dataloader:
 
 def stack(blocks: list[Block]) -> Batch:
     """B blocks of T tokens as tensors (B, T). Shorter ones are filled up at the end: of pairs, which have masks, and
-    whose labels do not count there.
+    whose labels do not count there. Tokens that a teacher predicted stand one after the other.
     """
-    return {
-        name: pad_sequence([torch.from_numpy(block[name]) for block in blocks], True, -100 if name == "labels" else 0)
-        for name in blocks[0]
-    }
+
+    def joined(name: str) -> torch.Tensor:
+        parts = [torch.from_numpy(block[name]) for block in blocks]
+        if name in ("top_ids", "top_logs"):
+            return torch.cat(parts)
+        return pad_sequence(parts, True, -100 if name == "labels" else 0)
+
+    return {name: joined(name) for name in blocks[0]}
 
 
 def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
@@ -158,6 +164,24 @@ def open_sampled(
     told = f"{count:,} blocks of {options.block:,} that {without_place(options.teacher)} writes"
     heldout = [blocks[number] if blocks.fingerprint else {} for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, told, heldout, first)
+
+
+def open_stored(options: TrainOptions, targets: StoredTargets, ranks: int = 1) -> Dataloader:
+    """Blocks that were recorded with what a teacher predicts for them, as `open_dataloader` has others; `options` are
+    `settled` by the targets. Raises RefusedError.
+    """
+    have, size = len(targets) - targets.heldout, targets.block_size
+    options = settle_steps(options, have * size, size, ranks)
+    n_blocks = n_blocks_for(have * size, size, **_length(options))
+    if n_blocks > have:
+        raise RefusedError(
+            f"{n_blocks:,} blocks of training are more than the {have:,} that {targets.directory} was recorded for; "
+            "train for less, or record more"
+        )
+    told = f"{have:,} blocks of {size:,} with what {targets.record['teacher']} predicts, from {targets.directory}"
+    heldout = [targets[number] for number in range(targets.heldout)]
+    options = replace(options, repeats=None)  # they do where they were recorded so
+    return Dataloader(options, targets, _steps(n_blocks, options), targets.fingerprint, told, heldout, targets.heldout)
 
 
 def _length(options: TrainOptions) -> dict[str, Any]:

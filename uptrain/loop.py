@@ -231,7 +231,7 @@ def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
     sums = accelerator.reduce(sums, "sum")
     model.train()
     nats, divergence, mean = _per_prediction(sums)
-    return {"loss": mean, "nats": nats} | ({"distillation": divergence} if setup.teacher else {})
+    return {"loss": mean, "nats": nats} | ({"distillation": divergence} if setup.options.teachers else {})
 
 
 def weights(accelerator: Accelerator, wrapped: Any) -> Weights:

@@ -37,13 +37,14 @@ from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
-from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
+from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled, open_stored
 from gqa.uptrain.defaults import settle
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
+from gqa.uptrain.targets import StoredTargets, find_targets
 from gqa.uptrain.training_model import TrainingModel
 from gqa.uptrain.waiting import main_first
 
@@ -54,8 +55,9 @@ MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positio
 class Setup:
     """A run that is ready to start: all that is known before the first step has been checked.
 
-    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `micro` is the
-    number of blocks of one forward pass on one process. `training` is the model with its loss and its teacher.
+    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `targets`:
+    what a teacher that is not there predicted. `training`: the model with its loss and its teacher. `micro`: the number
+    of blocks of one forward pass on one process.
     """
 
     options: TrainOptions
@@ -65,6 +67,7 @@ class Setup:
     model: PreTrainedModel
     teacher: PreTrainedModel | None
     training: TrainingModel
+    targets: StoredTargets | None
     dataloader: Dataloader
     heldout: list[Block]
     micro: int
@@ -101,36 +104,41 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
 
 
 def prepare(
-    options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False
-) -> Setup:
+    options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False,
+    recording: bool = False,
+) -> Setup:  # fmt: skip
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
     `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
     `watcher` is told of the text that it writes. A `dry` run is planned, and cannot start: no model has weights, and
-    none writes text.
+    none writes text. One that is `recording` what the teacher predicts has no other model with weights, and no output.
     """
     processes = ranks().num_processes
     options.check(processes)
     checkpoint = open_model(options.model, options.revision)
+    if targets := find_targets(options.teacher):
+        options = targets.settled(options)
     options, taught = settle(options, checkpoint)
     options.check(processes)
-    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
-    if not dry:  # which may be about another machine
+    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite or recording).out  # refuses now
+    if not (dry or recording):  # which may be about another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out)
     states = States(_beside(out, "state"), options.keep_last)
     if options.resume:
         options = states.continued(options)
         options.check(processes)
-    elif states.all():
+    elif states.all() and not recording:
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
-        model = _model(checkpoint, options, accelerator, dry)
+        model = _model(checkpoint, options, accelerator, dry or recording)
         longest, write = find_block_size(model.config, tokenizer, checkpoint, options), None
-        for name in options.teachers:
+        if targets:
+            targets.check(model, tokenizer)
+        for name in () if targets else options.teachers:
             original = open_model(name)
             load = partial(_load, original, options, str(accelerator.device), weights=not dry)
             shared = not dry and accelerator.is_fsdp2 and teacher is None
@@ -142,12 +150,14 @@ def prepare(
                 share_teacher(teacher, original, accelerator)
             write = partial(_samples, options, original, load, str(accelerator.device), watcher, not dry)
         training = TrainingModel(model, teacher, options)
-        if accelerator.is_fsdp2 and not dry:
+        if accelerator.is_fsdp2 and not (dry or recording):
             share_model(training, checkpoint, accelerator)
-        if not dry:  # which of several names are stored is known when they are read
+        if not (dry or recording):  # which of several names are stored is known when they are read
             check_exportable(model, checkpoint)
     with main_first():  # one process tokenises, the others find it done
-        if model.config.is_encoder_decoder:
+        if targets:
+            dataloader = open_stored(options, targets, processes)
+        elif model.config.is_encoder_decoder:
             encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
             dataloader = open_pairs(options, encoder, tokenizer, longest, processes, write)
         elif is_self(options.data[0]):
@@ -155,11 +165,13 @@ def prepare(
         else:
             dataloader = open_dataloader(options, tokenizer, longest, processes)
         options = dataloader.options
-        heldout = dataloader.heldout or open_heldout(options, tokenizer)
+        heldout = dataloader.heldout or ([] if targets else open_heldout(options, tokenizer))
     share = options.blocks_per_step // processes
     micro = options.micro_batch or share
     _accumulate(accelerator, share // micro, micro)
-    return Setup(options, taught, accelerator, checkpoint, model, teacher, training, dataloader, heldout, micro, states)
+    return Setup(
+        options, taught, accelerator, checkpoint, model, teacher, training, targets, dataloader, heldout, micro, states
+    )
 
 
 def _samples(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import (
@@ -67,7 +68,7 @@ def plan_text(setup: Setup) -> str:
     lines = [
         f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
         f"({options.train})",
-        f"teacher     {setup.taught}" if setup.teacher else f"no teacher  {setup.taught}",
+        f"teacher     {setup.taught}" if options.teachers else f"no teacher  {setup.taught}",
         f"data        {', '.join(options.data)}: {record['data']}",
         f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
         f"({processes} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
@@ -83,11 +84,21 @@ def plan_text(setup: Setup) -> str:
     return "\n".join(lines)
 
 
+def recorded_text(record: dict[str, Any], directory: Path) -> str:
+    """What was recorded of a teacher."""
+    kept = f"{record['tokens_a_prediction']:.1f} tokens of each prediction, {record['kept_mass']:.2%} of its mass"
+    return (
+        f"recorded    {record['blocks']:,} blocks of {record['block_size']:,} tokens, of which "
+        f"{record['heldout_blocks']:,} held out: {kept}\n"
+        f"written     {directory}: {size(record['bytes'])}, train from it with --teacher {directory}"
+    )
+
+
 def result_text(setup: Setup, progress: TrainingProgress) -> str:
     """How it went."""
     lines, before, after = [], progress.heldout_before, progress.heldout_after
     if before and after:
-        name, told = ("distillation", "nats from the teacher") if setup.teacher else ("nats", "nats per token")
+        name, told = ("distillation", "nats from the teacher") if setup.options.teachers else ("nats", "nats per token")
         lines.append(
             f"held out    {before[name]:.4f} {told} before, {after[name]:.4f} after {progress.best_step} steps"
         )
@@ -120,7 +131,7 @@ def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) ->
         "tokens": progress.tokens,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
-        "teacher": told["teacher"] if options.teachers else None,
+        "teacher": setup.targets.record["teacher"] if setup.targets else told["teacher"] if options.teachers else None,
         "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,
@@ -137,7 +148,7 @@ def _losses(setup: Setup, progress: TrainingProgress) -> dict[str, Any]:
     found: dict[str, Any] = {"training": progress.loss}
     for when, told in (("before", progress.heldout_before), ("after", progress.heldout_after)):
         found[f"heldout_{when}"] = told and told["nats"]
-        if setup.teacher:
+        if setup.options.teachers:
             found[f"distillation_{when}"] = told and told["distillation"]
     return found | {"best_step": progress.best_step if setup.heldout else progress.step}
 

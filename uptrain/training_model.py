@@ -6,7 +6,7 @@ DDP and FSDP work by hooks on a module's forward, so everything that touches par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, listing
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.uptrain.losses import chunked_sum, next_token_loss
+from gqa.uptrain.losses import TopTargets, chunked_sum, next_token_loss
 from gqa.uptrain.options import TrainOptions
 
 Batch = dict[str, Tensor]
@@ -45,8 +45,8 @@ class TrainingModel(nn.Module):
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """`input_ids` (B, T) and perhaps `position_ids`, `document_ids`; of an encoder-decoder what the encoder is
-        given and `labels` (B, T) -> the loss summed over the predictions that count, and (predictions, nats,
-        distillation, matching error) as sums.
+        given and `labels` (B, T); perhaps what a teacher predicted -> the loss summed over the predictions that count,
+        and (predictions, nats, distillation, matching error) as sums.
 
         Outputs are matched only while it trains (with gradients).
         """
@@ -60,16 +60,11 @@ class TrainingModel(nn.Module):
         match = options.match if torch.is_grad_enabled() else None
         with _outputs(self.model, match) as ours:
             hidden = self._head.hidden(**inputs).flatten(0, 1)
-        theirs, rows = {}, None
-        if taught:
-            sharded = isinstance(teacher := self._teacher[0].model, FSDPModule)
-            if sharded:  # what is outside of its layers, until all slices have been through its head
-                teacher.unshard()
-            with torch.no_grad(), _outputs(teacher, match) as theirs:
-                rows = self._teacher[0].hidden(**inputs).flatten(0, 1)
+        theirs, rows, stored = {}, None, TopTargets.in_batch(batch)
+        gathering = gathered(self._teacher[0].model) if taught else nullcontext()
 
         def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
-            given = None
+            given = None if stored is None else stored[piece]
             if rows is not None:
                 with torch.no_grad():
                     given = self._teacher[0].logits(rows[piece])
@@ -77,9 +72,11 @@ class TrainingModel(nn.Module):
             logits = self._head.logits(leaf)
             return next_token_loss(logits, targets[piece], given, options.distill, options.temperature, scored)
 
-        loss, told = chunked_sum(of_slice, self._head.vocabulary, hidden, self._head_parameters())
-        if taught and sharded:
-            teacher.reshard()
+        with gathering:
+            if taught:
+                with torch.no_grad(), _outputs(self._teacher[0].model, match) as theirs:
+                    rows = self._teacher[0].hidden(**inputs).flatten(0, 1)
+            loss, told = chunked_sum(of_slice, self._head.vocabulary, hidden, self._head_parameters())
         count = told.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=told.dtype).reshape(1)
         error = matching_error(ours, theirs, counted) if match else told.new_zeros(())
         return loss + options.match_weight * error, torch.cat([count, told, error.detach().reshape(1)])
@@ -93,6 +90,17 @@ class TrainingModel(nn.Module):
         table = self.model.get_output_embeddings()
         tied = [p for p in (table.parameters() if table is not None else ()) if id(p) in inside]
         return [p for p in (*outside, *tied) if p.requires_grad]
+
+
+@contextmanager
+def gathered(teacher: PreTrainedModel) -> Iterator[None]:
+    """What a teacher in shards has outside of its layers is whole, until all slices have been through its head."""
+    sharded = isinstance(teacher, FSDPModule)
+    if sharded:
+        teacher.unshard()
+    yield
+    if sharded:
+        teacher.reshard()
 
 
 def split_batch(batch: Batch) -> tuple[Batch, Tensor, Tensor | None]:

@@ -1,0 +1,165 @@
+"""Recording what a teacher predicts for the blocks of a run, to train from it later without the teacher."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gqa.checkpoint.errors import OutputError, RefusedError, explain
+from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.provenance import without_place
+from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.checkpoint.write import write_text
+from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.convert.maps_file import digest_of
+from gqa.corpus.likelihood import ChunkedHead, chunks
+from gqa.corpus.tokens import Block
+from gqa.uptrain.dataloader import stack
+from gqa.uptrain.losses import TopTargets
+from gqa.uptrain.options import differences
+from gqa.uptrain.setup import Setup
+from gqa.uptrain.targets import PART, RECORD, Row, StoredTargets, find_targets, tokenizer_digest, write_part
+from gqa.uptrain.training_model import gathered, split_batch
+from gqa.uptrain.waiting import main_first, wait_for_everyone
+
+
+@dataclass
+class _Recorder:
+    """The teacher of a setup, and what it predicts for blocks. `predictions`, `tokens` and `mass` are counted."""
+
+    setup: Setup
+    mass: float
+
+    def __post_init__(self) -> None:
+        assert self.setup.teacher is not None
+        self._head = ChunkedHead(self.setup.teacher)
+        self._narrow = np.uint16 if self._head.vocabulary <= 1 << 16 else np.int32
+
+    @torch.no_grad()
+    def rows(self, blocks: Sequence[Block]) -> Iterator[Row]:
+        """For each block its tokens and targets."""
+        setup, head = self.setup, self._head
+        device, temperature = setup.accelerator.device, setup.options.temperature
+        batch = {name: tensor.to(device) for name, tensor in stack([*blocks]).items()}
+        with setup.accelerator.autocast(), gathered(head.model):
+            hidden = head.hidden(**split_batch(batch)[0])
+            for number, block in enumerate(blocks):
+                pieces = chunks(len(hidden[number]), head.vocabulary, device)
+                found = [TopTargets.of(head.logits(hidden[number][p]), self.mass, temperature) for p in pieces]
+                own = {name: np.concatenate([_plain(getattr(top, name)) for top in found]) for name in _KEPT}
+                plain = {name: values.astype(np.int32) for name, values in block.items()}
+                yield plain | {f"top_{name}": v.astype(_KEPT[name] or self._narrow) for name, v in own.items()}
+
+
+_OPTIONS = ("seed", "repeats", "mask_documents", "heldout_fraction", "block_size", "temperature", "precision")
+_KEPT: dict[str, Any] = {"counts": np.int32, "ids": None, "logs": np.float16, "rest": np.float16}
+
+
+def _plain(tensor: Tensor) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = tensor.cpu().numpy()
+    return found
+
+
+def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher = SILENT) -> dict[str, Any]:
+    """Record what the teacher of a setup predicts for all of its blocks, each process its share of them; returns what
+    is in the directory, JSON-ready. What is there of the same recording stays.
+
+    Raises RefusedError where the directory holds something else, and OutputError where it cannot be written.
+    """
+    accelerator, micro = setup.accelerator, setup.micro
+    targets = StoredTargets(directory, _identity(setup, mass))
+    try:
+        with main_first():
+            _claim(targets)
+        missing = targets.missing
+        wait_for_everyone()  # all have seen the same before one of them writes
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        watcher.stage("recording", len(missing[rank::ranks]) * PART * setup.block_size)
+        recorder = _Recorder(setup, mass)
+        for start in range(0, len(missing), ranks):
+            part, own = missing[min(start + rank, len(missing) - 1)], start + rank < len(missing)
+            first = part * PART
+            passes = [range(at, min(at + micro, len(targets))) for at in range(first, first + PART, micro)]
+
+            def rows(passes: list[range] = passes) -> Iterator[Row]:
+                for numbers in passes:  # as many on every process: shards of a teacher wait for each other
+                    blocks = [_block(setup, number) for number in numbers or passes[0][:1]]
+                    found = [*recorder.rows(blocks)] if numbers or accelerator.is_fsdp2 else []
+                    watcher.update(len(blocks) * setup.block_size)
+                    yield from found if numbers else ()
+
+            if own:
+                write_part(targets.part(part), rows())
+            elif accelerator.is_fsdp2:
+                [*rows()]
+        wait_for_everyone()
+    except OSError as error:
+        raise OutputError(
+            f"{directory} could not be written ({explain(error)}); the same words go on where it ended"
+        ) from None
+    return _told(targets)
+
+
+def _block(setup: Setup, number: int) -> Block:
+    held = len(setup.heldout)
+    return setup.heldout[number] if number < held else setup.dataloader.block(setup.dataloader.first + number - held)
+
+
+def _identity(setup: Setup, mass: float) -> dict[str, Any]:
+    """What `targets.json` says."""
+    options, dataloader = setup.options, setup.dataloader
+    if setup.targets or setup.teacher is None:
+        told = f"{options.teacher} has its predictions alone" if setup.targets else setup.taught
+        raise RefusedError(f"--record-teacher needs a model that teaches, with --teacher ({told})")
+    teacher = open_model(options.teacher)
+    return {
+        "teacher": teacher.hub_id or teacher.name,
+        "weights": digest_of(teacher, teacher.tensors),
+        "vocabulary": setup.teacher.config.get_text_config(decoder=True).vocab_size,
+        "tokenizer": tokenizer_digest(load_tokenizer(setup.checkpoint, options.trust_remote_code)),
+        "data": [*map(without_place, options.data)],
+        "heldout": options.heldout and without_place(options.heldout),
+        "content": dataloader.fingerprint,
+        **{name: getattr(options, name) for name in _OPTIONS},
+        "blocks": len(setup.heldout) + dataloader.steps * options.blocks_per_step,
+        "heldout_blocks": len(setup.heldout),
+        "mass": mass,
+    }
+
+
+def _claim(targets: StoredTargets) -> None:
+    """The directory says what is recorded in it. Raises RefusedError where that is something else."""
+    directory = targets.directory
+    if found := find_targets(str(directory)):
+        if changed := differences(targets.record, found.record):
+            raise RefusedError(
+                f"{directory} was recorded otherwise: {'; '.join(changed)}; give another directory, or delete it"
+            )
+    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise RefusedError(f"{directory} exists and holds no targets; give another directory with --record-teacher")
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        work = directory / f".{RECORD}"
+        write_text(work, json.dumps(targets.record, indent=2) + "\n")
+        work.replace(directory / RECORD)
+
+
+def _told(targets: StoredTargets) -> dict[str, Any]:
+    """What was recorded, how much of it for each prediction, and how large it is."""
+    predictions = kept = 0
+    lost = 0.0
+    for number in range(len(targets)):
+        block = targets[number]
+        rest = np.exp(block["top_rest"].view(np.float16).astype(np.float64))
+        predictions, kept, lost = predictions + len(rest), kept + len(block["top_ids"]), lost + float(rest.sum())
+    size = sum(path.stat().st_size for path in targets.directory.glob("part-*.arrow"))
+    return targets.record | {
+        "bytes": size, "tokens_a_prediction": kept / predictions, "kept_mass": 1 - lost / predictions
+    }  # fmt: skip
