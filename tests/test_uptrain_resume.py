@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import load
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from training import Runs, difference, losses, metrics, shared_runs, state_files, write_corpus
 
 from gqa.checkpoint.errors import RefusedError
@@ -46,9 +47,11 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     assert not other.exists()
     assert [record["step"] for record in metrics(state(other, 2).parent / "metrics.jsonl")] == [1, 2, 3]
     runs.finish(*killed, "--resume", ranks=ranks)
-    files = state_files(state(one, STEPS))
-    assert {"pytorch_model.bin", "optimizer.bin", *(f"random_states_{rank}.pkl" for rank in range(ranks))} <= set(files)
-    assert state_files(state(other, STEPS)) == files
+    files, again = (state_files(state(out, STEPS)) for out in (one, other))
+    for rank in range(ranks):
+        assert {f"random_states_{rank}.pkl", f"shards/__{rank}_0.distcp"} <= set(files)
+    assert files.pop("shards/.metadata") != again.pop("shards/.metadata")  # it has the name of the directory
+    assert again == files
     told = metrics(one / "gqa_uptraining.jsonl")
     assert metrics(other / "gqa_uptraining.jsonl") == told
     assert [record["step"] for record in told] == [1, 2, 3, 4]
@@ -84,7 +87,8 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     assert difference(one, last) > 0
     if name == "plain":
         runs.finish(*saving(runs, tmp_path / "first", save_every=1, keep_last=9), before="judged(9, 8, 7, 6, 5)")
-        first = torch.load(state(tmp_path / "first", 1) / "pytorch_model.bin")
+        dcp_to_torch_save(state(tmp_path / "first", 1) / "shards", tmp_path / "whole")
+        first = torch.load(tmp_path / "whole")["model"]
         assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in load(one).items())
 
 
@@ -172,7 +176,7 @@ def refused(runs: Runs, *words: object, code: int = 2, before: str = "") -> str:
 
 def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     words = [*saving(runs, out, steps=6), "--resume"]
-    for file in ("optimizer.bin", "random_states_0.pkl", "pytorch_model.bin"):
+    for file in ("shards/__0_0.distcp", "random_states_0.pkl", "shards/.metadata"):
         path = state(out, 4) / file
         data = path.read_bytes()
         path.write_bytes(data[:99] + bytes([data[99] ^ 1]) + data[100:])
@@ -245,19 +249,41 @@ def test_no_space_for_a_state(runs: Runs, tmp_path: Path) -> None:
     """One line; the state before is kept, and the run continues from it."""
     out = tmp_path / "out"
     full = """
-import torch
-save = torch.save
-def full(found, path, *a, **o):
-    if "step-00000004" in str(path) and "optimizer" in str(path):
-        Path(path).write_bytes(b"half")
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+write = FileSystemWriter.write_data
+def full(self, *given):
+    if "step-00000004" in str(self.path):
+        Path(self.path, "__0_0.distcp").write_bytes(b"half")
         raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
-    save(found, path, *a, **o)
-torch.save = full
+    return write(self, *given)
+FileSystemWriter.write_data = full
 """
     told = refused(runs, *saving(runs, out), code=1, before=full)
     assert "the state of step 4 could not be saved in" in told
+    assert "(PytorchStreamWriter failed" in told
     assert sorted(path.name for path in Path(f"{out}-state").glob("step-*")) == [state(out, 2).name]
     runs.finish(*saving(runs, out), "--resume")
+
+
+@pytest.mark.parametrize("how", [{}, {"ranks": 2, "before": "shard(); "}])
+def test_training_goes_on_while_a_state_is_written(runs: Runs, tmp_path: Path, how: dict[str, Any]) -> None:
+    """The state of step 2 is written when step 3 is done, and is nevertheless that of step 2. Each process hashes the
+    files that it wrote.
+    """
+    one, other, told = tmp_path / "one", tmp_path / "other", tmp_path / "told"
+    given: dict[str, Any] = {"before": "", **how}
+    ranks = given.get("ranks", 1)
+    before = given["before"] + (f"tell_hashes({str(told)!r}); " if ranks > 1 else "")
+    words = {"steps": 3, "save_every": 2}
+    runs.finish(*saving(runs, one, **words), **given | {"before": f"{before}write_after(3, 2)"})
+    runs.finish(*saving(runs, other, **words), **given)
+    files, again = (state_files(state(out, 2)) for out in (one, other))
+    assert files.pop("shards/.metadata") != again.pop("shards/.metadata")
+    assert again == files
+    for rank in range(ranks if ranks > 1 else 0):
+        names = Path(f"{told}-{rank}").read_text().split()
+        own = {f"random_states_{rank}.pkl", f"__{rank}_0.distcp"}
+        assert set(names) == (own if rank else {*own, ".metadata", "best.bin"})
 
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,10 +208,15 @@ def fresh_accelerator() -> Iterator[None]:
 
 
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
-    """A signal as soon as `step` is told, before its state is saved."""
+    """A signal as soon as `step` is told, before its state is saved; those before are there."""
     from gqa.uptrain.log import Log
+    from gqa.uptrain.state import States
 
-    tell = Log.step
+    tell, save = Log.step, States.save
+
+    def save_and_wait(self: States, *given: Any) -> None:
+        save(self, *given)
+        self.finish()
 
     def step_and_kill(self: Log, done: int, numbers: dict[str, float]) -> dict[str, Any]:
         record = tell(self, done, numbers)
@@ -218,20 +224,23 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
             os.kill(os.getpid(), number)
         return record
 
-    Log.step = step_and_kill  # type: ignore[method-assign]
+    Log.step, States.save = step_and_kill, save_and_wait  # type: ignore[method-assign]
 
 
 def save_and_kill(directory: str, change: int) -> None:
     """The states of steps 2 and 4 of a small module, of which one is kept; SIGKILL just before that of step 4 changes
     the disk for the nth time: a file, a name, a directory.
     """
+    import accelerate.checkpointing
     import torch
     from accelerate import Accelerator
+    from torch.distributed.checkpoint.filesystem import FileSystem
 
     import gqa.uptrain.state as module
 
-    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 2)
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    wrapped = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     states, left = module.States(Path(directory), 1), [change]
 
     def fatal(owner: Any, name: str) -> None:
@@ -247,11 +256,14 @@ def save_and_kill(directory: str, change: int) -> None:
 
     with states.held():
         states.keep_best(model.state_dict())
-        states.save(accelerator, {"step": 2})
-        for owner, name in ((torch, "save"), (module, "write_text"), (module, "fsync_directory"), (Path, "rename"),
-                            (shutil, "rmtree"), (os, "makedirs")):  # fmt: skip
+        states.save(accelerator, *wrapped, {"step": 2})
+        states.finish()
+        for owner, name in ((FileSystem, "create_stream"), (FileSystem, "rename"), (FileSystem, "mkdir"),
+                            (accelerate.checkpointing, "save_accelerator_state"), (module, "write_text"),
+                            (module, "fsync_directory"), (Path, "rename"), (Path, "mkdir"),
+                            (shutil, "rmtree")):  # fmt: skip
             fatal(owner, name)
-        states.save(accelerator, {"step": 4})
+        states.save(accelerator, *wrapped, {"step": 4})
     sys.exit()
 
 
@@ -320,7 +332,7 @@ def slow(seconds: float, patience: float) -> None:
     limit = timedelta(seconds=patience)
     torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
     for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"), (torch, "save"),
-                        (state, "_describe")):  # fmt: skip
+                        (state, "_describe"), (state, "write_text")):  # fmt: skip
         work, left = getattr(owner, name), [os.environ["RANK"] == "0"]
 
         def after(*given: Any, work: Any = work, left: list[bool] = left, **options: Any) -> Any:
@@ -400,6 +412,44 @@ def tell_memory(file: str) -> None:
         sys.exit()
 
     module.prepare = told
+
+
+def write_after(step: int, first: int) -> None:
+    """Shards of the state of step `first` are written when `step` is told, and until then nobody sees that state."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from gqa.uptrain.log import Log
+    from gqa.uptrain.state import States
+
+    write, tell, told = FileSystemWriter.write_data, Log.step, threading.Event()
+
+    def late(self: FileSystemWriter, *given: Any) -> Any:
+        if f"step-{first:08d}" in str(self.path) and not told.wait(60):
+            raise OSError(f"step {step} was not told")
+        return write(self, *given)
+
+    def step_and_tell(self: Log, done: int, numbers: dict[str, float]) -> dict[str, Any]:
+        record = tell(self, done, numbers)
+        if done == step:
+            assert not States(self._path.parent, 1).all()
+            told.set()
+        return record
+
+    FileSystemWriter.write_data, Log.step = late, step_and_tell  # type: ignore[method-assign]
+
+
+def tell_hashes(file: str) -> None:
+    """Which files of states a process hashes."""
+    import gqa.uptrain.state as module
+
+    describe = module._describe
+
+    def told(path: Path) -> Any:
+        with Path(f"{file}-{os.environ['RANK']}").open("a") as stream:
+            stream.write(f"{path.name}\n")
+        return describe(path)
+
+    module._describe = told
 
 
 def kill_in_part(number: int) -> None:

@@ -105,12 +105,13 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
                 stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved, last))
                 if stop or due:
                     with setup.memory_explained():
-                        setup.states.save(accelerator, vars(progress) | _identity(setup))
+                        setup.states.save(accelerator, model, optimizer, vars(progress) | _identity(setup))
                     saved = time.monotonic()
                 if stop:
                     raise StoppedError(stop, progress.step)
                 log.begin()
         log.close()
+        setup.states.finish()
         return progress, _best(setup, model, progress)
 
 

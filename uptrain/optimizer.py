@@ -15,8 +15,11 @@ _BETAS = (0.9, 0.95)
 
 
 def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW (fused), Adafactor with the rate that is given, as in the paper (section 3.1), or Muon."""
-    groups, rate = decay_groups(model, options.weight_decay), options.learning_rate
+    """AdamW (fused), Adafactor with the rate that is given, as in the paper (section 3.1), or Muon. No group of it is
+    empty: states have none such.
+    """
+    every, rate = decay_groups(model, options.weight_decay), options.learning_rate
+    groups = [group for group in every if group["params"]]
     if options.optimizer == "adafactor":
         from transformers import Adafactor
 
@@ -26,7 +29,7 @@ def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.O
         return found
     if options.optimizer == "muon":
         tables = (model.model.get_input_embeddings(), model.model.get_output_embeddings())
-        return MuonAdamW(groups, rate, {id(p) for table in tables if table is not None for p in table.parameters()})
+        return MuonAdamW(every, rate, {id(p) for table in tables if table is not None for p in table.parameters()})
     fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=rate, betas=_BETAS, fused=fused)
 
@@ -45,11 +48,10 @@ class MuonAdamW(torch.optim.Optimizer):
         decayed, others = groups
         matrices = [p for p in decayed["params"] if muon(p)]
         rest = [decayed | {"params": [p for p in decayed["params"] if not muon(p)]}, others]
-        decay = decayed["weight_decay"]
-        adamw = torch.optim.AdamW([group for group in rest if group["params"]] or rest, lr=rate, betas=_BETAS)
-        self._parts: list[torch.optim.Optimizer] = [adamw]
+        rest = [group for group in rest if group["params"]]
+        self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=rate, betas=_BETAS)] if rest else []
         if matrices:
-            how: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": decay}
+            how: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": decayed["weight_decay"]}
             self._parts.append(torch.optim.Muon(matrices, lr=rate, **how))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()

@@ -1,9 +1,10 @@
 """Saving and continuing a run. What is saved has its final name only when all of it is on disk.
 
-A state is a directory `step-N`: accelerate's own files (weights, optimiser, scaler, random states of every rank) and
-`trainer_state.json`, with the step, what the run was asked for, and the size and SHA-256 of each file. All ranks write
-into the one directory, which several machines must share. accelerate reads random states with pickle: continue only
-from states that you made.
+A state is a directory `step-N`: weights and optimiser as torch's distributed checkpoint, accelerate's own files
+(scaler, random states of every rank) and `trainer_state.json`, with the step, what the run was asked for, and the size
+and SHA-256 of each file. All ranks write into the one directory, which several machines must share; training goes on as
+soon as weights and optimiser are copied to the memory of the host. accelerate reads random states with pickle: continue
+only from states that you made.
 
 Beside the states lie the weights with the lowest held-out loss so far, `best.bin`; each state has them too.
 """
@@ -13,19 +14,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
 from gqa.uptrain.options import TrainOptions, differences
-from gqa.uptrain.waiting import main_first, wait_for_everyone
+from gqa.uptrain.waiting import PATIENCE, wait_for_everyone
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,15 +38,20 @@ if TYPE_CHECKING:
 
 RECORD = "trainer_state.json"
 BEST = "best.bin"
-_SHARDS, _OPTIMIZER_SHARDS = "pytorch_model_fsdp_0", "optimizer_0"  # accelerate's names
+_SHARDS = "shards"
+_OF_RANK = re.compile(r"(?:__|random_states_)(\d+)[_.]")  # how names of files begin that a rank writes
 
 
-@dataclass(frozen=True)
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant, where it is one
+
+
+@dataclass
 class States:
     """The states of one run, `directory/step-N`."""
 
     directory: Path
     keep_last: int
+    _writing: Future[None] | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -49,7 +59,8 @@ class States:
         killed; the main process sees to that. Raises RefusedError where another run does use it.
         """
         if not ranks().is_main_process:
-            yield
+            with self._finished():
+                yield
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         using = f"another run is using {self.directory}; wait for it or give another output with -o"
@@ -57,34 +68,98 @@ class States:
             for leftover in self.directory.glob("*.partial"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             try:
-                yield
+                with self._finished():
+                    yield
             finally:
                 if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
                     shutil.rmtree(self.directory, ignore_errors=True)  # refused at the first step, or all is written
+
+    @contextmanager
+    def _finished(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.finish()
 
     def all(self) -> list[Path]:
         """Complete states, the oldest first."""
         return sorted(record.parent for record in self.directory.glob(f"step-{'[0-9]' * 8}/{RECORD}"))
 
-    def save(self, accelerator: Accelerator, record: dict[str, Any]) -> Path:
-        """Write the state of all ranks; the older ones beyond `keep_last` go only when the new one is complete."""
-        final = self.directory / f"step-{record['step']:08d}"
-        work = final.with_suffix(".partial")
-        with self._failing(f"the state of step {record['step']} could not be saved", "the one before", work):
-            accelerator.step = 0  # micro-batches of a step are counted anew: other ranks have other shares of it
-            # Not as safetensors: those hold no tied weights, which then are missing when the state is loaded.
-            accelerator.save_state(str(work), safe_serialization=False)
-            wait_for_everyone()
-            with main_first():
-                if accelerator.is_main_process:
-                    if (self.directory / BEST).exists():
-                        _link(self.directory / BEST, work / BEST)
-                    self._publish(work, final, record)
-        return final
+    def save(self, accelerator: Accelerator, model: Any, optimizer: Any, record: dict[str, Any]) -> None:
+        """Begin to write the state of all ranks, which `finish` or the next `save` ends: what training changes is
+        copied when this returns. The older ones beyond `keep_last` go only when the new one is complete.
 
-    def _publish(self, work: Path, final: Path, record: dict[str, Any]) -> None:
-        files = {str(p.relative_to(work)): _describe(p) for p in sorted(work.rglob("*")) if p.is_file()}
-        write_text(work / RECORD, json.dumps(record | {"files": files}, indent=2) + "\n")
+        Raises OutputError where it or the one before cannot be written.
+        """
+        from accelerate.checkpointing import save_accelerator_state
+        from accelerate.utils import DistributedType
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        self.finish()
+        work = self.directory / f"step-{record['step']:08d}.partial"
+        shards: Future[Any] | None = None
+        with self._failing(record["step"], work):
+            work.mkdir(parents=True, exist_ok=True)
+            if accelerator.is_main_process and (self.directory / BEST).exists():
+                _link(self.directory / BEST, work / BEST)
+            if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which has states of its own
+                accelerator.step = 0
+                accelerator.save_state(str(work), safe_serialization=False)
+                wait_for_everyone()
+            else:
+                rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
+                save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
+                weights, moments = get_state_dict(model, optimizer.optimizer)
+                found = {"model": weights, "optimizer": moments}
+                alone = accelerator.num_processes == 1
+                shards = async_save(found, checkpoint_id=work / _SHARDS, process_group=self._group, no_dist=alone)
+        thread = ThreadPoolExecutor(1)
+        self._writing = thread.submit(self._complete, work, record, shards)
+        thread.shutdown(wait=False)
+
+    def finish(self) -> None:
+        """The state that is being written is complete. Raises OutputError where it cannot be, on all ranks."""
+        writing, self._writing = self._writing, None
+        if writing:
+            writing.result()
+
+    @cached_property
+    def _group(self) -> Any:
+        """What ranks write states together in, while they train in another; and however long one of them takes."""
+        import torch.distributed as distributed
+
+        return distributed.new_group(backend="gloo", timeout=PATIENCE) if ranks().num_processes > 1 else None
+
+    def _complete(self, work: Path, record: dict[str, Any], shards: Future[Any] | None) -> None:
+        """All of a state is on disk under its name. Each rank hashes what it wrote; all hear of an error of any."""
+        import torch.distributed as distributed
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        state, told = ranks(), dict[str, Any]()
+        try:
+            if shards:
+                shards.result()
+            own = (p for p in sorted(work.rglob("*")) if p.is_file() and _writer(p) == state.process_index)
+            told = {str(path.relative_to(work)): _describe(path) for path in own}
+        except CheckpointException as found:
+            error, _ = next(iter(found.failures.values()))
+            told = {"error": explain(error)}
+        except (OSError, RuntimeError) as found:
+            told = {"error": explain(found)}
+        everyone: list[Any] = [told]
+        if self._group:
+            everyone = [None] * state.num_processes
+            distributed.all_gather_object(everyone, told, group=self._group)
+        with self._failing(record["step"], work):
+            if failed := [each["error"] for each in everyone if "error" in each]:
+                raise OSError(failed[0])
+            if state.is_main_process:
+                self._publish(work, record | {"files": {name: how for each in everyone for name, how in each.items()}})
+
+    def _publish(self, work: Path, record: dict[str, Any]) -> None:
+        final = work.with_suffix("")
+        write_text(work / RECORD, json.dumps(record, indent=2) + "\n")
         for directory in [work, *(p for p in work.rglob("*") if p.is_dir())]:
             fsync_directory(directory)
         if final.exists():  # saved before, without all of its files
@@ -100,22 +175,26 @@ class States:
         """Replace the best weights of before. Raises OutputError."""
         import torch
 
-        failing = self._failing("the best weights could not be kept", "the last state")
-        with failing, replacing(self.directory / BEST) as fresh:
-            torch.save(weights, fresh)
+        try:
+            with replacing(self.directory / BEST) as fresh:
+                torch.save(weights, fresh)
+        except (OSError, RuntimeError) as error:
+            self._fail("the best weights could not be kept", "the last state", error)
 
     @contextmanager
-    def _failing(self, what: str, whence: str, work: Path | None = None) -> Iterator[None]:
-        """What cannot be written is told with OutputError, and the half of it in `work` goes."""
+    def _failing(self, step: int, work: Path) -> Iterator[None]:
+        """A state that cannot be written is told with OutputError, and the half of it in `work` goes."""
         try:
             yield
         except (OSError, RuntimeError) as error:  # torch writes files with its own errors
-            if work:
-                shutil.rmtree(work, ignore_errors=True)
-            if out_of_memory(error):
-                raise
-            told = f"free some space and continue from {whence} with --resume"
-            raise OutputError(f"{what} in {self.directory} ({explain(error)}); {told}") from None
+            shutil.rmtree(work, ignore_errors=True)
+            self._fail(f"the state of step {step} could not be saved", "the one before", error)
+
+    def _fail(self, what: str, whence: str, error: Exception) -> NoReturn:
+        if out_of_memory(error):
+            raise error
+        told = f"free some space and continue from {whence} with --resume"
+        raise OutputError(f"{what} in {self.directory} ({explain(error)}); {told}") from None
 
     def best(self) -> dict[str, Tensor]:
         """What was kept last."""
@@ -159,25 +238,22 @@ class States:
 
 
 def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
-    """Weights, optimiser and random states as they were, also of shards where the run has none. Raises RefusedError
-    where the run has shards and the state none.
-    """
+    """Weights, optimiser and random states as they were, whatever processes and shards there were and are."""
     from accelerate.checkpointing import load_accelerator_state
     from accelerate.utils import DistributedType
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if sharded and not (path / _SHARDS).is_dir():
-        raise RefusedError(f"{path} was saved without FSDP and this run is with it; continue it without")
-    if sharded or not (path / _SHARDS).is_dir():
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.load_state(str(path))
-    else:
-        weights, moments = get_state_dict(model, optimizer.optimizer)
-        read({"model": weights}, checkpoint_id=path / _SHARDS)
-        read({"optimizer": moments}, checkpoint_id=path / _OPTIMIZER_SHARDS)
-        set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
-        load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
+        return
+    weights, moments = get_state_dict(model, optimizer.optimizer)
+    read({"model": weights}, checkpoint_id=path / _SHARDS)
+    # What never had a gradient has no moments.
+    read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
+    load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
 
 
 def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
@@ -197,6 +273,12 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def _writer(path: Path) -> int:
+    """The rank that wrote a file of a state; the first one where its name does not say."""
+    found = _OF_RANK.match(path.name)
+    return int(found[1]) if found else 0
 
 
 def _describe(path: Path) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from gqa.checkpoint.loading import ranks
 
-_PATIENCE = timedelta(days=30)
+PATIENCE = timedelta(days=30)  # with what one process does
 _meetings = count()
 
 
@@ -24,7 +24,7 @@ def wait_for_everyone() -> None:
         meeting, store = next(_meetings), _get_default_store()
         names = [f"gqa {meeting} {rank}" for rank in range(state.num_processes)]
         store.set(names[state.process_index], "here")
-        store.wait(names, _PATIENCE)
+        store.wait(names, PATIENCE)
         state.wait_for_everyone()  # the first process may keep the store: it goes when all have been answered
 
 
