@@ -334,7 +334,8 @@ def check_alone() -> None:
     if (found := os.environ.get("WORLD_SIZE", "1")) != "1":
         program = click.get_current_context().find_root().info_name
         raise RefusedError(
-            f"{program} runs in one process, and WORLD_SIZE is {found}; start it without torchrun or accelerate launch"
+            f"{program} runs in one process, and WORLD_SIZE is {found}; start it without torchrun or accelerate launch "
+            "(--method calibrated and refined share their work among several)"
         )
 
 

@@ -47,6 +47,11 @@ def as_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().double() if tensor.device.type == "mps" else tensor.double()
 
 
+def float64_device(device: torch.device) -> torch.device:
+    """Where `as_float64` puts what is on that device."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def native_bfloat16(device: str) -> bool:
     """Whether the device multiplies bfloat16 by itself, not by way of float32."""
     if device.startswith("cpu"):  # one of several processes has `cpu:0`

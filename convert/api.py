@@ -124,9 +124,12 @@ def convert_plan(
     out = Path(out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
+            from gqa.checkpoint.loading import ranks
             from gqa.convert.align.find_maps import with_maps
 
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
+            if not ranks().is_main_process:  # which writes
+                return Conversion(out, plan, plan.warnings, {})
         output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite))
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
         write_text(output.work / PROVENANCE, provenance(plan, hashes, out))

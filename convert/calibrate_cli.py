@@ -83,6 +83,7 @@ _EPILOG = """\b
 Examples:
   gqa-calibrate ./Llama-2-7b-hf --groups 8 -o maps.safetensors
   gqa-convert ./Llama-2-7b-hf --groups 8 --maps maps.safetensors
+  torchrun --nproc_per_node 8 -m gqa calibrate ./Llama-2-7b-hf --groups 8 -o maps.safetensors
 """
 
 
@@ -105,11 +106,12 @@ def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
     look at weights alone start over.
     """
     from gqa.checkpoint.hub import open_model
+    from gqa.checkpoint.processes import share_work
     from gqa.convert.align.find_maps import find_maps
     from gqa.convert.heads.layout import groups_text
     from gqa.convert.plan import make_plan
 
-    console.check_alone()
+    share_work(options) if options["method"] in LAYERWISE else console.check_alone()
     refuse_unused([options["method"]], f"--method {options['method']}")
     source = open_model(model, options["revision"])
     plan = make_plan(source, groups, options["method"], options["seed"], target=read_target(options))

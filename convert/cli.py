@@ -56,6 +56,7 @@ Examples:
   gqa-convert --groups 8 ./Llama-2-7b-hf
   gqa-convert --groups 8 --dry-run meta-llama/Llama-2-7b-hf
   gqa-convert --groups 8 --method refined ./Llama-2-7b-hf
+  torchrun --nproc_per_node 8 -m gqa.convert --groups 8 --method refined ./Llama-2-7b-hf
   gqa-convert --groups 8 --method mean ./Llama-2-7b-hf    (as in the GQA paper; it needs training)
 """
 
@@ -108,7 +109,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     """
     from gqa.convert.api import plan_conversion
 
-    console.check_alone()
     if options["maps"]:
         refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
     asked = AUTOMATIC if options["method"] == AUTO else (options["method"],)
@@ -116,6 +116,13 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
         asked = (*asked, MEASURING)
         options["method"] = MEASURING if options["method"] == AUTO else options["method"]
     refuse_unused(asked, f"--method {options['method']}")
+    main = True
+    if options["method"] in LAYERWISE and not (options["maps"] or options["dry_run"]):
+        from gqa.checkpoint.processes import share_work
+
+        main = share_work(options)
+    else:
+        console.check_alone()
     console.check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
     options["model"] = model
     groups, options["allotment"] = (groups, None) if groups else _allotted(options)
@@ -128,7 +135,7 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     if options["dry_run"]:
         _report(plan, None, options)
     else:
-        _convert(plan, options)
+        _convert(plan, options, main)
 
 
 def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
@@ -151,7 +158,7 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
     return heads, {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
 
 
-def _convert(plan: Plan, options: dict[str, Any]) -> None:
+def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
     from gqa.convert.api import convert_plan, default_output
 
     out = options["output"] or default_output(plan.checkpoint.hub_id or options["model"], plan)
@@ -165,6 +172,8 @@ def _convert(plan: Plan, options: dict[str, Any]) -> None:
             plan, out, calibration=calibration, layers=bar, overwrite=options["overwrite"],
             checksums=options["checksums"], load=options["verify_load"], jobs=options["jobs"], progress=bar.written,
         )  # fmt: skip
+    if not main:
+        return
     if table := bar.table():
         _say(table, options)
     _report(result.plan, result, options, time.monotonic() - start)

@@ -260,10 +260,10 @@ def test_the_closed_form_looks_where_errors_count(
     for spoil in (0.0, 100.0):
 
         def spoiled(task: Task, spoil: float = spoil) -> LayerResult:
-            inputs, counts = task.inputs.clone(), task.counts.clone()
-            inputs[:, 0] += spoil
+            missed, counts = torch.zeros_like(task.streams.source.hidden), task.counts.clone()
+            missed[:, 0] += spoil
             counts[:, 0] *= counted
-            return closed_form(replace(task, inputs=inputs, counts=counts))
+            return closed_form(replace(task, missed=missed, counts=counts))
 
         monkeypatch.setattr("gqa.convert.align.calibration.closed_form", spoiled)
         (result,) = Calibrator(plan_of(source), Ids().ids(), on_ids()).run(0)
@@ -310,15 +310,17 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
     found: list[tuple[Tensor, Tensor, float, float]] = []
 
     def compared(task: Task) -> LayerResult:
-        drift = torch.randn(task.stream.hidden.shape) * task.inputs.std()
-        task = replace(task, drift=drift, counts=torch.rand(task.counts.shape))
+        streams = task.streams
+        inputs = torch.cat([seen.joined for seen in task.own.observe(streams.source, "joined")])
+        drift = torch.randn(streams.source.hidden.shape) * inputs.std()  # streams are equal before the first layer
+        task = replace(task, missed=drift, counts=torch.rand(task.counts.shape))
         result = closed_form(task)
         w_o = task.w_o().double().flatten(0, 1)
         merged = task.merged(replace(result.maps, output=None))
-        given = [seen.joined for seen in merged.observe(task.stream)]
+        given = [seen.joined for seen in merged.observe(streams.converted)]
         root = task.counts.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
-        target = (task.inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
+        target = (inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root
         best = torch.linalg.lstsq(rows, target, driver="gelsd").solution
         left = float(((rows @ best - target) @ w_o).square().sum() / (target @ w_o).square().sum())
         found.append((result.maps.output, best.mT, result.error, left))

@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> Path:
 def test_one_process(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each of several would do all of it, into the same place."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = (llama(tmp_path / "m"), "--groups", 2, "-o", tmp_path / "out.safetensors")
+    words = (llama(tmp_path / "m"), "--groups", 2, "--method", "aligned", "-o", tmp_path / "out.safetensors")
     check_refused(run(*words, program=program), "runs in one process", program=program)
     assert not (tmp_path / "out.safetensors").exists()
 

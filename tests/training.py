@@ -123,13 +123,12 @@ def state_files(state: Path) -> dict[str, Any]:
 
 
 def command(job: dict[str, Any]) -> None:
-    """`gqa-uptrain`, after what `job["before"]` says in the names of this module."""
-    from gqa.uptrain.cli import main
+    """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this module."""
+    from gqa.cli import call
 
     os.environ.update(job["environment"])
-    sys.argv = ["gqa-uptrain", *job["words"]]
     exec(job["before"], globals())
-    main()
+    call(job["program"], job["words"])
 
 
 class Runs(Forks):
@@ -143,9 +142,11 @@ class Runs(Forks):
             HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
 
-    def run(self, *words: object, ranks: int = 1, before: str = "", **environment: str) -> Result:
-        """`gqa-uptrain WORDS` on so many processes, waited for: what the first says, and its exit code or minus the
-        signal that killed it.
+    def run(
+        self, *words: object, ranks: int = 1, before: str = "", program: str = "uptrain", **environment: str
+    ) -> Result:
+        """`gqa-uptrain WORDS` or another program on so many processes, waited for: what the first says, and its exit
+        code or minus the signal that killed it.
         """
         self.count += 1
         port = free_port()
@@ -154,7 +155,8 @@ class Runs(Forks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}  # fmt: skip
             told = {name: str(value) for name, value in place.items()} | environment
-            job = {"words": [*map(str, words)], "log": log, "before": before, "environment": told}
+            job = {"words": [*map(str, words)], "log": log, "before": before, "environment": told,
+                   "program": program}  # fmt: skip
             children.append(self.ask(job))
         codes = [os.waitstatus_to_exitcode(self.ask({"wait": child})) for child in children]
         assert len(set(codes)) == 1, (codes, [Path(f"{log}err").read_text()[-1500:] for log in logs])
@@ -372,6 +374,28 @@ def infinite_gradient(patch: pytest.MonkeyPatch, *steps: int) -> None:
         return clip(accelerator, model, limit)
 
     patch.setattr(module, "_clip", spoil)
+
+
+def impatient(seconds: float) -> None:
+    """A collective ends after so many seconds."""
+    import torch.distributed
+
+    begin, limit = torch.distributed.init_process_group, timedelta(seconds=seconds)
+    torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
+
+
+def tell_tokens(file: str) -> None:
+    """How many tokens' heads a process looks at, layer by layer."""
+    from gqa.convert.align.moments import Moments
+
+    add, rank = Moments.add, os.environ.get("RANK", "0")
+
+    def tell(self: Moments, q: Any, *given: Any) -> None:
+        add(self, q, *given)
+        with Path(f"{file}-{rank}").open("a") as stream:
+            stream.write(f"{q.shape[0] * q.shape[2]}\n")
+
+    Moments.add = tell  # type: ignore[method-assign]
 
 
 def tell_teacher(file: str) -> None:

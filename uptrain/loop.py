@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
+from gqa.checkpoint.processes import main_first
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
 from gqa.uptrain.lora import merged
@@ -26,7 +27,6 @@ from gqa.uptrain.setup import Setup
 from gqa.uptrain.shards import prepared
 from gqa.uptrain.state import check_same_run, load
 from gqa.uptrain.training_model import Batch, predictions
-from gqa.uptrain.waiting import main_first
 
 EVALUATIONS = 4  # of held-out text on the way, unless --eval-every says how often
 Weights = dict[str, Tensor]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.processes import main_first, wait_for_everyone
 from gqa.checkpoint.provenance import without_place
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import write_text
@@ -27,7 +28,6 @@ from gqa.uptrain.options import differences
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.targets import PART, RECORD, Row, StoredTargets, find_targets, tokenizer_digest, write_part
 from gqa.uptrain.training_model import gathered, split_batch
-from gqa.uptrain.waiting import main_first, wait_for_everyone
 
 
 @dataclass

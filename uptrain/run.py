@@ -16,6 +16,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import stored_tensors
+from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint, holds_weights, read_checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, shard_names, write_index
@@ -33,7 +34,6 @@ from gqa.uptrain.lora import merged, save_adapter
 from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.summary import card, record_of
-from gqa.uptrain.waiting import main_first
 
 if TYPE_CHECKING:
     from torch import Tensor

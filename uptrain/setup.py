@@ -28,6 +28,7 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.names import stored_shapes, tied_names
+from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
@@ -46,7 +47,6 @@ from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
 from gqa.uptrain.targets import StoredTargets, find_targets
 from gqa.uptrain.training_model import TrainingModel
-from gqa.uptrain.waiting import main_first
 
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positions are relative, as T5 was trained
 

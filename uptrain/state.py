@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
 from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
 from gqa.uptrain.options import TrainOptions, differences
-from gqa.uptrain.waiting import PATIENCE, wait_for_everyone
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -60,6 +60,9 @@ class GroupMaps:
     merge: Tensor
     back: Tensor
 
+    def cpu(self) -> GroupMaps:
+        return GroupMaps(self.merge.cpu(), self.back.cpu())
+
 
 def shared_key(keys: Tensor, queries: Tensor, means: Tensor, rotary: Rotary) -> GroupMaps:
     """The key that stands for the m keys of one group.
@@ -190,8 +193,9 @@ def shared_value(seen: Tensor, values: Tensor, outputs: Tensor, owner: Tensor) -
     gain = torch.block_diag(*(outputs[owner == head].sum(0) for head in range(heads)))
     vectors = torch.linalg.eigh(root @ gain @ root)[1][:, -dim:]
     project = vectors.T @ inverse  # (d, m d), the best where all heads see the same
-    own = owner[:, None] * dim + torch.arange(dim)
-    crossed = seen.expand(len(owner), -1, -1)[torch.arange(len(owner))[:, None], own]  # (R, d, m d) E[z_own z^T]
+    own = (owner[:, None] * dim + torch.arange(dim)).to(seen.device)
+    each = torch.arange(len(owner), device=own.device)[:, None]
+    crossed = seen.expand(len(owner), -1, -1)[each, own]  # (R, d, m d) E[z_own z^T]
     energy = (outputs * crossed.take_along_dim(own[:, None], 2)).sum()
     restore = _ways_back(project, seen, crossed)
     for _ in range(_ROUNDS if len(seen) > 1 else 0):
@@ -231,7 +235,7 @@ def ridge(inputs: Tensor, targets: Tensor, start: Tensor, strength: float) -> Te
         strength: Of the ridge, relative to the mean of the diagonal of `inputs`.
     """
     damping = max(strength, 1e-12) * inputs.diagonal().mean().clamp_min(1e-200)  # where no input is, the start stays
-    system = inputs + damping * torch.eye(len(inputs), dtype=inputs.dtype)
+    system = inputs + damping * torch.eye(len(inputs)).to(inputs)
     solution: Tensor = torch.linalg.solve(system, targets + damping * start.T)
     return solution.T
 

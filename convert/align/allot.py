@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.processes import own_share, total
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.layerwise import Stream
@@ -101,7 +102,7 @@ def losses_alone(
     """
     calibrator = Calibrator(plan, blocks, options)
     pair, changed = calibrator.pair, dict[int, Stream]()
-    true = pair.arrive({"input_ids": measured}).source
+    true = pair.arrive({"input_ids": measured[own_share(len(measured), options.at_once)]}).source
     for layer in range(calibrator.layers):
         results = calibrator.run(layer)
         calibrator.streams.converted.hidden.copy_(
@@ -124,4 +125,4 @@ def losses_alone(
         for layer, stream in changed.items():
             other = pair.source.depart(stream.hidden[rows]).log_softmax(-1)
             lost[layer] += float((base.exp() * (base - other)).sum())
-    return [nats / measured.numel() for nats in lost]
+    return [total(nats) / measured.numel() for nats in lost]

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gqa.checkpoint.processes import as_first, own_share, total
 from gqa.convert.align.closed_form import LayerResult, Task, closed_form, position_weights
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.pair import Inputs, Pair, check_finite
 from gqa.convert.align.refine import Calls, refine
+from gqa.convert.maps import HeadMaps
 from gqa.convert.plan import Plan
 
 
@@ -22,20 +24,23 @@ class Calibrator:
     """All layers of one model in turn; what it holds between two layers can be kept and given to another."""
 
     def __init__(
-        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, kept: Mapping[str, Tensor] | None = None
+        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, kept: Mapping[str, Any] | None = None
     ) -> None:
-        """`blocks` are (N, T) token ids of calibration text, or what else the model is given; `kept` is what an earlier
-        one was to keep after some layers.
+        """`blocks` are (N, T) token ids of calibration text, or what else the model is given, of which each process
+        takes its share; `kept` is what an earlier one was to keep after some layers, of all blocks.
         """
         self.pair, kept = Pair(plan, options), kept or {}
-        self._inputs: Inputs = {"input_ids": blocks} if isinstance(blocks, Tensor) else blocks
+        inputs: Inputs = {"input_ids": blocks} if isinstance(blocks, Tensor) else blocks
+        rows = own_share(len(next(iter(inputs.values()))), options.at_once)
+        self._inputs = {name: of[rows] for name, of in inputs.items()}
         with torch.no_grad():
             if "encoded" in kept:
-                self.streams = self.pair.decode(self._inputs, (kept["encoded"], kept["encoded converted"]))
+                self.streams = self.pair.decode(self._inputs, (kept["encoded"][rows], kept["encoded converted"][rows]))
             else:
                 self.streams = self.pair.arrive(self._inputs)
         if kept:
-            self.streams.source.hidden, self.streams.converted.hidden = kept["source"], kept["converted"]
+            self.streams.source.hidden.copy_(kept["source"][rows])
+            self.streams.converted.hidden.copy_(kept["converted"][rows])
 
     @property
     def layers(self) -> int:
@@ -71,55 +76,41 @@ class Calibrator:
             check_finite(layer, streams.source.hidden, streams.converted.hidden)
             pair.source.release(layer)
             return []
-        looked_at = [pair.looking_at(module, own) for module in modules]
-        drift, found, done = self._drift(looked_at), list[LayerResult](), dict[str, Tensor]()
-        for module, (joined, outputs) in zip(modules, self._wanted(looked_at), strict=True):
-            own = pair.looking_at(module, pair.original(layer, done) if done else own)
-            counts = position_weights(streams.converted.hidden, streams.converted.real)
-            task = Task(pair, module, own, streams.converted, joined, outputs, drift, counts, done)
+        scale = self._scale([pair.looking_at(module, own) for module in modules])
+        counts = position_weights(streams.converted.hidden, streams.converted.real)
+        positions, missed = int(total(counts.numel())), None
+        found, done = list[LayerResult](), dict[str, Tensor]()
+        for module in modules:
+            own, last = pair.looking_at(module, pair.original(layer, done) if done else own), module == modules[-1]
+            task = Task(pair, module, own, streams, positions, scale, counts, done, missed)
             result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
-            pair.source.release(layer)
+            result = replace(result, maps=_agreed(result.maps))
             if pair.plan.merging.how.refines:
-                result = self._refined(result, task, progress)
+                result = self._refined(result, task, last, progress)
+            elif last:
+                task.true().pass_through(streams.source)
+                check_finite(layer, streams.source.hidden)
             done = done | pair.mapped(module, result.maps) | result.weights
             found.append(result)
             merged = pair.merged(layer, module, done)
-            if drift is not None and module != modules[-1]:  # what the next one is to correct
+            if scale is not None and not last:  # what the next one is to correct
+                missed = torch.empty_like(streams.source.hidden)
+                for true in task.true().observe(streams.source, "attended"):
+                    missed[true.rows] = true.attended
                 for seen in merged.observe(streams.converted, "attended"):
-                    drift[seen.rows] += outputs[seen.rows] - seen.attended.cpu()
+                    missed[seen.rows] -= seen.attended.cpu()
         merged.pass_through(streams.converted, progress)
+        pair.source.release(layer)
         pair.target.release(layer)
         return found
 
-    def _wanted(self, looked_at: list[Layer]) -> list[tuple[Tensor, Tensor]]:
-        """What W_O of each attention module of a layer is given (N, T, H e), where it is known, and what the module
-        gives (N, T, D), where that is needed. The source's stream goes through the layer.
-        """
-        stream, found = self.streams.source, list[tuple[Tensor, Tensor]]()
-        for own in looked_at:
-            last, none = own is looked_at[-1], stream.hidden.new_empty(0)
-            outputs = torch.empty_like(stream.hidden) if self.pair.plan.merging.how.refines or not last else none
-            joined = none
-            for seen in own.observe(stream):
-                if last:
-                    stream.hidden[seen.rows] = seen.hidden
-                check_finite(own.index, seen.hidden, seen.attended)
-                if len(outputs):
-                    outputs[seen.rows] = seen.attended
-                if own.output is not None:
-                    joined = joined if len(joined) else none.new_empty(*stream.hidden.shape[:2], seen.joined.shape[-1])
-                    joined[seen.rows] = seen.joined
-            found.append((joined, outputs))
-        return found
+    def _scale(self, looked_at: list[Layer]) -> float | None:
+        """By what outputs of a layer's attention modules are multiplied before they are added to the stream.
 
-    def _drift(self, looked_at: list[Layer]) -> Tensor | None:
-        """What attention would have to give beside its own output, (N, T, D), to put the converted stream right again.
-
-        None where the outputs of a layer's attention modules are not simply added to the stream (a norm comes after
-        them, for one), which is tried: what the stream has more must do the same as the same more from attention.
+        None where that is not all that becomes of them (a norm comes after them, for one), which is tried: what the
+        stream has more must do the same as the same more from attention.
         """
-        pair, source = self.pair, self.streams.source
-        difference = source.hidden - self.streams.converted.hidden
+        pair, source, alike = self.pair, self.streams.source, True
         scale = float(getattr(pair.plan.config.text, "residual_multiplier", None) or 1.0)
         rows, given = next(source.batches(looked_at[0].index))
         hidden = source.hidden[rows].to(pair.source.device)
@@ -142,20 +133,34 @@ class Calibrator:
             other = forced(hidden, own)
             check_finite(own.index, one, other)
             rounding = max(1e-3, 8 * torch.finfo(one.dtype).eps)
-            if not torch.allclose(one, other, rtol=0, atol=rounding * float(one.abs().max())):
-                return None
-        return difference / scale
+            alike = alike and torch.allclose(one, other, rtol=0, atol=rounding * float(one.abs().max()))
+        return None if total(not alike) else scale  # what any process has found out
 
-    def _refined(self, found: LayerResult, task: Task, progress: Callable[[int], None]) -> LayerResult:
-        """With the converted module's trained tensors and the error that is left."""
+    def _refined(self, found: LayerResult, task: Task, last: bool, progress: Callable[[int], None]) -> LayerResult:
+        """With the converted module's trained tensors and the error that is left. With the `last` module of a layer the
+        source's stream goes through it.
+        """
+        source, targets = task.streams.source, torch.empty_like(task.streams.source.hidden)
+        for seen in task.true().observe(source, "end" if last else "attended"):
+            drift = task.drift(seen.rows)
+            targets[seen.rows] = seen.attended.cpu() if drift is None else seen.attended.cpu() + drift
+            check_finite(task.own.index, seen.attended)
+            if last:
+                check_finite(task.own.index, seen.hidden)
+                source.hidden[seen.rows] = seen.hidden
         merged = task.merged(found.maps)
         attention = merged.attention
         assert attention
         names = self.pair.trainable(found.module, attention)
         start = {name: attention.get_parameter(name).detach() for name in names}
-        calls = Calls.of(seen.call for seen in merged.observe(task.stream, "call"))
-        how, targets = self.pair.options.training, task.outputs if task.drift is None else task.outputs + task.drift
+        calls, how = Calls.of(merged, task.streams.converted), self.pair.options.training
         with torch.enable_grad():
             best, _, error = refine(attention, start, calls, targets, task.counts, how, progress)
         weights = self.pair.stored({names[name]: tensor for name, tensor in best.items()})
         return replace(found, weights=weights, error=error)
+
+
+def _agreed(maps: HeadMaps) -> HeadMaps:
+    """The same on all processes, also where the devices of some round otherwise."""
+    parts = {part: getattr(maps, part) for part in ("key", "value", "query", "output")}
+    return replace(maps, **as_first({part: tensor for part, tensor in parts.items() if tensor is not None}))

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gqa.checkpoint.devices import as_float64
+from gqa.checkpoint.devices import as_float64, float64_device
 from gqa.checkpoint.errors import listing
+from gqa.checkpoint.processes import add_up, mean_of_all, total
 from gqa.convert.align.aligned import heads_of
 from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
 from gqa.convert.align.grouping import find_order
-from gqa.convert.align.layerwise import Layer, Stream
+from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.moments import Moments, head_maps, stack_groups
-from gqa.convert.align.pair import Pair, check_finite
+from gqa.convert.align.pair import Pair, Streams, check_finite
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps, query_order
@@ -77,9 +78,14 @@ def position_weights(stream: Tensor, real: Tensor | None = None) -> Tensor:
     divides by its size, and a few positions (the first, for one) are hundreds of times as large as the others. Nothing
     where they are not `real` (N, T).
     """
-    found = 1 / stream.float().square().mean(-1).clamp_min(1e-30)
+    found = 1 / mean_squares(stream).clamp_min(1e-30)
     found = found if real is None else found * real
-    return found / found.mean()
+    return found / mean_of_all(found)
+
+
+def mean_squares(stream: Tensor) -> Tensor:
+    """(N, T, D) -> (N, T), without squares of all at once."""
+    return torch.stack([block.float().square().mean(-1) for block in stream])
 
 
 @dataclass(frozen=True)
@@ -102,24 +108,39 @@ class LayerResult:
 @dataclass(frozen=True)
 class Task:
     """One attention module whose heads are merged, of N x T positions: the source's layer, `own`, with its weights; the
-    stream that the converted one will be given; and what attention should compute.
+    streams before the layer, of which the converted one is what the merged heads will be given; and what attention
+    should compute.
 
-    inputs, outputs: (N, T, H * e) what the source's W_O is given on the source's own stream, and (N, T, D) what its
-        attention gives there, where it is refined or another module follows.
-    drift: (N, T, D) what W_O should give beside that, see `Calibrator._drift`.
+    positions: Of all processes.
+    scale: By what the outputs of the layer's attention modules are multiplied before they are added to the stream;
+        None where that is not all that becomes of them.
     counts: (N, T) how much an error counts, see `position_weights`.
     before: Tensors of the converted model's modules that the layer has before this one.
+    missed: (N, T, D) what these do not give of what the source's did.
     """
 
     pair: Pair
     module: AttentionModule
     own: Layer
-    stream: Stream
-    inputs: Tensor
-    outputs: Tensor
-    drift: Tensor | None
+    streams: Streams
+    positions: int
+    scale: float | None
     counts: Tensor
     before: Mapping[str, Tensor] = field(default_factory=dict)
+    missed: Tensor | None = None
+
+    def true(self) -> Layer:
+        """The source's layer with its own weights, also those of modules before this one; `own` is then that, too."""
+        return self.pair.looking_at(self.module, self.pair.original(self.own.index)) if self.before else self.own
+
+    def drift(self, rows: slice) -> Tensor | None:
+        """What attention would have to give of blocks beside its own output, (B, T, D), to put the converted stream
+        right again.
+        """
+        if self.scale is None:
+            return None
+        found = (self.streams.source.hidden[rows] - self.streams.converted.hidden[rows]) / self.scale
+        return found if self.missed is None else found + self.missed[rows]
 
     def merged(self, maps: HeadMaps) -> Layer:
         """The converted model's layer, whose module is made by maps."""
@@ -134,33 +155,34 @@ class Task:
 def closed_form(task: Task) -> LayerResult:
     """Keys, then values as the merged attention sees them, then the refit of W_O.
 
-    Where groups are searched for, heads are moved together with all that belongs to them.
+    Where groups are searched for, heads are moved together with all that belongs to them. Sums are those of all
+    processes, and so each makes the same maps of them.
     """
     pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
     text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
     assert symmetry is not None
+    check_finite(task.own.index, w_o)
     # On texts of this length, by which some embeddings choose their speeds.
-    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.stream.hidden.shape[1])
+    rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.streams.converted.hidden.shape[1])
     rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # nothing is turned there
-    free_keys = symmetry.free_keys(text)
-    moments, values = _watch_source(task, Moments.zeros(heads, 1 if search else groups), rotary, w_o)
+    free_keys, device = symmetry.free_keys(text), float64_device(pair.source.device)
+    moments = _watch_source(task, Moments.zeros(heads, 1 if search else groups, device), rotary, w_o)
     if search:
-        order = find_order(moments, w_o.double(), groups, rotary, free_keys)
+        order = find_order(moments.cpu(), w_o.double(), groups, rotary, free_keys)
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         w_o = w_o[query_order(order, heads.query)]
     keys = moments.shared_keys(rotary) if free_keys else []
-    seen = _seen_values(task, head_maps(heads, groups, keys, [], order), values)
-    found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o.double())
-    return _refit(task, head_maps(heads, groups, keys, found, order), w_o.double().flatten(0, 1))
+    seen = _seen_values(task, head_maps(heads, groups, keys, [], order))
+    w_o = w_o.to(device).double()
+    found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o)
+    return _refit(task, head_maps(heads, groups, keys, found, order), w_o.flatten(0, 1))
 
 
-def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> tuple[Moments, dict[int, Tensor]]:
-    """Moments of the source's heads on the converted stream, and values (B, Hk, T, e) by the first block of each batch,
-    as they lie in memory: what is multiplied then rounds the same.
-    """
-    roots, values = output_roots(w_o), dict[int, Tensor]()
-    for seen in task.own.observe(task.stream, "heads"):
+def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> Moments:
+    """Moments of the source's heads on the converted stream."""
+    roots = output_roots(w_o)
+    for seen in task.own.observe(task.streams.converted, "heads"):
         q, k, v = seen.heads
         check_finite(task.own.index, q, k, v)
         causal = getattr(task.own.attention, "is_causal", True)
@@ -169,59 +191,68 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
         significance = significance_of(q, k, v, mask, scaling, roots, seen.options.get("position_bias"))
         significance = significance * task.counts[seen.rows][:, None].to(q.device)
         moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(mask))
-        values[seen.rows.start] = v.cpu()
-    return moments.averaged(task.counts.numel()), values
+    add_up(moments.keys, moments.key_means, moments.queries, moments.values)
+    moments.counted = int(total(moments.counted))
+    return moments.averaged(task.positions)
 
 
-def _seen_values(task: Task, maps: HeadMaps, values: dict[int, Tensor]) -> Tensor:
+def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
     """(H, m e, m e) second moments of what every query head sees of the stacked values under the merged attention."""
     heads, groups = task.pair.heads(task.module)
     width = heads.kv // groups * heads.value_dim
-    seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64)
-    merged = task.merged(maps)
+    device = float64_device(task.pair.source.device)
+    seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
+    merged, stream = task.merged(maps), task.streams.converted
     assert merged.attention
-    for seen in merged.observe(task.stream, "heads"):
+    for source, seen in zip(task.own.observe(stream, "heads"), merged.observe(stream, "heads"), strict=True):
         q, k, _ = seen.heads
-        own = values[seen.rows.start] if maps.order is None else values[seen.rows.start][:, maps.order]
-        stacked = stack_groups(own.to(k.device), groups).transpose(0, 1)  # (B, G, T, m e)
+        own = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]
+        stacked = stack_groups(own, groups).transpose(0, 1)  # (B, G, T, m e)
         rows = task.pair.target.attend(merged.attention, q, k, stacked, seen.mask, **seen.options)  # (B, T, H, m e)
         rows = rows * task.counts[seen.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
             one = as_float64(rows[:, :, head]).flatten(0, 1)
-            seen_by[head] += (one.T @ one).cpu()
-    return seen_by.div_(task.counts.numel())
+            seen_by[head] += one.T @ one
+    add_up(seen_by)
+    return seen_by.div_(task.positions)
 
 
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     """W_O (H e, D) once more, in least squares over all heads, from what the merged heads really give."""
     assert maps.output is not None
-    merged = task.merged(replace(maps, output=None))
+    merged, streams = task.merged(replace(maps, output=None)), task.streams
     width, device, query = len(maps.output), task.pair.target.device, task.pair.heads(task.module)[0].query
     weight = w_o.float().to(device)
     inverse = pseudo_inverse(w_o.T @ w_o, CUT**2) @ w_o.T  # what W_O turns into the drift is asked for on top
     inverse = inverse.float().to(device)
-    gram, cross = torch.zeros(width, width, dtype=torch.float64), torch.zeros(width, width, dtype=torch.float64)
-    asked = torch.zeros((), dtype=torch.float64)  # energy of what is wanted
-    for seen in merged.observe(task.stream, "joined"):
+    gram, cross = (torch.zeros(width, width, dtype=torch.float64, device=w_o.device) for _ in range(2))
+    asked = torch.zeros((), dtype=torch.float64, device=w_o.device)  # energy of what is wanted
+    joined = task.true().observe(streams.source, "joined")
+    for true, seen in zip(joined, merged.observe(streams.converted, "joined"), strict=True):
+        check_finite(task.own.index, true.joined)
         inputs, counts = (
-            part[seen.rows].flatten(0, 1).to(device, torch.float32) for part in (task.inputs, task.counts)
+            part.flatten(0, 1).to(device, torch.float32) for part in (true.joined, task.counts[seen.rows])
         )
         if maps.order is not None:
             inputs = inputs.unflatten(1, (query, -1))[:, query_order(maps.order, query)].flatten(1)
         root = counts.sqrt()[:, None]
-        if task.drift is not None:
-            inputs = inputs + task.drift[seen.rows].flatten(0, 1).to(device, torch.float32) @ inverse
+        if (drift := task.drift(seen.rows)) is not None:
+            inputs = inputs + drift.flatten(0, 1).to(device, torch.float32) @ inverse
         target = inputs * root
-        asked.add_(as_float64((target @ weight).square().sum(1)).sum().cpu())
+        asked.add_(as_float64((target @ weight).square().sum(1)).sum())
         rows = as_float64(seen.joined.flatten(0, 1).float() * root)
-        gram.add_((rows.T @ rows).cpu())
-        cross.add_((rows.T @ target.to(rows)).cpu())
-    count = int(task.counts.count_nonzero())
-    found = ridge(gram / count, cross / count, maps.output, task.pair.options.ridge)
+        gram.add_(rows.T @ rows)
+        cross.add_(rows.T @ target.to(rows))
+    add_up(gram, cross, asked)
+    count = int(total(int(task.counts.count_nonzero())))
+    start = maps.output.to(w_o)
+    found = ridge(gram / count, cross / count, start, task.pair.options.ridge)
     fitted = found.T @ w_o  # the new W_O
     left = float(asked) + float((fitted * (gram @ fitted - 2 * cross @ w_o)).sum())
     warning = _undetermined(gram, count, task.pair.heads(task.module)[0].value_dim)
-    return LayerResult(task.module, replace(maps, output=found), max(left, 0.0) / max(float(asked), 1e-300), warning)
+    return LayerResult(
+        task.module, replace(maps, output=found.cpu()), max(left, 0.0) / max(float(asked), 1e-300), warning
+    )
 
 
 def _undetermined(gram: Tensor, count: int, dim: int) -> str:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.write import OutputDirectory, locked
+from gqa.checkpoint.headers import format_header
+from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.processes import main_first, place_of, total, wait_for_everyone
+from gqa.checkpoint.read import TORCH_DTYPES
+from gqa.checkpoint.write import OutputDirectory, locked, write_tensor
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.pair import Inputs
@@ -48,24 +51,26 @@ def with_maps(
     """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
 
     What would refuse `out` later does so before they are sought. Where the block fails those found on text are kept
-    beside `out`.
+    beside `out`. Several processes seek them together; the main one is the first in the block, and the others wait.
     """
     OutputDirectory(out, plan.checkpoint.directory, overwrite)
     with _found(plan, out, options, watcher, overwrite) as work:
-        yield replace(plan, merging=replace(plan.merging, maps=work.join(work.place / "maps.safetensors")))
+        found = work.join(work.place / "maps.safetensors")
+        with main_first():
+            yield replace(plan, merging=replace(plan.merging, maps=found))
 
 
 @contextmanager
 def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, overwrite: bool) -> Iterator[_Work]:
     """The work beside `output` with what all layers gave; gone once the block has made something of it."""
-    search = searches(plan, options.grouping)
+    search, watcher = searches(plan, options.grouping), watcher if ranks().is_main_process else SILENT
     work, how, blocks = _Work(output, describe(plan, options), overwrite), plan.merging.how, None
     if how.reads_text and not work.complete:
         blocks = options.text.inputs(plan.checkpoint, options.device, watcher)
     with work.held():
         if blocks is not None:
             _run_layers(plan, work, blocks, options, watcher)
-        elif not how.reads_text:
+        elif not how.reads_text and ranks().is_main_process:
             watcher.stage(plan.merging.method, plan.config.layers, "layer")
             for number, (module, maps) in enumerate(how.find(plan, search, options.device)):
                 work.keep(number, module, maps, {})
@@ -98,9 +103,9 @@ def _run_layers(plan: Plan, work: _Work, blocks: Inputs, options: MapsOptions, w
         if not out_of_memory(error):
             raise
         raise RefusedError(
-            f"out of memory on {options.device} with {options.batch} blocks of {options.text.length} tokens in a layer "
-            f"at a time ({how.batch} to refine it); lower --context or --refine-batch, give --precision bfloat16, or "
-            "another --device"
+            f"out of memory on {options.device} with {options.at_once} blocks of {options.text.length} tokens in a "
+            f"layer at a time ({how.batch} to refine it); lower --context or --refine-batch, give --precision "
+            "bfloat16, or another --device"
         ) from None
 
 
@@ -122,7 +127,8 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
 
 
 class _Work:
-    """What layers gave, in a hidden directory beside `output`, which one run at a time has while it is `held`.
+    """What layers gave, in a hidden directory beside `output`, which one run at a time has while it is `held`. Of
+    several processes the main one writes, but for the rows of streams that each has.
 
     `told` decides the maps. A run that stops, in whatever way, leaves the directory; one that finished no layer removes
     it, and so does one that looks at weights alone: what it kept of layers is not finished. Layers of a run that was
@@ -131,6 +137,7 @@ class _Work:
 
     def __init__(self, output: Path, told: Mapping[str, Any], overwrite: bool) -> None:
         self._output, self._told, self._overwrite = output, told, overwrite
+        self._main = ranks().is_main_process
         self.place = output.absolute().with_name(f".{output.absolute().name}.gqa-work")
         self._state = self.place / "streams.safetensors"
         self._check()
@@ -149,13 +156,16 @@ class _Work:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Raises RefusedError where another run has it."""
-        self.place.mkdir(parents=True, exist_ok=True)
         told = f"another run is finding maps for {self._output}; wait for it or give another -o"
-        with locked(self.place / "lock", told):
-            self._check()
-            if not self.layers:
-                for left in (path for path in self.place.iterdir() if path.name != "lock"):
-                    left.unlink()
+        with ExitStack() as holding:
+            with main_first():
+                if self._main:
+                    self.place.mkdir(parents=True, exist_ok=True)
+                    holding.enter_context(locked(self.place / "lock", told))
+                    self._check()
+                    if not self.layers:
+                        for left in (path for path in self.place.iterdir() if path.name != "lock"):
+                            left.unlink()
             try:
                 yield
             except BaseException:
@@ -166,26 +176,48 @@ class _Work:
 
     def keep(self, layer: int, module: str, maps: HeadMaps, weights: Mapping[str, Tensor], number: int = 0) -> None:
         """What came out of a layer, by the path of its attention module, which has that `number` among the layer's."""
-        save_maps(self.place / f"{layer:04d}-{number}.safetensors", {module: maps}, weights, self._told)
+        if self._main:
+            save_maps(self.place / f"{layer:04d}-{number}.safetensors", {module: maps}, weights, self._told)
 
     def finish(self, layer: int, layers: int, kept: Mapping[str, Tensor]) -> None:
-        """One more of `layers` is finished: that word is in the file of what is needed to go on."""
+        """One more of `layers` is finished: that word is in the file of what is needed to go on, of which each process
+        has `kept` its rows.
+        """
+        count = int(total(len(kept["source"])))
         done = json.dumps({"told": self._told, "layers": layer + 1, "of": layers})
-        temporary = self._state.with_suffix(".partial")
-        save_file(dict(kept), temporary, {"done": done})
-        temporary.replace(self._state)
+        temporary, names = self._state.with_suffix(".partial"), {of: name for name, of in TORCH_DTYPES.items()}
+        shapes = {name: (names[str(of.dtype)[6:]], (count, *of.shape[1:])) for name, of in kept.items()}
+        header = format_header(shapes, {"done": done})
+        with main_first():
+            if self._main:
+                temporary.write_bytes(header)
+        with temporary.open("rb+", buffering=0) as target:
+            begin, first = len(header), place_of(len(kept["source"])).start
+            for tensor in kept.values():
+                target.seek(begin + first * tensor[0].nbytes)
+                write_tensor(target, tensor)
+                begin += count * tensor[0].nbytes
+        wait_for_everyone()
+        if self._main:
+            temporary.replace(self._state)
 
-    def kept(self) -> dict[str, Tensor]:
-        """What is needed to go on after the last finished layer."""
-        return dict(load_file(self._state)) if self.layers else {}
+    def kept(self) -> dict[str, Any]:
+        """What is needed to go on after the last finished layer, of which rows can be taken."""
+        if not self.layers:
+            return {}
+        stream = safe_open(self._state, framework="pt")
+        return {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
 
     def join(self, path: Path) -> MapsFile:
         """One file of what was kept."""
-        join_maps(path, sorted(self.place.glob("[0-9]*.safetensors")), self._told)
+        with main_first():
+            if self._main:
+                join_maps(path, sorted(self.place.glob("[0-9]*.safetensors")), self._told)
         return open_maps(path)
 
     def remove(self) -> None:
-        shutil.rmtree(self.place, ignore_errors=True)
+        if self._main:  # of the others each may be the first that stops
+            shutil.rmtree(self.place, ignore_errors=True)
 
     def _done(self) -> dict[str, Any]:
         """What is finished, of whatever run."""

@@ -120,6 +120,13 @@ class Layer:
                     raise RefusedError(f"{type(self.whole).__name__} does not call transformers' attention functions")
             yield seen
 
+    def called(self, hidden: Tensor, given: Given) -> Given:
+        """What its attention is called with for some blocks (B, T, D)."""
+        seen = Seen(slice(len(hidden)))
+        with self._noted(seen, "call"), suppress(_Stop):
+            self.run(hidden, given)
+        return seen.call
+
     def _noted(self, seen: Seen, until: Until) -> ExitStack:
         """A context in which the layer, when it is run, writes down what it computes."""
 

@@ -33,10 +33,10 @@ class Moments:
     counted: int = 0
 
     @classmethod
-    def zeros(cls, heads: LayerHeads, groups: int) -> Moments:
+    def zeros(cls, heads: LayerHeads, groups: int, device: str = "cpu") -> Moments:
         m, d, e = heads.kv // groups, heads.key_dim, heads.value_dim
         shapes = ((groups, m * d, m * d), (groups, m * d), (heads.kv, d, d), (groups, m * e, m * e))
-        keys, means, queries, values = (torch.zeros(shape, dtype=torch.float64) for shape in shapes)
+        keys, means, queries, values = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
         return cls(keys, means, queries, values)
 
     def add(self, q: Tensor, k: Tensor, v: Tensor, significance: Tensor, seen: Tensor) -> None:
@@ -49,12 +49,15 @@ class Moments:
         self.counted += int(seen.sum())
         keys, values = stack_groups(k, groups), stack_groups(v, groups)
         rows = as_float64(keys.flatten(1, 2))  # (G, n, m d)
-        self.keys += (rows.mT @ rows).cpu()
-        self.key_means += rows.sum(1).cpu()
+        self.keys += rows.mT @ rows
+        self.key_means += rows.sum(1)
         rows = as_float64(values.flatten(1, 2))
-        self.values += (rows.mT @ rows).cpu()
+        self.values += rows.mT @ rows
         rows = as_float64((q * significance.sqrt().unsqueeze(-1)).transpose(0, 1).flatten(1, 2))  # (H, n, d)
-        self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1).cpu()
+        self.queries += (rows.mT @ rows).unflatten(0, (k.shape[1], -1)).sum(1)
+
+    def cpu(self) -> Moments:
+        return Moments(self.keys.cpu(), self.key_means.cpu(), self.queries.cpu(), self.values.cpu(), self.counted)
 
     def averaged(self, count: int) -> Moments:
         """Of sums over `count` queries, and as many keys as were seen."""
@@ -78,7 +81,7 @@ class Moments:
     def shared_keys(self, rotary: Rotary) -> list[GroupMaps]:
         """The closed form of each group's key."""
         queries = self.queries.unflatten(0, (len(self.keys), -1))
-        return [shared_key(*of, rotary) for of in zip(self.keys, queries, self.key_means, strict=True)]
+        return [shared_key(*of, rotary).cpu() for of in zip(self.keys, queries, self.key_means, strict=True)]
 
     def shared_values(self, seen: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
         """The closed form of each group's value: `seen` gives (H / G, m e, m e) of one group after another, the moments
@@ -88,7 +91,7 @@ class Moments:
         m = len(self.queries) // groups
         owner = torch.arange(m).repeat_interleave(len(w_o) // len(self.queries))
         parts = zip(seen, self.values, w_o.unflatten(0, (groups, -1)), strict=True)
-        return [shared_value(each, values, w @ w.mT, owner) for each, values, w in parts]
+        return [shared_value(each, values, w @ w.mT, owner).cpu() for each, values, w in parts]
 
 
 def head_maps(

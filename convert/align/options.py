@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
+AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class MapsOptions:
     """How maps are found; to methods that look at weights alone only `grouping` and `device` matter.
 
     ridge: Strength of the refit of W_O, relative to the mean energy of a head's outputs.
-    batch: Blocks that go through a layer at a time.
+    batch: Blocks that go through a layer at a time, at most: fewer where they are more than AT_ONCE tokens.
     grouping: `contiguous`; `search` for the groups that lose least; `auto` for that among few heads.
     """
 
@@ -226,6 +227,11 @@ class MapsOptions:
                 raise RefusedError(f"{name} {value!r} is not known; choose {', '.join(known)}")
         if not 0 <= self.ridge < math.inf or self.batch < 1:
             raise RefusedError(f"ridge {self.ridge} and batch {self.batch}: give one from 0 on, and at least 1 block")
+
+    @property
+    def at_once(self) -> int:
+        """Blocks that go through a layer at a time."""
+        return max(1, min(self.batch, AT_ONCE // self.text.length))
 
     @property
     def training(self) -> Refinement:

@@ -155,7 +155,7 @@ class Pair:
         """What the first layer of a stack is given. What layers are given beside is kept of each batch where it is not
         the same for all.
         """
-        batch, hidden, found = self.options.batch, list[Tensor](), list[dict[int, Given]]()
+        batch, hidden, found = self.options.at_once, list[Tensor](), list[dict[int, Given]]()
         known: dict[int, dict[int, Given]] = {}  # by the number of rows
         for part in _batches(inputs, batch):
             first, given = self.source.arrive(part, stack)

@@ -6,15 +6,18 @@ transformers' own modules, so on every architecture, from whatever start (docs/m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gqa.checkpoint.processes import add_up, as_first, mean_of_all, place_of, total
 from gqa.convert.align.attention import watchable
-from gqa.convert.align.options import Refinement
+from gqa.convert.align.closed_form import mean_squares
+from gqa.convert.align.layerwise import Given, Layer, Stream
+from gqa.convert.align.options import AT_ONCE, Refinement
 
 _CHECKS = 8  # times that the held-out error is looked at
 
@@ -26,29 +29,32 @@ class Rows:
     tensor: Tensor
 
 
+def _itself(hidden: Tensor, given: Given) -> Given:
+    return (hidden, *given[0]), given[1]
+
+
 @dataclass
 class Calls:
-    """What a module is called with: hidden states (N, T, D), and the other arguments, in which `Rows` stand for what is
-    of single blocks.
+    """What a module, or the layer that it is in, is called with: hidden states (N, T, D), and the other arguments, in
+    which `Rows` stand for what is of single blocks.
+
+    inside: What the layer then calls the module with.
     """
 
     hidden: Tensor
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    inside: Callable[[Tensor, Given], Given] = _itself
 
     @classmethod
-    def of(cls, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]]) -> Calls:
-        """From the arguments of one batch after another."""
-        hidden, others = [], []
-        for args, kwargs in calls:
-            beside = dict(kwargs)
-            hidden.append(beside.pop("hidden_states", *args[:1]).detach().cpu())
-            others.append((args[1:], beside))
-        args, kwargs = _by_row(others, [len(part) for part in hidden])
-        return cls(torch.cat(hidden), args, kwargs)
+    def of(cls, layer: Layer, stream: Stream) -> Calls:
+        """Of the attention of a layer that `stream` is given to."""
+        batches = list(stream.batches(layer.index))
+        args, kwargs = _by_row([given for _, given in batches], [rows.stop - rows.start for rows, _ in batches])
+        return cls(stream.hidden, args, kwargs, layer.called)
 
-    def call(self, module: nn.Module, weights: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> Tensor:
-        """The output (B, T, D) for some of the blocks, with other weights."""
+    def given(self, rows: Tensor, device: torch.device) -> Given:
+        """What the module is called with for some of the blocks."""
 
         def fit(value: Any) -> Any:
             if isinstance(value, Rows):
@@ -58,11 +64,17 @@ class Calls:
                 return {name: fit(part) for name, part in value.items()}
             return tuple(fit(part) for part in value) if isinstance(value, tuple) else value
 
-        hidden = self.hidden[rows].to(device)
-        own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
-        with watchable():
-            output = torch.func.functional_call(module, own, (hidden, *fit(self.args)), fit(self.kwargs))
-        return output if isinstance(output, Tensor) else output[0]
+        return self.inside(self.hidden[rows].to(device), (fit(self.args), fit(self.kwargs)))
+
+
+def called(module: nn.Module, weights: Mapping[str, Tensor], given: Given) -> Tensor:
+    """The output (B, T, D) with other weights."""
+    args, kwargs = given
+    hidden = args[0] if args else kwargs["hidden_states"]
+    own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
+    with watchable():
+        output = torch.func.functional_call(module, own, args, kwargs)
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def _by_row(values: list[Any], rows: list[int]) -> Any:
@@ -95,27 +107,32 @@ def refine(
     Returns the best parameters seen (the start among them), and the held-out squared error relative to the targets'
     energy at the start and at the best.
     """
-    device = next(iter(start.values())).device
-    hidden = calls.hidden
+    device, length = next(iter(start.values())).device, calls.hidden.shape[1]
     generator = torch.Generator().manual_seed(how.seed)
-    order = torch.randperm(len(hidden), generator=generator)
-    kept_out = max(1, round(len(hidden) * how.heldout)) if len(hidden) > 1 else 0
+    blocks = int(total(len(calls.hidden)))
+    own = place_of(len(calls.hidden))
+    order = torch.randperm(blocks, generator=generator)
+    kept_out = max(1, round(blocks * how.heldout)) if blocks > 1 else 0
     heldout, train = order[:kept_out] if kept_out else order, order[kept_out:] if kept_out else order
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), how.learning_rate)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / how.steps) for each in optimizers]
-    scale = (targets.float().square().mean(-1) * counts).mean().clamp_min(1e-30).to(device)
+    scale = mean_of_all(mean_squares(targets) * counts).clamp_min(1e-30).to(device)
 
-    def loss(rows: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
-            output = calls.call(module, weights, rows, device)
-        missed = (output.float() - targets[rows].to(device).float()).square().mean(-1)
-        return (missed * counts[rows].to(device)).mean() / scale
+    def losses(rows: Tensor) -> Iterator[Tensor]:
+        """Parts of the mean over blocks: those of this process, as many at a time as a layer takes."""
+        mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
+        for part in mine.split(max(1, AT_ONCE // length)):
+            given = calls.given(part, device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
+                output = called(module, weights, given)
+            missed = (output.float() - targets[part].to(device).float()).square().mean(-1)
+            yield (missed * counts[part].to(device)).mean() / scale * (len(part) / len(rows))
 
     def error() -> float:
         with torch.no_grad():
-            losses = torch.stack([loss(rows) * len(rows) for rows in heldout.split(how.batch)])
-        return float(losses.sum()) / len(heldout)
+            found = [loss * len(rows) for rows in heldout.split(how.batch) for loss in losses(rows)]
+        return total(float(torch.stack(found).sum()) if found else 0.0) / len(heldout)
 
     def copy() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -127,14 +144,18 @@ def refine(
         rows = train[torch.randperm(len(train), generator=generator)[: how.batch]]
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss(rows).backward()
+        for loss in losses(rows):
+            loss.backward()
+        for tensor in weights.values():  # a process may have none of these blocks
+            tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            add_up(tensor.grad)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
-        progress(len(rows) * hidden.shape[1])
+        progress(len(rows) * length)
         if ((step + 1) % every == 0 or step + 1 == how.steps) and (found := error()) < least:
             best, least = copy(), found
-    return best, first, least
+    return as_first(best), first, least
 
 
 def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optimizer]:
