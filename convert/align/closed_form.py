@@ -23,6 +23,8 @@ from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.plan import searches
 
 _LEAST = 1e-2  # attention to all keys but one: below it float32 leaves nothing of v - o
+SCORES = 1 << 25  # numbers, of one head's queries at a time
+WHOLE = 1 << 28  # scores of all heads, above which none are held: kernels that hold none take values of a key's width
 
 
 def significance_of(
@@ -35,22 +37,30 @@ def significance_of(
     all: there it is the look-up itself that can be lost. Caps and sinks are left out: it is a weight. Shapes as in
     `Moments.add`; `roots` (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S).
     """
-    repeat = q.shape[1] // k.shape[1]
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, device=q.device).masked_fill(~mask, -torch.inf)
-    mask = mask if bias is None else mask + bias
+    repeat, rows = q.shape[1] // k.shape[1], max(1, SCORES // (len(q) * k.shape[2]))
     found = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for head in range(q.shape[1]):
-        added = mask[:, min(head, mask.shape[1] - 1)].float().expand(len(q), -1, -1)
-        scores = torch.baddbmm(added, q[:, head].float(), k[:, head // repeat].float().mT, alpha=scaling)  # (B, T, T)
-        paid = scores.softmax(-1).nan_to_num()
-        values = v[:, head // repeat].float() @ roots[head].to(v.device)  # (B, T, e)
-        given, sizes = paid @ values, values.square().sum(-1, keepdim=True)
-        odds = (paid / (1 - paid).clamp_min(_LEAST)).square()
-        sums = odds @ torch.cat([values, sizes, torch.ones_like(sizes)], -1)  # (B, T, e + 2)
-        away = sums[..., -2] + sums[..., -1] * given.square().sum(-1) - 2 * (given * sums[..., :-2]).sum(-1)
-        found[:, head] = away.clamp_min(0)
+        own = head // repeat
+        values = v[:, own].float() @ roots[head].to(v.device)  # (B, T, e)
+        sizes = values.square().sum(-1, keepdim=True)
+        for first in range(0, q.shape[2], rows):
+            part = slice(first, first + rows)
+            added = _added(mask, head, part)
+            added = (added if bias is None else added + _added(bias, head, part)).float().expand(len(q), -1, -1)
+            scores = torch.baddbmm(added, q[:, head, part].float(), k[:, own].float().mT, alpha=scaling)  # (B, t, T)
+            paid = scores.softmax(-1).nan_to_num()
+            given = paid @ values
+            odds = (paid / (1 - paid).clamp_min(_LEAST)).square()
+            sums = odds @ torch.cat([values, sizes, torch.ones_like(sizes)], -1)  # (B, t, e + 2)
+            away = sums[..., -2] + sums[..., -1] * given.square().sum(-1) - 2 * (given * sums[..., :-2]).sum(-1)
+            found[:, head, part] = away.clamp_min(0)
     return found
+
+
+def _added(mask: Tensor, head: int, rows: slice) -> Tensor:
+    """What of a mask (1 or B, 1 or H, T, S) is added to the scores of a head's queries, (1 or B, t, S)."""
+    of = mask[:, min(head, mask.shape[1] - 1), rows]
+    return torch.zeros(of.shape, device=of.device).masked_fill(~of, -torch.inf) if of.dtype == torch.bool else of
 
 
 def visible(mask: Tensor | None, queries: int, keys: int, causal: bool, device: torch.device) -> Tensor:
@@ -208,7 +218,12 @@ def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
         q, k, _ = seen.heads
         own = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]
         stacked = stack_groups(own, groups).transpose(0, 1)  # (B, G, T, m e)
-        rows = task.pair.target.attend(merged.attention, q, k, stacked, seen.mask, **seen.options)  # (B, T, H, m e)
+        width_at_once = width if q[..., 0].numel() * k.shape[2] <= WHOLE else heads.value_dim
+        parts = [
+            task.pair.target.attend(merged.attention, q, k, part, seen.mask, **seen.options)
+            for part in stacked.split(width_at_once, -1)
+        ]
+        rows = torch.cat(parts, -1) if parts[1:] else parts[0]  # (B, T, H, m e)
         rows = rows * task.counts[seen.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
             one = as_float64(rows[:, :, head]).flatten(0, 1)
