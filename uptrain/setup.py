@@ -155,15 +155,7 @@ def prepare(
         if not (dry or recording):  # which of several names are stored is known when they are read
             check_exportable(model, checkpoint)
     with main_first():  # one process tokenises, the others find it done
-        if targets:
-            dataloader = open_stored(options, targets, processes)
-        elif model.config.is_encoder_decoder:
-            encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
-            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, write)
-        elif is_self(options.data[0]):
-            dataloader = open_sampled(options, write, longest, processes)
-        else:
-            dataloader = open_dataloader(options, tokenizer, longest, processes)
+        dataloader = _data(options, checkpoint, model, tokenizer, targets, longest, write)
         options = dataloader.options
         heldout = dataloader.heldout or ([] if targets else open_heldout(options, tokenizer))
     share = options.blocks_per_step // processes
@@ -172,6 +164,22 @@ def prepare(
     return Setup(
         options, taught, accelerator, checkpoint, model, teacher, training, targets, dataloader, heldout, micro, states
     )
+
+
+def _data(
+    options: TrainOptions, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any,
+    targets: StoredTargets | None, longest: int, write: Callable[[int, int], SampledBlocks] | None,
+) -> Dataloader:  # fmt: skip
+    """What the model is trained on, `write` where a teacher writes it. Raises RefusedError and CorpusError."""
+    processes = ranks().num_processes
+    if targets:
+        return open_stored(options, targets, processes)
+    if model.config.is_encoder_decoder:
+        encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
+        return open_pairs(options, encoder, tokenizer, longest, processes, write)
+    if is_self(options.data[0]):
+        return open_sampled(options, write, longest, processes)
+    return open_dataloader(options, tokenizer, longest, processes)
 
 
 def _samples(
