@@ -12,6 +12,7 @@ from itertools import islice, zip_longest
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.corpus.document import Document
@@ -63,7 +64,8 @@ class PairEncoder:
         end = config.get_text_config(decoder=True).eos_token_id
         self.end = self.start if end is None else int(end[0] if isinstance(end, list) else end)
         self.marks = [] if tokenizer is None else _marks(tokenizer)
-        self._around = ([], [self.end]), ([], [self.end])
+        nothing: tuple[list[int], list[int]] = [], [self.end]
+        self._around = nothing, nothing
         if tokenizer is not None:
             before, after = _frame(tokenizer, "text_target")
             target = before[before[:1] == [self.start] :], after or [self.end]
@@ -152,14 +154,22 @@ def tokenise_pairs(columns: Sequence[tuple[Source, Source]], encoder: PairEncode
         found.append(cached_rows(key, partial(rows, source, targets), "source", "target"))
     tables, digests, fingerprints = zip(*found, strict=True)
     sizes = tuple(map(len, digests))
-    each = np.arange(sum(sizes) + 1, dtype=np.int32)
-    numbers = pyarrow.ListArray.from_arrays(each, each[:-1])
     one, other = (
         pyarrow.chunked_array([chunk for table in tables for chunk in table.column(side).chunks])
         for side in ("source", "target")
     )
     told = hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
-    return PairTable(one, other, TokenisedText(pyarrow.chunked_array([numbers]), np.concatenate(digests), sizes, told))
+    return PairTable(one, other, numbered(np.concatenate(digests), told, sizes))
+
+
+def numbered(digests: NDArray[np.uint8], fingerprint: str, sizes: tuple[int, ...] = ()) -> TokenisedText:
+    """A text of one token for each of what has these digests, D of 32 bytes: its number."""
+    import pyarrow
+
+    digests = digests.reshape(-1, 32)
+    each = np.arange(len(digests) + 1, dtype=np.int32)
+    tokens = pyarrow.chunked_array([pyarrow.ListArray.from_arrays(each, each[:-1])])
+    return TokenisedText(tokens, digests, sizes or (len(digests),), fingerprint)
 
 
 def corrupted(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> Pair:

@@ -193,7 +193,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
         (
             "whisper",
             "--data self",
-            "the encoder of whisper is given sound: calibration takes recordings, and self names none",
+            "the encoder of whisper is given sound: it takes recordings, and self names none",
         ),
         (
             "whisper",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import check_refused, load, run
 from test_losses import assert_close, gradients, set_slices
+from test_pairs import write_sound
 from tiny_models import TINY, build
 from torch import Tensor
 from training import (
@@ -34,17 +35,8 @@ from gqa.uptrain.setup import prepare
 from gqa.uptrain.summary import plan_record
 from gqa.uptrain.training_model import predictions
 
-MODELS = [
-    "gqa_t5",
-    "gqa_mt5",
-    "gqa_umt5",
-    "gqa_bart",
-    "gqa_mbart",
-    "gqa_pegasus",
-    "gqa_marian",
-    "gqa_m2m_100",
-    "t5gemma",
-]
+_CUSTOM = ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper")
+MODELS = [*(f"gqa_{name}" for name in _CUSTOM), "t5gemma"]
 LENGTHS = [(9, 7), (12, 3), (5, 11)]  # of sources and targets
 
 
@@ -52,7 +44,7 @@ def made(name: str, seed: int = 0) -> PreTrainedModel:
     return build(TINY[name], 2, seed=seed).eval()
 
 
-def padded(pad: int, filled: int) -> dict[str, Tensor]:
+def padded(filled: int) -> dict[str, Tensor]:
     """A batch of `LENGTHS`, padded at the end: sources with `filled` where the mask is 0, labels with -100."""
     generator = torch.Generator().manual_seed(0)
     source, labels = torch.full((3, 12), filled), torch.full((3, 11), -100)
@@ -70,7 +62,9 @@ def test_equals_the_loss_of_transformers(name: str, slices: int, monkeypatch: py
     """Value and every gradient; what stands in padded places makes no difference, what stands in others does."""
     set_slices(monkeypatch, slices)
     model = made(name)
-    given = padded(model.config.pad_token_id, model.config.pad_token_id)
+    given = padded(model.config.pad_token_id)
+    if heard := name == "gqa_whisper":
+        given = {"input_features": torch.randn(3, 8, 16), "labels": given["labels"]}
     expected = model(**given, use_cache=False).loss
     expected.backward()
     wanted = gradients(model)
@@ -81,8 +75,10 @@ def test_equals_the_loss_of_transformers(name: str, slices: int, monkeypatch: py
     assert int(told[0]) == predictions(given) == sum(other for _, other in LENGTHS)
     assert float(loss.detach() / told[0]) == pytest.approx(expected.item(), abs=1e-5)
     assert_close(gradients(model), wanted)
+    if heard:
+        return
     with torch.no_grad():
-        other, _ = training(**padded(model.config.pad_token_id, 33))
+        other, _ = training(**padded(33))
         unmasked, _ = training(**given | {"attention_mask": torch.ones_like(given["attention_mask"])})
     assert float(other) == pytest.approx(loss.item(), abs=1e-4)
     assert abs(float(unmasked) - loss.item()) > 1e-3
@@ -92,7 +88,7 @@ def test_equals_the_loss_of_transformers(name: str, slices: int, monkeypatch: py
 def test_distillation(name: str) -> None:
     """An unconverted copy diverges by nothing; another by the divergence of whole logits at places that count."""
     model, other = made(name), made(name, seed=1)
-    given = padded(model.config.pad_token_id, 5)
+    given = padded(5)
     _, told = training_model(model, copy.deepcopy(model))(**given)
     assert float(told[2]) == pytest.approx(0, abs=1e-6)
     _, told = training_model(model, other, temperature=1.0)(**given)
@@ -108,7 +104,7 @@ def test_distillation(name: str) -> None:
 def test_matching_is_of_the_decoder(name: str, match: str) -> None:
     """The encoder's outputs are of other tokens."""
     model, other = made(name), made(name, seed=1)
-    given: dict[str, Any] = padded(model.config.pad_token_id, 5)
+    given: dict[str, Any] = padded(5)
     assert float(training_model(model, other, match=match)(**given)[1][3].detach()) > 0.1
     assert float(training_model(model, copy.deepcopy(model), match=match)(**given)[1][3].detach()) == 0
 
@@ -116,16 +112,22 @@ def test_matching_is_of_the_decoder(name: str, match: str) -> None:
 @pytest.fixture(scope="module")
 def made_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """T5 with sentinels and BART with a mask token, each converted to 2 KV heads; Marian, of which plain text makes no
-    pairs; pairs and text.
+    pairs; Whisper; pairs, text and sounds.
     """
     found = tmp_path_factory.mktemp("pairs")
-    for name, added in (("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
+    for name, added in (("whisper", {}), ("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
                         ("bart", {"mask_token": "<mask>"}), ("marian", {})):  # fmt: skip
         where = tiny_checkpoint(found / f"{name}-base", f"gqa_{name}", 4, pad_token_id=0, dropout=0.0, dropout_rate=0.0)
         tokenizer = AutoTokenizer.from_pretrained(where)
         tokenizer.add_special_tokens(added)
         tokenizer.save_pretrained(where)
         convert_checkpoint(where, 2, found / name, method="mean")
+    hears = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "hop_length": 1000}
+    for where in ("whisper", "whisper-base"):
+        (found / where / "preprocessor_config.json").write_text(json.dumps({**hears, "chunk_length": 1}))
+    (found / "speech").mkdir()
+    for number in range(40):
+        write_sound(found / "speech" / f"{number}.wav", seed=number)
     rows = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(80)]
     rows[3]["meant"] = None
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -143,6 +145,7 @@ DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "spans": ("t5", {}),
     "denoising": ("bart", {}),
     "pairs": ("marian", {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}),
+    "recordings": ("whisper", {"data": "speech/*.wav", "heldout_tokens": 64}),
     "self": ("t5", {"data": "self"}),
     "self without marks": ("marian", {"data": "self:4K"}),
     "nothing is said": ("bart", {"data": None, "heldout_tokens": 64}),
@@ -184,7 +187,10 @@ def test_killed_and_continued_is_bit_identical(
     assert losses(tmp_path / "control") != losses(tmp_path / "one")
 
 
-@pytest.mark.parametrize(("name", "given"), [("t5", {"train": "kv"}), ("bart", PAIRS), ("marian", {"data": "self"})])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("t5", {"train": "kv"}), ("bart", PAIRS), ("marian", {"data": "self"}), ("whisper", {"data": "speech"})],
+)
 def test_ranks_and_micro_batches_change_nothing(
     runs: Runs, made_of: Path, tmp_path: Path, name: str, given: dict[str, Any]
 ) -> None:
@@ -222,7 +228,7 @@ def test_alpha_is_a_prefix_of_the_pairs(made_of: Path, tmp_path: Path) -> None:
         given = options(made_of, "marian", tmp_path / "out", **PAIRS | {"alpha": alpha, "steps": None})
         setup = prepare(given)
         data = setup.dataloader
-        blocks = [data._block(number) for number in range(data.steps * 4)]
+        blocks = [data.block(number) for number in range(data.steps * 4)]
         seen[alpha] = [tuple(block["labels"].tolist()) for block in blocks]
         held = {tuple(block["labels"].tolist()) for block in setup.heldout}
         assert len(held) == 3
@@ -234,12 +240,15 @@ def test_alpha_is_a_prefix_of_the_pairs(made_of: Path, tmp_path: Path) -> None:
     assert len(set(seen[0.5])) == len(seen[0.5])
 
 
-@pytest.mark.parametrize("given", [{}, PAIRS, {"data": "self"}])
+@pytest.mark.parametrize(("name", "given"), [("t5", {}), ("t5", PAIRS), ("t5", {"data": "self"}),
+                                             ("whisper", {"data": "speech"})])  # fmt: skip
 @pytest.mark.usefixtures("alone")
-def test_dry_run(made_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+def test_dry_run(
+    made_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, Any]
+) -> None:
     """It reads no weights, and plans what the run does."""
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
-    done = run(*words(made_of, "t5", tmp_path / "out", quiet=False, **given), "--dry-run", program="gqa-uptrain")
+    done = run(*words(made_of, name, tmp_path / "out", quiet=False, **given), "--dry-run", program="gqa-uptrain")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     assert [line.split()[0] for line in lines] == ["model", "teacher", "data", "steps", "rate", "memory", "held"]
@@ -260,13 +269,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bart", {"context": 65}, "--context 65 is more than the 64 positions of bart"),
     ("t5", PAIRS | {"alpha": 0.001, "steps": None}, "--alpha 0.001 of 79 pairs is none; give more"),
     ("t5", PAIRS | {"alpha": 1, "steps": None, "batch_size": 99}, "76 pairs to train on, less than one batch of 99"),
-    ("whisper", {}, "the encoder of whisper is given sound; gqa-uptrain trains models that read text"),
+    ("t5", {"record_teacher": "kept"}, "--record-teacher is for decoders, t5 is an encoder-decoder"),
+    ("whisper", {}, "the encoder of whisper-base is given sound: it takes recordings, and"),
+    ("whisper", {"data": None}, "it takes recordings, and self names none; give WAV files with --data 'speech/*.wav'"),
+    ("whisper", PAIRS, "is given sound, and the --teacher writes what is heard in --data 'speech/*.wav'; do without"),
+    ("whisper", {"teacher": "none"}, "do without --target-field, --streaming and --teacher none"),
 ]
 
 
 @pytest.mark.usefixtures("alone")
 def test_what_is_refused(made_of: Path, tmp_path: Path) -> None:
-    tiny_checkpoint(made_of / "whisper", "gqa_whisper", 2)
     for name, given, says in REFUSED:
         done = run(*words(made_of, name, tmp_path / "out", **given), program="gqa-uptrain")
         assert says in check_refused(done, program="gqa-uptrain", advice="")

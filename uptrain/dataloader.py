@@ -116,7 +116,8 @@ def open_text(
     options: TrainOptions, text: TokenisedText, shares: Sequence[float | None], longest: int, ranks: int, back: bool
 ) -> Dataloader:
     """Of text that is tokenised, of sources with these weights; of it some is held `back`."""
-    options, heldout = settle_steps(options, int(text.lengths.sum()), longest, ranks), []
+    options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
+    heldout: list[Block] = []
     if back:
         text, heldout = _hold_back(text, options)
     weights = [share or 1.0 for share in shares] if any(shares) else None

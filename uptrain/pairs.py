@@ -1,22 +1,25 @@
 """What encoder-decoders are trained on, as `dataloader` has blocks for decoders: two columns of a data set, plain text
-of which spans are left out, what the teacher writes. A block is one pair, as the model is given it: `input_ids` and
-`attention_mask` (S,), `labels` (T,).
+of which spans are left out, what the teacher writes, of itself or of recordings. A block is one pair, as the model is
+given it: `input_ids` and `attention_mask` (S,) or what is heard, and `labels` (T,).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert.align.self_samples import SampledBlocks
+from gqa.convert.align.pairs import PairMaker
+from gqa.convert.align.recordings import RecordingMaker, find_recordings
 from gqa.corpus.alpha import heldout_mask
-from gqa.corpus.pairs import Pair, PairEncoder, PairTable, tokenise_pairs
+from gqa.corpus.pairs import PairEncoder, numbered, tokenise_pairs
 from gqa.corpus.sources import is_self, parse_sources
-from gqa.corpus.tokens import Block, Ints
+from gqa.corpus.tokens import Block, Ints, TokenisedText
 from gqa.uptrain.dataloader import (
     Dataloader,
     how_to_read,
@@ -27,29 +30,36 @@ from gqa.uptrain.dataloader import (
 )
 from gqa.uptrain.options import TrainOptions
 
+Maker = Callable[[int], PairMaker]  # the teacher, which writes texts of so many tokens
+
 
 def open_pairs(
-    options: TrainOptions, encoder: PairEncoder, tokenizer: Any, longest: int, ranks: int,
-    write: Callable[[int, int], SampledBlocks],
+    options: TrainOptions, encoder: PairEncoder, tokenizer: Any, longest: int, ranks: int, teacher: Maker | None,
+    write: bool = True,
 ) -> Dataloader:  # fmt: skip
-    """Of pairs whose sides have `longest` tokens at most, what is held out among them. `write` is as `open_sampled` has
-    it. Raises RefusedError and CorpusError.
+    """Of pairs whose sides have `longest` tokens at most, what is held out among them. What the teacher is to write is
+    not there to be read unless it is to `write`. Raises RefusedError and CorpusError.
     """
     _check(options, encoder.name)
+    size = options.block_size or longest
+    if teacher and isinstance(maker := teacher(size), RecordingMaker):
+        return _open_rows(options, partial(_recordings, maker, write), size, ranks)
     if options.target_field:
-        return _open_columns(options, encoder, longest, ranks)
+        return _open_rows(options, partial(_columns, options, encoder, size), size, ranks)
 
     def corrupt(block: Block, seeds: list[int]) -> Block:
         return _block(encoder.corrupt(block["input_ids"], np.random.default_rng(seeds)))
 
     if own := is_self(options.data[0]):
-        found = replace(open_sampled(options, write, longest, ranks), make=_written)
+        assert teacher is not None
+        found = open_sampled(options, lambda size, count: teacher(size).sampled(count, write), longest, ranks)
     else:
         encoder.check_marks()
-        found = replace(open_dataloader(options, tokenizer, longest, ranks), make=corrupt)
+        found = open_dataloader(options, tokenizer, longest, ranks)
     make = _written if own and found.heldout else corrupt
     heldout = found.heldout or open_heldout(found.options, tokenizer)
-    return replace(found, heldout=[block and make(block, [number]) for number, block in enumerate(heldout)])
+    made = [block and make(block, [number]) for number, block in enumerate(heldout)]
+    return replace(found, heldout=made, make=_written if own else corrupt)
 
 
 def _check(options: TrainOptions, name: str) -> None:
@@ -59,62 +69,88 @@ def _check(options: TrainOptions, name: str) -> None:
         raise RefusedError("--target-field is a column of data that is stored; drop --streaming and --data self")
 
 
-def _block(pair: Pair) -> Block:
+def _block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:
     source, target = (np.array(side, np.int64) for side in pair)
     return {"input_ids": source, "attention_mask": np.ones_like(source), "labels": target}
 
 
 def _written(block: Block, seeds: list[int]) -> Block:
     """Of what the teacher wrote, whose two halves are filled up with -1."""
-    source, target = (side[side >= 0].tolist() for side in np.split(block["input_ids"], 2))
+    source, target = (side[side >= 0] for side in np.split(block["input_ids"], 2))
     return _block((source, target))
 
 
-def _open_columns(options: TrainOptions, encoder: PairEncoder, longest: int, ranks: int) -> Dataloader:
+@dataclass(frozen=True)
+class _Rows:
+    """Pairs that are stored: as texts of one token, which is their number, so that they are put in order, held out and
+    counted as documents are; and the pair of each number. `mean`: tokens of one; `cut`: those that are not whole.
+    """
+
+    numbers: TokenisedText
+    pair: Callable[[int], Block]
+    mean: float
+    weights: Sequence[float | None] = ()
+    cut: int = 0
+
+
+def _open_rows(options: TrainOptions, read: Callable[[Sequence[str]], _Rows], size: int, ranks: int) -> Dataloader:
     """A pair counts one where text is counted in tokens, so an alpha is of all pairs, in the order of their hashes."""
-    size = options.block_size or longest
-    table, weights = _read(options, options.data, encoder)
-    count = len(table.numbers)
-    lengths = [np.minimum(side, size) for side in table.lengths]
-    mean = float(sum(side.sum() for side in lengths)) / count
+    rows = read(options.data)
+    count, mean = len(rows.numbers), rows.mean
 
-    def pairs(tokens: int | None) -> int | None:
-        return None if tokens is None else max(1, int(tokens / mean))
+    def pairs(tokens: int) -> int:
+        return max(1, int(tokens / mean))
 
-    if options.alpha is not None and int(options.alpha * (pairs(options.pretraining_tokens) or count)) < 1:
+    def made(block: Block, seeds: list[int]) -> Block:
+        return rows.pair(int(block["input_ids"][0]))
+
+    whole = pairs(options.pretraining_tokens) if options.pretraining_tokens else None
+    if options.alpha is not None and int(options.alpha * (whole or count)) < 1:
         raise RefusedError(f"--alpha {options.alpha:g} of {count:,} pairs is none; give more")
-    told = {"tokens": options.tokens, "pretraining_tokens": options.pretraining_tokens,
-            "heldout_tokens": options.heldout_tokens}  # fmt: skip
-    counted = replace(options, block_size=1, **{name: pairs(tokens) for name, tokens in told.items()})
+    counted = replace(
+        options, block_size=1, tokens=options.tokens and pairs(options.tokens), pretraining_tokens=whole,
+        heldout_tokens=pairs(options.heldout_tokens),
+    )  # fmt: skip
     named = bool(options.heldout or options.heldout_fraction)
-    found = open_text(counted, table.numbers, weights, 1, ranks, back=not named)
-    heldout = [_at(table, int(block["input_ids"][0]), encoder, size) for block in found.heldout]
+    found = open_text(counted, rows.numbers, rows.weights, 1, ranks, back=not named)
+    heldout = [made(block, []) for block in found.heldout]
     if named:
-        other, _ = _read(options, [options.heldout], encoder) if options.heldout else (table, ())
-        held = heldout_mask(other.numbers.digests, options.heldout_fraction or 1.0)
-        heldout = _spread(other, np.flatnonzero(held), counted.heldout_tokens, encoder, size)
-    cut = int(sum(side > size for side in table.lengths).astype(bool).sum())
-    summary = f"{len(found.blocks):,} pairs out of {count:,}, of {mean:.0f} tokens"
+        other = read([options.heldout]) if options.heldout else rows
+        held = np.flatnonzero(heldout_mask(other.numbers.digests, options.heldout_fraction or 1.0))
+        if not len(held):
+            raise RefusedError("--heldout-fraction holds out no pair; give more, or pairs of their own with --heldout")
+        chosen = np.linspace(0, len(held) - 1, min(counted.heldout_tokens, len(held))).astype(int)
+        heldout = [other.pair(int(number)) for number in held[chosen]]
+    summary = f"{found.steps * found.options.blocks_per_step:,} pairs out of {count:,}, of {mean:.0f} tokens"
+    settled = replace(options, block_size=size, batch_size=found.options.batch_size)
     return replace(
-        found, options=replace(found.options, block_size=size, **told), heldout=heldout, mean=mean,
-        make=lambda block, seeds: _at(table, int(block["input_ids"][0]), encoder, size),
-        summary=f"{summary}; {cut:,} are cut to {size} a side" if cut else summary,
+        found, options=settled, heldout=heldout, mean=mean, make=made,
+        summary=f"{summary}; {rows.cut:,} are cut to {size} a side" if rows.cut else summary,
     )  # fmt: skip
 
 
-def _read(options: TrainOptions, data: Sequence[str], encoder: PairEncoder) -> tuple[PairTable, Sequence[float | None]]:
+def _columns(options: TrainOptions, encoder: PairEncoder, size: int, data: Sequence[str]) -> _Rows:
     how = how_to_read(options)
     sources, targets = (parse_sources(data, **how | {"field": f}) for f in (options.field, options.target_field))
-    return tokenise_pairs(list(zip(sources, targets, strict=True)), encoder), [source.weight for source in sources]
+    table = tokenise_pairs(list(zip(sources, targets, strict=True)), encoder)
+    lengths = np.stack(table.lengths)
+
+    def pair(number: int) -> Block:
+        source, target = table.pair(number)
+        return _block(encoder.framed(source.tolist(), target.tolist(), size))
+
+    mean, cut = float(np.minimum(lengths, size).sum(0).mean()), int((lengths > size).any(0).sum())
+    return _Rows(table.numbers, pair, mean, [source.weight for source in sources], cut)
 
 
-def _spread(table: PairTable, numbers: Ints, wanted: int, encoder: PairEncoder, size: int) -> list[Block]:
-    """So many of them, evenly."""
-    if not len(numbers):
-        raise RefusedError("--heldout-fraction holds out no pair; give more, or pairs of their own with --heldout")
-    chosen = numbers[np.linspace(0, len(numbers) - 1, min(wanted, len(numbers))).astype(int)]
-    return [_at(table, int(number), encoder, size) for number in chosen]
+def _recordings(maker: RecordingMaker, write: bool, data: Sequence[str]) -> _Rows:
+    files = find_recordings(data, maker.name)
+    digests = [hashlib.sha256(file.read_bytes()).digest() for file in files]
+    texts = maker.written(files, write)
+    found = [ids[ids >= 0] for ids in (texts[number]["input_ids"] for number in range(len(files) if write else 0))]
 
+    def pair(number: int) -> Block:
+        return {maker.reads: maker.features(files[number]).numpy(), "labels": found[number]} if write else {}
 
-def _at(table: PairTable, number: int, encoder: PairEncoder, size: int) -> Block:
-    return _block(encoder.framed(*table.pair(number), size))
+    mean = float(np.mean([len(ids) for ids in found])) if write else maker.length / 2
+    return _Rows(numbered(np.frombuffer(b"".join(digests), np.uint8), texts.fingerprint), pair, mean)

@@ -118,6 +118,8 @@ def _identity(setup: Setup, mass: float) -> dict[str, Any]:
     if setup.targets or setup.teacher is None:
         told = f"{options.teacher} has its predictions alone" if setup.targets else setup.taught
         raise RefusedError(f"--record-teacher needs a model that teaches, with --teacher ({told})")
+    if setup.model.config.is_encoder_decoder:
+        raise RefusedError(f"--record-teacher is for decoders, {setup.checkpoint.name} is an encoder-decoder; train it")
     teacher = open_model(options.teacher)
     return {
         "teacher": teacher.hub_id or teacher.name,

@@ -32,9 +32,11 @@ from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
-from gqa.convert.align.pairs import PairMaker
+from gqa.convert.align.pairs import PairMaker, reads_text
+from gqa.convert.align.recordings import RecordingMaker
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
@@ -135,7 +137,7 @@ def prepare(
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
         model = _model(checkpoint, options, accelerator, dry or recording)
-        longest, write = find_block_size(model.config, tokenizer, checkpoint, options), None
+        longest, writes = find_block_size(model.config, tokenizer, checkpoint, options), None
         if targets:
             targets.check(model, tokenizer)
         for name in () if targets else options.teachers:
@@ -148,14 +150,15 @@ def prepare(
             _check_teacher(teacher, original, model, tokenizer, options)
             if shared:
                 share_teacher(teacher, original, accelerator)
-            write = partial(_samples, options, original, load, str(accelerator.device), watcher, not dry)
+            kind = _maker if model.config.is_encoder_decoder else _written
+            writes = partial(kind, original, options, load, str(accelerator.device), watcher)
         training = TrainingModel(model, teacher, options)
         if accelerator.is_fsdp2 and not (dry or recording):
             share_model(training, checkpoint, accelerator)
         if not (dry or recording):  # which of several names are stored is known when they are read
             check_exportable(model, checkpoint)
     with main_first():  # one process tokenises, the others find it done
-        dataloader = _data(options, checkpoint, model, tokenizer, targets, longest, write)
+        dataloader = _data(options, checkpoint, model, tokenizer, targets, longest, writes, dry)
         options = dataloader.options
         heldout = dataloader.heldout or ([] if targets else open_heldout(options, tokenizer))
     share = options.blocks_per_step // processes
@@ -168,30 +171,36 @@ def prepare(
 
 def _data(
     options: TrainOptions, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any,
-    targets: StoredTargets | None, longest: int, write: Callable[[int, int], SampledBlocks] | None,
+    targets: StoredTargets | None, longest: int, writes: Any, dry: bool,
 ) -> Dataloader:  # fmt: skip
-    """What the model is trained on, `write` where a teacher writes it. Raises RefusedError and CorpusError."""
+    """What the model is trained on, where a teacher `writes` it too. Raises RefusedError and CorpusError."""
     processes = ranks().num_processes
     if targets:
         return open_stored(options, targets, processes)
     if model.config.is_encoder_decoder:
         encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
-        return open_pairs(options, encoder, tokenizer, longest, processes, write)
+        return open_pairs(options, encoder, tokenizer, longest, processes, writes, not dry)
     if is_self(options.data[0]):
-        return open_sampled(options, write, longest, processes)
+        return open_sampled(options, partial(writes, not dry), longest, processes)
     return open_dataloader(options, tokenizer, longest, processes)
 
 
-def _samples(
-    options: TrainOptions, teacher: Checkpoint, load: Callable[[str], PreTrainedModel], device: str, watcher: Watcher,
+def _written(
+    teacher: Checkpoint, options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, watcher: Watcher,
     write: bool, size: int, count: int,
 ) -> SampledBlocks:  # fmt: skip
-    """So many blocks that the teacher writes, of `size` tokens, of an encoder-decoder on either side of a pair."""
-    if not teacher.config.get("is_encoder_decoder"):
-        plain = parse_self(options.data[0]).plain
-        return sampled_blocks(load, device, teacher, size, count, options.seed, plain, watcher, write)
-    maker = PairMaker(teacher, device, size, options.seed, watcher, options.trust_remote_code)
-    return maker.sampled(count, write)
+    """So many blocks of `size` tokens that the teacher writes."""
+    plain = parse_self(options.data[0]).plain
+    return sampled_blocks(load, device, teacher, size, count, options.seed, plain, watcher, write)
+
+
+def _maker(
+    teacher: Checkpoint, options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, watcher: Watcher,
+    size: int,
+) -> PairMaker:  # fmt: skip
+    """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""
+    kind = PairMaker if reads_text(transformers_config(teacher.config)) else RecordingMaker
+    return kind(teacher, device, size, options.seed, watcher, options.trust_remote_code)
 
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
@@ -266,8 +275,11 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     model = _load(checkpoint, options, device, "float32", weights=not (dry or accelerator.is_fsdp2))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
-    if model.main_input_name != "input_ids":
-        raise RefusedError(f"the encoder of {checkpoint.name} is given sound; gqa-uptrain trains models that read text")
+    if model.main_input_name != "input_ids" and (options.target_field or options.streaming or not options.teachers):
+        raise RefusedError(
+            f"the encoder of {checkpoint.name} is given sound, and the --teacher writes what is heard in --data "
+            "'speech/*.wav'; do without --target-field, --streaming and --teacher none"
+        )
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:
@@ -323,7 +335,7 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
             f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
             f"{config.vocab_size:,}; give the tokenizer that belongs to the model"
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     if positions and options.block_size and options.block_size > positions:
         raise RefusedError(
             f"--context {options.block_size} is more than the {positions} positions of {checkpoint.name}"

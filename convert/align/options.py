@@ -87,9 +87,9 @@ class CalibrationText:
 
         how_made = (checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code)
         if not reads_text(config):
-            from gqa.convert.align.recordings import RecordingMaker, find_recordings
+            from gqa.convert.align.recordings import INSTEAD, RecordingMaker, find_recordings
 
-            files = find_recordings(self.sources, checkpoint.name)
+            files = find_recordings(self.sources, checkpoint.name, INSTEAD)
             hearing = RecordingMaker(*how_made)
             return hearing.inputs(hearing.hear(files, max(1, self.tokens // self.length)))
         maker, pairs = PairMaker(*how_made), []

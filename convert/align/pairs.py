@@ -28,7 +28,7 @@ from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Ints
 
 Pair = tuple[Any, list[int]]  # tokens of a source, or what an encoder hears; and tokens of its target
-_WRITTEN = 32  # targets at a time
+WRITTEN = 32  # targets at a time
 
 
 def reads_text(config: Any) -> bool:
@@ -43,12 +43,12 @@ class PairMaker:
         self, checkpoint: Checkpoint, device: str, length: int, seed: int, watcher: Watcher,
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
-        config, self._name = transformers_config(checkpoint.config), checkpoint.name
+        config, self.name = transformers_config(checkpoint.config), checkpoint.name
         longest = getattr(config, "max_position_embeddings", None)
         if longest and length > longest:
-            raise RefusedError(f"{self._name} has {longest} positions, --context is {length}; give at most {longest}")
+            raise RefusedError(f"{self.name} has {longest} positions, --context is {length}; give at most {longest}")
         self._checkpoint, self._config, self._device, self._watcher = checkpoint, config, device, watcher
-        self._length, self._seed, self._trusted = length, seed, trust_remote_code
+        self.length, self._seed, self._trusted = length, seed, trust_remote_code
         self._model: Any = None  # once it is to write
         self._dtype = "bfloat16" if native_bfloat16(device) else "float32"
         self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
@@ -67,7 +67,7 @@ class PairMaker:
         chosen = nsmallest(count, rows, key=lambda row: hashlib.sha256(f"{self._seed} {row[0].name}".encode()).digest())
         sources = self._encoder.encode([found.text for found, _ in chosen])
         answers = self._encoder.encode([answer for _, answer in chosen], target=True)
-        pairs = [self._encoder.framed(*both, self._length) for both in zip(sources, answers, strict=True)]
+        pairs = [self._encoder.framed(*both, self.length) for both in zip(sources, answers, strict=True)]
         if targets:
             return list(pairs)
         sources = [one for one, _ in pairs]
@@ -99,20 +99,20 @@ class PairMaker:
         those of decoders are. Raises RefusedError. Unless it is to `write`, they are none that could be read.
         """
         if not write:
-            return SampledBlocks(Path(), 2 * self._length, count, "", self._seed, 0, plain=True)
+            return SampledBlocks(Path(), 2 * self.length, count, "", self._seed, 0, plain=True)
 
         def batches(have: int, wanted: int) -> Iterator[Tensor]:
-            self._announce(2 * _WRITTEN * (wanted - have))
+            self._announce(2 * WRITTEN * (wanted - have))
             for number in range(have, wanted):
-                rows = torch.full((_WRITTEN, 2, self._length), -1)
-                for row, pair in enumerate(self.write(_WRITTEN, batch_seed(self._seed, number))):
+                rows = torch.full((WRITTEN, 2, self.length), -1)
+                for row, pair in enumerate(self.write(WRITTEN, batch_seed(self._seed, number))):
                     for side, ids in enumerate(pair):
                         rows[row, side, : len(ids)] = torch.tensor(ids)
                 yield rows.flatten(1)
 
-        told = f"pairs {content(self._checkpoint)} {self._encoder.marks} {self._seed} {self._length} {self._dtype}"
-        file = kept(told, 2 * self._length, _WRITTEN, count, batches)
-        return SampledBlocks(file, 2 * self._length, count, f"self {file.stem}", self._seed, 0, plain=True)
+        told = f"pairs {content(self._checkpoint)} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
+        file = kept(told, 2 * self.length, WRITTEN, count, batches)
+        return SampledBlocks(file, 2 * self.length, count, f"self {file.stem}", self._seed, 0, plain=True)
 
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments, padded at the end. Raises RefusedError."""
@@ -129,14 +129,14 @@ class PairMaker:
         rows = [torch.tensor(text, dtype=torch.long) for text in texts]
         if (largest := max(int(row.max()) for row in rows)) >= self._vocabulary:
             raise RefusedError(
-                f"the tokenizer of {self._name} gives token {largest}, its embedding has {self._vocabulary}; they do "
+                f"the tokenizer of {self.name} gives token {largest}, its embedding has {self._vocabulary}; they do "
                 "not belong together"
             )
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._encoder.pad), masks
 
     def _announce(self, texts: int) -> None:
-        self._watcher.stage(f"{self._name} writes", texts * self._length)
+        self._watcher.stage(f"{self.name} writes", texts * self.length)
 
     def _write(self, sources: Sequence[Any], seed: int, banned: Sequence[int] = ()) -> list[list[int]]:
         """What the decoder writes at temperature 1 for each source: up to its end, or `length` tokens, none of those
@@ -145,14 +145,14 @@ class PairMaker:
         if self._model is None:
             self._model = load_model(str(self._checkpoint.directory), dtype=self._dtype, device=self._device)
         found: list[list[int]] = []
-        for first in range(0, len(sources), _WRITTEN):
-            given = self.given(part := sources[first : first + _WRITTEN])
+        for first in range(0, len(sources), WRITTEN):
+            given = self.given(part := sources[first : first + WRITTEN])
             given = {
                 name: tensor.to(self._device, self._model.dtype if tensor.is_floating_point() else None)
                 for name, tensor in given.items()
             }
             written = samples(
-                self._model, self._length + 1, seed=seed + first, batch=len(part), given=given, banned=banned,
+                self._model, self.length + 1, seed=seed + first, batch=len(part), given=given, banned=banned,
                 progress=self._watcher.update,
             )  # fmt: skip
             for row in written[:, 1:].tolist():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ from transformers import AutoFeatureExtractor
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.pairs import Pair, PairMaker
+from gqa.convert.align.pairs import WRITTEN, Pair, PairMaker
+from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept
 from gqa.convert.methods import instead
 
-_INSTEAD = f"or use --method {instead(lambda method: method.needs == 'weights')}"
+INSTEAD = f", or use --method {instead(lambda method: method.needs == 'weights')}"
 
 
-def find_recordings(specs: Sequence[str], name: str) -> list[Path]:
-    """The WAV files that paths, patterns and directories name. Raises RefusedError where one names none."""
+def find_recordings(specs: Sequence[str], name: str, instead: str = "") -> list[Path]:
+    """The WAV files that paths, patterns and directories name. Raises RefusedError where one names none, with what else
+    can be done.
+    """
     found = []
     for spec in specs:
         place = Path(spec).expanduser()
@@ -33,8 +36,8 @@ def find_recordings(specs: Sequence[str], name: str) -> list[Path]:
         )
         if not files or any(path.suffix.lower() != ".wav" for path in files):
             raise RefusedError(
-                f"the encoder of {name} is given sound: calibration takes recordings, and {spec} names none; give WAV "
-                f"files with --data 'speech/*.wav', {_INSTEAD}"
+                f"the encoder of {name} is given sound: it takes recordings, and {spec} names none; give WAV files "
+                f"with --data 'speech/*.wav'{instead}"
             )
         found += files
     return found
@@ -62,19 +65,43 @@ class RecordingMaker(PairMaker):
             raise RefusedError(
                 f"how {checkpoint.name} hears is not known ({told}): it needs preprocessor_config.json"
             ) from None
+        self.reads = str(self._extractor.model_input_names[0])
 
     def hear(self, files: Sequence[Path], count: int) -> list[Pair]:
         """Of at most so many, chosen by a hash of their names and the seed. Raises RefusedError."""
         by_hash = {hashlib.sha256(f"{self._seed} {path.name}".encode()).digest(): path for path in files}
-        rate, sources = int(self._extractor.sampling_rate), list[Tensor]()
-        for _, path in sorted(by_hash.items())[:count]:
-            heard = self._extractor(_samples(path, rate), sampling_rate=rate, return_tensors="pt")
-            sources.append(heard[self._extractor.model_input_names[0]][0])
+        sources = [self.features(path) for _, path in sorted(by_hash.items())[:count]]
         self._announce(len(sources))
         return list(zip(sources, self._write(sources, self._seed), strict=True))
 
+    def features(self, path: Path) -> Tensor:
+        """What the encoder is given of a recording, without a batch. Raises RefusedError."""
+        rate = int(self._extractor.sampling_rate)
+        heard: Tensor = self._extractor(_samples(path, rate), sampling_rate=rate, return_tensors="pt")[self.reads][0]
+        return heard
+
+    def written(self, files: Sequence[Path], write: bool = True) -> SampledBlocks:
+        """What is written of each, in blocks of `length` tokens that are filled up with -1, and kept as samples are.
+        Raises RefusedError. Unless it is to `write`, they are none that could be read.
+        """
+        if not write:
+            return SampledBlocks(Path(), self.length, len(files), "", self._seed, 0, plain=True)
+
+        def batches(have: int, wanted: int) -> Iterator[Tensor]:
+            self._announce(len(files) - have * WRITTEN)
+            for number in range(have, wanted):
+                rows = torch.full((WRITTEN, self.length), -1)
+                sources = [self.features(path) for path in files[number * WRITTEN : (number + 1) * WRITTEN]]
+                for row, ids in zip(rows, self._write(sources, batch_seed(self._seed, number)), strict=False):
+                    row[: len(ids)] = torch.tensor(ids)
+                yield rows
+
+        told = f"heard {content(self._checkpoint)} {identify(files)} {self._seed} {self.length} {self._dtype}"
+        file = kept(told, self.length, WRITTEN, len(files), batches)
+        return SampledBlocks(file, self.length, len(files), f"heard {file.stem}", self._seed, 0, plain=True)
+
     def given(self, sources: Sequence[Any]) -> dict[str, Tensor]:
-        return {self._extractor.model_input_names[0]: torch.stack(list(sources))}
+        return {self.reads: torch.stack(list(sources))}
 
 
 def _samples(path: Path, rate: int) -> NDArray[np.float32]:
