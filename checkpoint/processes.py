@@ -70,11 +70,7 @@ def own_share(rows: int, together: int = 1) -> slice:
 
 def place_of(rows: int) -> slice:
     """Where so many rows of this process are among those of all, which lie one process' after another's."""
-    state = ranks()
-    counts = torch.zeros(state.num_processes, dtype=torch.long, device=state.device)
-    counts[state.process_index] = rows
-    add_up(counts)
-    start = int(counts[: state.process_index].sum())
+    start = int(sum(of_all(rows)[: ranks().process_index]))
     return slice(start, start + rows)
 
 
@@ -84,13 +80,20 @@ def add_up(*tensors: Tensor) -> None:
         torch.distributed.all_reduce(tensor)
 
 
+def of_all(number: float) -> list[float]:
+    """What each process has of a number."""
+    state = ranks()
+    if state.num_processes == 1:
+        return [number]
+    found = torch.zeros(state.num_processes, dtype=torch.float64, device=state.device)
+    found[state.process_index] = number
+    add_up(found)
+    return [float(each) for each in found]
+
+
 def total(number: float) -> float:
     """The sum of what all processes have."""
-    if ranks().num_processes == 1:
-        return number
-    found = torch.tensor(float(number), dtype=torch.float64, device=ranks().device)
-    add_up(found)
-    return float(found)
+    return sum(of_all(number))
 
 
 def mean_of_all(values: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ _ALWAYS = 8 << 20  # bytes, of small things
 _HELD, _REFINED = 7, 3
 _GUESSED = 4  # times the numbers of a layer
 _TURNED = 4  # times those of its attention, in float64
-_DRAWN = 24  # bytes for each score of a token, while one is drawn
 _MUON = 5  # iterations for each matrix and step
 
 
@@ -136,10 +135,10 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
     streams = (_HELD + _REFINED * method.refines) * how.text.tokens * width
     found = 4 * (streams + 2 * (layer + vocabulary * width))
     if any(map(is_self, how.text.sources)):  # the whole model in 16 bits
-        from gqa.convert.align.self_samples import SAMPLED, SAMPLED_BYTES
+        from gqa.convert.align.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 
         cache = min(SAMPLED_BYTES, SAMPLED * how.text.length * plan.cache_before.bytes_per_token)
-        found = max(found, 2 * plan.checkpoint.parameters + cache + SAMPLED * vocabulary * _DRAWN)
+        found = max(found, 2 * plan.checkpoint.parameters + cache + SAMPLED * vocabulary * DRAWN)
     return writing + found
 
 

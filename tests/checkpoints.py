@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import signal
 import struct
 import sys
@@ -16,6 +17,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+
+from gqa.checkpoint.headers import byte_size, format_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -255,3 +258,17 @@ def refusal(model: Path, *words: object) -> str:
 def leftovers(directory: Path) -> list[str]:
     """Hidden names that a conversion uses while it works."""
     return sorted(path.name for path in directory.iterdir() if ".gqa-" in path.name)
+
+
+def header_only(directory: Path, config: Any) -> int:
+    """A Llama of this config whose weights are a header and a hole, in bfloat16; how many bytes they would be."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    header = format_header({name: ("BF16", shape) for name, shape in shapes.items()})
+    total = sum(byte_size("BF16", shape) for shape in shapes.values())
+    config.save_pretrained(directory)
+    (directory / "model.safetensors").write_bytes(header)
+    os.truncate(directory / "model.safetensors", len(header) + total)
+    return total

@@ -70,6 +70,26 @@ def test_ranks_refine_and_convert(runs: Runs, tmp_path: Path) -> None:
     assert difference(tmp_path / "1", tmp_path / "2") <= 0.1 * difference(tmp_path / "1", tmp_path / "alone")
 
 
+def test_ranks_write_the_text_of_one_process(runs: Runs, tmp_path: Path) -> None:
+    """Bit for bit, also where an interrupted run goes on; each writes its share of 16 batches of 4."""
+    text = (runs.directory / "teacher", *TEXT[:-1], "--method", "calibrated")
+    for ranks in (1, 2, 4):
+        cache, told = tmp_path / f"cache{ranks}", tmp_path / f"told{ranks}"
+        for again in (False, True):
+            if again:  # interrupted in the sixth batch
+                (file,) = cache.glob("*/*.int32")
+                whole = file.read_bytes()
+                file.write_bytes(whole[: 4 * 16 * 4 * 5 + 7])
+            before = f"keep_samples({str(cache)!r}, 4, {str(told)!r})"
+            out = ("-o", tmp_path / f"{ranks}", "--overwrite")
+            runs.finish(*text, *out, ranks=ranks, program="calibrate", before=before)
+        assert file.read_bytes() == whole == next((tmp_path / "cache1").glob("*/*.int32")).read_bytes()
+        assert not list(cache.glob("*/*.[0-9]*"))
+        written = [sum(map(int, Path(f"{told}-{rank}").read_text().split())) for rank in range(ranks)]
+        assert sum(written) == 16 + 11
+        assert max(written) <= -(-16 // ranks) + -(-11 // ranks)
+
+
 def test_heads_by_layer_are_chosen_alike(runs: Runs, tmp_path: Path) -> None:
     text = [*words(runs, tmp_path / "1")[3:], "--kv-budget", 0.75, "--dtype", "float32"]
     for ranks in (1, 2):

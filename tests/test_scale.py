@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from checkpoints import header_only
 from embedded import SOURCE
 from training import Runs, tiny_checkpoint
-
-from gqa.checkpoint.headers import byte_size, format_header
 
 pytestmark = pytest.mark.scale
 
@@ -42,22 +40,15 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
 
 def test_dry_run_of_70b(tmp_path: Path) -> None:
     """From headers alone, in less than 2 GB: there are no weights to read."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
     config = LlamaConfig(
         vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, max_position_embeddings=4096, dtype="bfloat16", architectures=["LlamaForCausalLM"],
     )  # fmt: skip
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    header = format_header({name: ("BF16", shape) for name, shape in shapes.items()})
-    total = sum(byte_size("BF16", shape) for shape in shapes.values())
-    config.save_pretrained(tmp_path)
+    total = header_only(tmp_path, config)
     for file in SOURCE.glob("*token*"):
         shutil.copyfile(file, tmp_path / file.name)
-    (tmp_path / "model.safetensors").write_bytes(header)
-    os.truncate(tmp_path / "model.safetensors", len(header) + total)
     assert total > 130e9
     words = [
         str(tmp_path),

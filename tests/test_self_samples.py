@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import header_only
 from embedded import SOURCE, copy_source, load
+from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -79,6 +81,37 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
     assert len(list(cache.glob("*.int32"))) == 2
     with pytest.raises(IndexError):
         few[3]
+
+
+def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text as batch by batch: each has a seed of its own. A CPU takes them one by one."""
+    float32, asked, plain = teacher.float(), list[int](), module.samples
+
+    def told(*given, seed, **how):
+        asked.append(len(seed))
+        return plain(*given, seed=seed, **how)
+
+    monkeypatch.setattr(module, "samples", told)
+    one = sampled(float32, 20)[0]
+    expected = ids(one)
+    one.file.unlink()
+    monkeypatch.setattr(module, "free_memory", lambda device: 1)
+    monkeypatch.setattr(module, "at_once", lambda *given: 3 * 4 + 1)
+    assert np.array_equal(ids(sampled(float32, 20)[0]), expected)
+    assert asked == [1] * 5 + [3, 2]
+
+
+def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
+    """On 80 GB, of which its weights take 13.5: keys and values of a sequence of 256 tokens are 134 MB."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000,
+        dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    free = 80 * 10**9 - header_only(tmp_path, config)
+    found = read_checkpoint(tmp_path)
+    assert 256 <= module.at_once(found, 256, torch.bfloat16, free) <= free // 134_217_728
+    assert module.at_once(found, 2048, torch.bfloat16, free) < 64
+    assert module.at_once(found, 256, torch.bfloat16, 10**6) == 0, "then one batch is tried"
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path: Path) -> None:

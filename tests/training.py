@@ -398,6 +398,23 @@ def tell_tokens(file: str) -> None:
     Moments.add = tell  # type: ignore[method-assign]
 
 
+def keep_samples(cache: str, batch: int, file: str) -> None:
+    """What a model writes is kept there, so many sequences a batch; how many batches a process wrote."""
+    import datasets.config
+
+    import gqa.convert.align.self_samples as module
+
+    datasets.config.HF_DATASETS_CACHE, module.SAMPLED = Path(cache), batch
+    plain, rank = module.samples, os.environ.get("RANK", "0")
+
+    def told(*given: Any, seed: Any, **how: Any) -> Any:
+        with Path(f"{file}-{rank}").open("a") as stream:
+            stream.write(f"{len(seed)}\n")
+        return plain(*given, seed=seed, **how)
+
+    module.samples = told  # type: ignore[assignment]
+
+
 def tell_teacher(file: str) -> None:
     """After each step: how many numbers of the teacher a process holds between steps."""
     import torch

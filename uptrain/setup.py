@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,9 +157,11 @@ def prepare(
             share_model(training, checkpoint, accelerator)
         if not (dry or recording):  # which of several names are stored is known when they are read
             check_exportable(model, checkpoint)
-    with main_first():  # one process tokenises, the others find it done
+    # One process tokenises, and the others find it done; what the teacher writes they write together.
+    with nullcontext() if is_self(options.data[0]) and not targets else main_first():
         dataloader = _data(options, checkpoint, model, tokenizer, targets, longest, writes, dry)
         options = dataloader.options
+    with main_first():
         heldout = dataloader.heldout or ([] if targets else open_heldout(options, tokenizer))
     share = options.blocks_per_step // processes
     micro = options.micro_batch or share
@@ -191,7 +193,7 @@ def _written(
 ) -> SampledBlocks:  # fmt: skip
     """So many blocks of `size` tokens that the teacher writes."""
     plain = parse_self(options.data[0]).plain
-    return sampled_blocks(load, device, teacher, size, count, options.seed, plain, watcher, write)
+    return sampled_blocks(load, device, teacher, size, count, options.seed, plain, watcher, write, together=True)
 
 
 def _maker(

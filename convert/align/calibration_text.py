@@ -57,12 +57,12 @@ def write_blocks(
     checkpoint: Checkpoint, device: str, tokens: int, length: int, seed: int, plain: bool,
     watcher: Watcher,
 ) -> Ints:  # fmt: skip
-    """(N, length) of what the model writes, as `sampled_blocks` gives it. Raises RefusedError."""
+    """(N, length) of what the model writes, as `sampled_blocks` gives it to all processes. Raises RefusedError."""
 
     def load(dtype: str) -> PreTrainedModel:
         return load_model(str(checkpoint.directory), dtype=dtype, device=device)
 
-    found = sampled_blocks(load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher)
+    found = sampled_blocks(load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher, together=True)
     return np.stack([found[index]["input_ids"] for index in range(len(found))])
 
 

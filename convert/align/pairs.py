@@ -5,7 +5,7 @@ were trained on it, or written by the decoder.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 from pathlib import Path
 from typing import Any
@@ -96,22 +96,25 @@ class PairMaker:
 
     def sampled(self, count: int, write: bool = True) -> SampledBlocks:
         """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are kept as
-        those of decoders are. Raises RefusedError. Unless it is to `write`, they are none that could be read.
+        those of decoders are, and all processes make them together. Raises RefusedError. Unless it is to `write`, they
+        are none that could be read.
         """
         if not write:
             return SampledBlocks(Path(), 2 * self.length, count, "", self._seed, 0, plain=True)
 
-        def batches(have: int, wanted: int) -> Iterator[Tensor]:
-            self._announce(2 * WRITTEN * (wanted - have))
-            for number in range(have, wanted):
-                rows = torch.full((WRITTEN, 2, self.length), -1)
-                for row, pair in enumerate(self.write(WRITTEN, batch_seed(self._seed, number))):
-                    for side, ids in enumerate(pair):
-                        rows[row, side, : len(ids)] = torch.tensor(ids)
-                yield rows.flatten(1)
+        def begin(batches: int) -> int:
+            self._announce(2 * WRITTEN * batches)
+            return 1
+
+        def written(numbers: range) -> Tensor:
+            rows = torch.full((WRITTEN, 2, self.length), -1)
+            for row, pair in enumerate(self.write(WRITTEN, batch_seed(self._seed, numbers[0]))):
+                for side, ids in enumerate(pair):
+                    rows[row, side, : len(ids)] = torch.tensor(ids)
+            return rows.flatten(1)
 
         told = f"pairs {content(self._checkpoint)} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
-        file = kept(told, 2 * self.length, WRITTEN, count, batches)
+        file = kept(told, 2 * self.length, WRITTEN, count, begin, written, together=True)
         return SampledBlocks(file, 2 * self.length, count, f"self {file.stem}", self._seed, 0, plain=True)
 
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import wave
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,19 @@ class RecordingMaker(PairMaker):
         if not write:
             return SampledBlocks(Path(), self.length, len(files), "", self._seed, 0, plain=True)
 
-        def batches(have: int, wanted: int) -> Iterator[Tensor]:
-            self._announce(len(files) - have * WRITTEN)
-            for number in range(have, wanted):
-                rows = torch.full((WRITTEN, self.length), -1)
-                sources = [self.features(path) for path in files[number * WRITTEN : (number + 1) * WRITTEN]]
-                for row, ids in zip(rows, self._write(sources, batch_seed(self._seed, number)), strict=False):
-                    row[: len(ids)] = torch.tensor(ids)
-                yield rows
+        def begin(batches: int) -> int:
+            self._announce(len(files) - (-(-len(files) // WRITTEN) - batches) * WRITTEN)
+            return 1
+
+        def made(numbers: range) -> Tensor:
+            rows, number = torch.full((WRITTEN, self.length), -1), numbers[0]
+            sources = [self.features(path) for path in files[number * WRITTEN : (number + 1) * WRITTEN]]
+            for row, ids in zip(rows, self._write(sources, batch_seed(self._seed, number)), strict=False):
+                row[: len(ids)] = torch.tensor(ids)
+            return rows
 
         told = f"heard {content(self._checkpoint)} {identify(files)} {self._seed} {self.length} {self._dtype}"
-        file = kept(told, self.length, WRITTEN, len(files), batches)
+        file = kept(told, self.length, WRITTEN, len(files), begin, made)
         return SampledBlocks(file, self.length, len(files), f"heard {file.stem}", self._seed, 0, plain=True)
 
     def given(self, sources: Sequence[Any]) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ continues, and every rank and every resumed run reads the same.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from transformers import DynamicCache, GenerationConfig, GenerationMixin, Logits
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gqa.checkpoint.devices import native_bfloat16, out_of_memory
+from gqa.checkpoint.devices import free_memory, native_bfloat16, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.processes import main_first, of_all, wait_for_everyone
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.attention import registered
@@ -38,7 +40,9 @@ from gqa.corpus.tokens import Block, first_token
 
 SAMPLED = 64  # sequences sampled together at most
 SAMPLED_BYTES = 1 << 30  # that their caches may fill
+DRAWN = 24  # bytes for each score of a token, while one is drawn
 _MORE = 128  # tokens by which a cache grows
+_MOST = 512  # sequences at a time, of as many batches as a GPU has memory for
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,15 @@ def sampled_blocks(
     plain: bool,
     watcher: Watcher = SILENT,
     write: bool = True,
+    together: bool = False,
 ) -> SampledBlocks:
     """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
     token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used. Unless
     `plain`, a part of them repeats itself, since nothing that a model writes exercises what finds things again.
 
     `load` gives the model in the dtype of that name, on `device`; it is called if some of them are not there yet.
-    Raises RefusedError where it cannot be sampled from. Unless it is to `write`, they are none that could be read.
+    Raises RefusedError where it cannot be sampled from. Unless it is to `write`, they are none that could be read. All
+    processes call it `together`, or one of them calls it.
     """
     known = as_it_is(checkpoint)
     start = first_token(read_config(known.config, known.name).text, known.name)
@@ -98,14 +104,23 @@ def sampled_blocks(
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = _batch(known, size, dtype)
 
-    def batches(have: int, wanted: int) -> Iterator[Tensor]:
-        model = load(str(dtype).removeprefix("torch."))
-        watcher.stage(f"{checkpoint.name} writes", (wanted - have) * batch * (size + lead - 1))
-        for number in range(have, wanted):
-            own = batch_seed(seed, number)
-            yield samples(model, size + lead, seed=own, batch=batch, progress=watcher.update)[:, lead:]
+    models, processes = list[PreTrainedModel](), ranks().num_processes if together else 1
 
-    file = kept(f"{content(checkpoint)} {start} {lead} {seed} {size} {batch} {dtype}", size, batch, n_blocks, batches)
+    def begin(batches: int) -> int:
+        models.append(load(str(dtype).removeprefix("torch.")))
+        watcher.stage(f"{checkpoint.name} writes", batches * batch * (size + lead - 1))
+        free = free_memory(models[0].device)
+        least = 0 if free is None else min(of_all(free) if together else [free])
+        return 1 if free is None else max(1, at_once(known, size, dtype, int(least)) // batch)
+
+    def written(numbers: range) -> Tensor:
+        seeds = [batch_seed(seed, number) for number in numbers]
+        return samples(
+            models[0], size + lead, seed=seeds, batch=batch, progress=lambda count: watcher.update(count * processes)
+        )[:, lead:]
+
+    told = f"{content(checkpoint)} {start} {lead} {seed} {size} {batch} {dtype}"
+    file = kept(told, size, batch, n_blocks, begin, written, together)
     told = f"self {file.stem} {'plain' if plain else MIX}"
     return SampledBlocks(file, size, n_blocks, told, seed, 1 - lead, plain)
 
@@ -121,24 +136,46 @@ def batch_seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
 
 
-def kept(told: str, size: int, batch: int, rows: int, write: Callable[[int, int], Iterator[Tensor]]) -> Path:
+def kept(
+    told: str, size: int, batch: int, rows: int, begin: Callable[[int], int], write: Callable[[range], Tensor],
+    together: bool = False,
+) -> Path:  # fmt: skip
     """A file with `rows` rows of `size` int32 at least, in the cache of `datasets`, named by `told`, which says all
-    that decides them. `write(have, wanted)` yields (batch, size) the batches that are not there yet.
+    that decides them. Where batches are not there yet, `begin` is told how many and tells how many are made at a time;
+    `write(numbers)` gives (batch, size) of each of these, one below the other. Processes that call it `together` share
+    them, and all see the cache. Raises RefusedError.
     """
     from datasets.config import HF_DATASETS_CACHE
 
     place = Path(HF_DATASETS_CACHE) / "gqa-samples"
     place.mkdir(parents=True, exist_ok=True)
     file = place / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.int32"
-    with FileLock(f"{file}.lock"):
-        have = file.stat().st_size // (4 * size * batch) if file.exists() else 0
-        wanted = -(-rows // batch)
-        with file.open("r+b" if file.exists() else "w+b") as stream:
-            stream.truncate(4 * size * batch * have)  # a batch that was not finished
-            for ids in write(have, wanted) if wanted > have else ():
-                stream.seek(0, 2)
-                stream.write(ids.numpy().astype(np.int32).tobytes())
-                stream.flush()
+    own, processes = (ranks().process_index, ranks().num_processes) if together else (0, 1)
+    meeting: Callable[[], AbstractContextManager[None]] = main_first if together else nullcontext
+    with ExitStack() as held:
+        with meeting():
+            if own == 0:
+                held.enter_context(FileLock(f"{file}.lock"))
+                with file.open("ab") as stream:
+                    stream.truncate(file.stat().st_size // (4 * size * batch) * 4 * size * batch)  # a part of a batch
+        if not file.exists():
+            raise RefusedError(f"{place} is another directory to other processes; set HF_HOME to one that all see")
+        have, wanted = file.stat().st_size // (4 * size * batch), -(-rows // batch)
+        several = begin(wanted - have) if wanted > have else 1
+        for first in range(have, wanted, several * processes):
+            numbers = range(min(first + own * several, wanted), min(first + (own + 1) * several, wanted))
+            found = write(numbers).numpy().astype(np.int32).tobytes() if numbers else b""
+            parts = [file.with_suffix(f".{number}") for number in range(1, processes)]
+            if own:
+                parts[own - 1].write_bytes(found)
+            if together:
+                wait_for_everyone()
+            with meeting():
+                if own == 0:
+                    with file.open("ab") as stream:
+                        stream.write(b"".join([found, *(part.read_bytes() for part in parts)]))
+                    for part in parts:
+                        part.unlink()
     return file
 
 
@@ -153,18 +190,28 @@ def _begins(checkpoint: Checkpoint, token: int) -> bool:
 
 def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
     """As many sequences as SAMPLED_BYTES hold keys and values for: a step takes hardly longer for more of them."""
+    return max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(checkpoint, length, dtype)))
+
+
+def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
+    """How many sequences three quarters of so many free bytes hold."""
+    vocabulary = int(read_config(checkpoint.config, checkpoint.name).text.vocab_size)
+    return min(_MOST, free * 3 // 4 // (_cache_bytes(checkpoint, length, dtype) + DRAWN * vocabulary))
+
+
+def _cache_bytes(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
     cache = checkpoint_cache(checkpoint)
-    each = cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
-    return max(1, min(SAMPLED, SAMPLED_BYTES // each))
+    return cache.bytes_per_token // cache.bytes_per_number * dtype.itemsize * length
 
 
 @torch.no_grad()
 def samples(
-    model: Any, length: int, *, seed: int, batch: int, progress: Callable[[int], object] = lambda tokens: None,
+    model: Any, length: int, *, seed: int | Sequence[int], batch: int,
+    progress: Callable[[int], object] = lambda tokens: None,
     given: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
 ) -> Tensor:  # fmt: skip
-    """(batch, length) token ids, the same for the same seed, batch and machine, none of those that are `banned`. Raises
-    RefusedError.
+    """(batch, length) token ids, the same for the same seed, batch and machine, none of those that are `banned`; of
+    several seeds one batch below the other. Raises RefusedError.
 
     Nothing stops a sequence: after EOS the model starts another text, as it does in training. `given` is what an
     encoder reads, by the names of its arguments.
@@ -178,7 +225,9 @@ def samples(
     how = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw does the sampling
     how.eos_token_id, how.decoder_start_token_id, how.suppress_tokens = None, start, list(banned) or None
     model.generation_config = how  # else the checkpoint's own habits (top-p, penalties) fill in what is not set
-    draw = LogitsProcessorList([Draw(torch.Generator().manual_seed(seed), progress)])
+    seeds = [seed] if isinstance(seed, int) else seed
+    draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
+    batch *= len(seeds)
     prompt = torch.full((batch, 1), start, device=model.device)
     try:
         with _quick_steps(model):
@@ -205,14 +254,17 @@ class Draw:
     one random number a row; torch.multinomial takes one for each token of the vocabulary, a third of a step's time.
     """
 
-    def __init__(self, generator: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
-        self._generator, self._progress = generator, progress
+    def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
+        """Each of `generators` is of as many rows."""
+        self._generators, self._progress = generators, progress
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
         precise = torch.float32 if scores.device.type == "mps" else torch.float64
         reached = scores.float().softmax(-1).cumsum(-1, dtype=precise)
-        drawn = torch.rand(len(scores), 1, generator=self._generator, dtype=precise).to(scores.device)
+        each = len(scores) // len(self._generators)
+        drawn = torch.cat([torch.rand(each, 1, generator=one, dtype=precise) for one in self._generators])
+        drawn = drawn.to(scores.device)
         tokens = torch.searchsorted(reached, drawn * reached[:, -1:], right=True).clamp_max(scores.shape[1] - 1)
         self._progress(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
