@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import shutil
+import tempfile
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -26,11 +30,15 @@ def load_model(
     attention: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
+    host_memory: int | None = None,
 ) -> PreTrainedModel:
     """The model in the directory `name` in the class that its config names, in evaluation mode.
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        device: A device, or `auto`: layer by layer all devices of this machine, then its memory, then its disk, as
+            accelerate does it.
+        host_memory: Bytes of the machine's memory that weights may take with `auto`; None for what is free.
         weights: Whether it has any; without, its parameters are on `meta` and what is stored is not looked at.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
@@ -47,6 +55,8 @@ def load_model(
         made = model_class(config, trust_remote_code)
         if not weights:
             return _empty(made, config, dtype, options | {"trust_remote_code": trust_remote_code})
+        if device == "auto":
+            options |= _spread(host_memory)
         model, info = made.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
             output_loading_info=True, **options,
@@ -58,7 +68,21 @@ def load_model(
             raise
         raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from None
     _check_keys(name, info)
-    return model.to(device).eval()
+    if device != "auto":
+        return model.to(device).eval()
+    weakref.finalize(model, shutil.rmtree, options["offload_folder"], ignore_errors=True)
+    if model.device.type == "meta":  # inputs go where the embedding is
+        raise RefusedError(f"the embedding of {name} fits into no memory that --device auto may use; let it use more")
+    return model.eval()
+
+
+def _spread(host_memory: int | None) -> dict[str, Any]:
+    """transformers' options for a model on all that this machine has."""
+    from accelerate.utils import get_max_memory
+
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # that some of it is not in memory
+    limits = get_max_memory() | ({"cpu": host_memory} if host_memory else {})
+    return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-")}
 
 
 def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device: str) -> None:

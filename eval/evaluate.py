@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     """
     transformers.utils.logging.set_verbosity_error()
     quiet = options.quiet or not ranks().is_main_process
-    device = usable_device(options.device)
+    device = run_device(options)
     say_device(device, quiet)
     subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
     harness = Harness(subjects, options, quiet) if options.tasks else None
@@ -84,13 +85,13 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
                 if options.recall:
                     raise
                 results["recall"]["refused"] = str(error)
+        for subject in subjects if harness else ():
+            assert harness
+            subject.record["tasks"] = harness.run(subject, partial(load, subject, options))
         if not ranks().is_main_process:  # the rest is not split
             return {}
         if options.decode:
             time_decoding(subjects, options, contexts)
-        if harness:
-            for subject in subjects:
-                subject.record["tasks"] = harness.run(load(subject, options), subject.tokenizer)
     return results
 
 
@@ -122,12 +123,20 @@ def usable_device(asked: str | None) -> str:
     return str(own) if asked is None or asked == own.type else find_device(asked)
 
 
+def run_device(options: EvaluateOptions) -> str:
+    """The device of inputs. Raises RefusedError where it cannot be used, or several processes would each use all."""
+    if options.device == "auto" and (processes := ranks().num_processes) > 1:
+        raise RefusedError(f"--device auto is for one process, and there are {processes}; start it without a launcher")
+    return usable_device(None if options.device == "auto" else options.device)
+
+
 def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
     advice = "choose another --precision or give fewer checkpoints to --decode"
     with _explained(subject.name, options, "its weights", advice):
         model = load_model(
-            subject.path, dtype=options.precision, device=usable_device(options.device),
+            subject.path, dtype=options.precision, device="auto" if options.device == "auto" else run_device(options),
             attention=options.attn_implementation, trust_remote_code=subject.trust_remote_code,
+            host_memory=options.host_memory,
         )  # fmt: skip
         if subject.cache_bits and subject.cache:
             quantise_cache(model, subject.cache_bits, len(subject.cache.layers), subject.name)
@@ -146,7 +155,7 @@ def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> 
         ) from None
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
-            told = f"{name}: the memory of {usable_device(options.device)} is too small for {tried}; {advice}"
+            told = f"{name}: the memory of {run_device(options)} is too small for {tried}; {advice}"
             raise RefusedError(told) from None
         if not options.compile:
             raise
@@ -381,7 +390,7 @@ def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[An
     def write(dtype: str) -> PreTrainedModel:
         return load(subject, replace(options, precision=dtype))
 
-    found = sampled_blocks(write, usable_device(options.device), subject.checkpoint, length, SAMPLES, 0, plain=True)
+    found = sampled_blocks(write, run_device(options), subject.checkpoint, length, SAMPLES, 0, plain=True)
     return [found[index]["input_ids"] for index in range(len(found))]
 
 

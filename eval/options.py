@@ -77,7 +77,8 @@ class EvaluateOptions:
     decode_repeats: int = option_field(5, "How often --decode times each.", aliases="--repeats", type=_POSITIVE)
     memory: int | None = option_field(
         None, "Say what fits into so much memory of a device.", type=ByteSize(), metavar="SIZE")
-    tensor_parallel: int = option_field(1, "How many devices share a model, of --memory.")
+    tensor_parallel: int = option_field(
+        1, "How many devices share a model, of --memory and of --tasks-engine vllm.")
     tasks: str | None = option_field(
         None, "Measure tasks of lm-evaluation-harness, separated by commas.", metavar="NAMES")
     shots: int | None = option_field(
@@ -86,13 +87,20 @@ class EvaluateOptions:
     include_tasks: Path | None = option_field(
         None, "A directory with definitions of tasks of your own.", metavar="DIR",
         type=click.Path(path_type=Path, exists=True, file_okay=False))
+    tasks_engine: Literal["transformers", "vllm"] = option_field(
+        "transformers", "What runs --tasks; vllm: lm-evaluation-harness' own backend, where vLLM is installed.")
     fail_above: float | None = option_field(
         None, "Exit with 3 where a perplexity is more than RATIO x the baseline's.", type=ratio, metavar="RATIO")
     batch_size: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     precision: str = option_field(
         "auto", "What is computed in; auto: as stored.", aliases="--dtype",
         type=Precision("auto", "float32", "bfloat16", "float16"))
-    device: str | None = option_field(None)
+    device: str | None = option_field(
+        None, "Where models run: cpu, cuda, cuda:1, mps, or auto: on all devices, then in the host's memory and on "
+        "its disk.  [default: a GPU where there is one]")
+    host_memory: int | None = option_field(
+        None, "How much of the host's memory a model may take with --device auto; the rest is read from disk.  "
+        "[default: what is free]", type=ByteSize(), metavar="SIZE")
     attn_implementation: str | None = option_field(None)
     compile: bool = option_field(False, "Score text with models compiled by torch.compile.")
     revision: str | None = option_field(None, "The branch, tag or commit of hub ids.")
@@ -113,8 +121,15 @@ class EvaluateOptions:
         for leader, followers in _NEEDS.items():
             if not getattr(self, leader) and (alone := [name for name in followers if name in given]):
                 raise RefusedError(f"{_flag(alone[0])} means nothing without {_flag(leader)}: give both or none")
-        if self.cache_bits and self.decode:
-            raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
+        if "tensor_parallel" in given and not self.memory and self.tasks_engine != "vllm":
+            raise RefusedError(
+                "--tensor-parallel means nothing without --memory or --tasks-engine vllm: give one of them"
+            )
+        if self.host_memory and self.device != "auto":
+            raise RefusedError("--host-memory means nothing without --device auto: give both or none")
+        if self.cache_bits and (self.decode or self.tasks_engine == "vllm"):
+            other = "--decode" if self.decode else "--tasks-engine vllm"
+            raise RefusedError(f"--cache-bits is about quality and bytes: leave it out, or {other}")
         for name in ("kl", "fail_above"):
             if getattr(self, name) and not (others or self.cache_bits):
                 raise RefusedError(f"{_flag(name)} compares checkpoints: give at least two")
@@ -134,8 +149,7 @@ _NEEDS = {
     "data": ("kl", "fail_above", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
     "kl": ("baseline_cache",),
     "decode": ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
-    "memory": ("tensor_parallel",),
-    "tasks": ("shots", "limit", "include_tasks"),
+    "tasks": ("shots", "limit", "include_tasks", "tasks_engine"),
     "output": ("overwrite",),
 }
 

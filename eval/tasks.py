@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from typing import IO, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain, listing
+from gqa.checkpoint.loading import ranks
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import Subject
 
@@ -34,6 +36,13 @@ class Harness:
             raise RefusedError("--tasks names no task; `lm-eval ls tasks` lists them")
         for subject in subjects:
             _ = subject.tokenizer
+        processes = ranks().num_processes
+        if options.limit and options.limit < processes:
+            raise RefusedError(f"--limit {options.limit} is less than the {processes} processes that share documents")
+        if options.tasks_engine == "vllm" and (processes > 1 or not find_spec("vllm")):
+            several = "shares a model by --tensor-parallel; start it without a launcher"
+            told = several if processes > 1 else "needs vLLM; install it with: pip install vllm"
+            raise RefusedError(f"--tasks-engine vllm {told}")
         limit = min((subject.positions for subject in subjects if subject.positions), default=_LENGTHS[-1])
         lengths = [length for length in _LENGTHS if length <= limit] or [_LENGTHS[0]]
         try:
@@ -53,24 +62,27 @@ class Harness:
             raise RefusedError(f"lm-evaluation-harness has no task {listing(unknown)}; `lm-eval ls tasks` lists them")
         self.tasks = list(dict.fromkeys(name for names in found.values() for name in names))
 
-    def run(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def run(self, subject: Subject, load: Callable[[], PreTrainedModel]) -> dict[str, Any]:
         """Of every task (and subtask) its version, shots, number of documents, and the harness' metrics by its names.
 
-        Raises RefusedError where a task cannot be run; mostly a data set that cannot be fetched.
+        Several processes share the documents, and all but the first get nothing. Raises RefusedError where a task
+        cannot be run; mostly a data set that cannot be fetched.
         """
         from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
 
         options = self._options
+        model = None if options.tasks_engine == "vllm" else load()
         try:
             with self._output():
                 found: Any = simple_evaluate(
-                    HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size),
-                    tasks=self.tasks, num_fewshot=options.shots, limit=options.limit, task_manager=self._manager,
-                    bootstrap_iters=1000, log_samples=False,
+                    self._harnessed(model, subject) if model else "vllm",
+                    model_args=None if model else self._for_vllm(subject),
+                    batch_size="auto", tasks=self.tasks, num_fewshot=options.shots, limit=options.limit,
+                    task_manager=self._manager, bootstrap_iters=1000, log_samples=False,
                 )  # fmt: skip
         except Exception as error:  # whatever definitions, data sets and their libraries raise
             raise RefusedError(f"a task of {listing(self.tasks)} cannot be run: {explain(error)}") from None
+        results = found["results"] if found else {}  # of the first process alone
         return {
             task: {
                 "version": found["versions"].get(task),
@@ -78,7 +90,26 @@ class Harness:
                 "documents": metrics.get("sample_len"),
                 "metrics": {key: value for key, value in metrics.items() if "," in key},
             }
-            for task, metrics in found["results"].items()
+            for task, metrics in results.items()
+        }
+
+    def _harnessed(self, model: PreTrainedModel, subject: Subject) -> Any:
+        """The model as the harness wants it, which takes one that it has not loaded for that of a single process."""
+        from accelerate import Accelerator
+        from lm_eval.models.huggingface import HFLM
+
+        found: Any = HFLM(pretrained=model, tokenizer=subject.tokenizer, batch_size=self._options.batch_size)
+        if (state := ranks()).num_processes > 1:
+            found.accelerator = Accelerator(cpu=state.device.type == "cpu")
+            found._rank, found._world_size = state.process_index, state.num_processes
+        return found
+
+    def _for_vllm(self, subject: Subject) -> dict[str, Any]:
+        return {
+            "pretrained": subject.path,
+            "dtype": self._options.precision,
+            "tensor_parallel_size": self._options.tensor_parallel,
+            "trust_remote_code": subject.trust_remote_code,
         }
 
     @contextmanager

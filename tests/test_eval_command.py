@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +215,34 @@ def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     del most[:], alive[:]
     results("SRC G4 G2 --data TEXT --context 64 --tokens 100 --kl")
     assert most == [0, 1, 1]  # beside the baseline
+
+
+def test_a_model_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host's memory does not hold is read from disk, with the same numbers; decoding too."""
+    places: list[set[Any]] = []
+
+    def noted(subject: Any, options: Any) -> Any:
+        model = LOAD(subject, options)
+        places.append(set(getattr(model, "hf_device_map", {"": None}).values()))
+        return model
+
+    monkeypatch.setattr(evaluate, "load", noted)
+    line = "SRC G2 --data TEXT --context 128 --tokens 200 --precision float32 --kl --decode --decode-contexts 8 "
+    line += "--steps 1 --repeats 1 --batches 2"
+    whole, auto, spread = (
+        results(f"{line} {how}") for how in ("", "--device auto", "--device auto --host-memory 12MB")
+    )
+    assert places == [{None}] * 8 + [{"cpu", "disk"}] * 4
+    for found in (auto, spread):
+        for ours, theirs in zip(found["models"], whole["models"], strict=True):
+            assert ours["quality"]["nats"] == pytest.approx(theirs["quality"]["nats"], rel=1e-6)
+            assert len(ours["decode"]["points"]) == len(theirs["decode"]["points"]) == 1
+        kl = [result["models"][1]["against_baseline"]["kl"]["mean"] for result in (found, whole)]
+        assert kl[0] == pytest.approx(kl[1], rel=1e-5)
+    assert "the embedding of" in refused("SRC --data TEXT --device auto --host-memory 1KB")
+    two = SimpleNamespace(num_processes=2, is_main_process=True)
+    monkeypatch.setattr(evaluate, "ranks", lambda: two)
+    assert "--device auto is for one process, and there are 2" in refused("SRC --data TEXT --device auto")
 
 
 def test_ranks_print_one_result() -> None:

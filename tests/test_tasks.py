@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
 import sys
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 from checkpoints import run
-from embedded import SOURCE, load, texts, tokenizer
+from embedded import SOURCE, load, texts
 from evaluations import place, refused, results, words
 
 from gqa.eval import evaluate
@@ -133,6 +135,52 @@ def test_shots_and_limit() -> None:
     assert (found["shots"], found["documents"]) == (1, 2)
 
 
+@pytest.mark.scale  # a minute: each process reads all tasks that there are
+def test_processes_share_documents() -> None:
+    """Of which one has more than the other, and find what one process finds."""
+    line = words(f"SRC G2 --tasks local_perplexity,local_choice --include-tasks {tasks()}/several --precision float32")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "gqa.eval"]
+    program = [sys.executable, *launcher, *line, "--json", "-q"]
+    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    both, one = (found["models"] for found in (json.loads(done.stdout), results(" ".join(line))))
+    for ours, theirs in zip(both, one, strict=True):
+        for task, expected in theirs["tasks"].items():
+            assert ours["tasks"][task]["documents"] == expected["documents"]
+            for name, value in expected["metrics"].items():
+                wanted = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+                assert ours["tasks"][task]["metrics"][name] == wanted, name
+    assert "--limit 1 is less than the 2 processes" in subprocess.run(
+        [*program, "--limit", "1"], capture_output=True, text=True
+    ).stderr  # fmt: skip
+
+
+def test_vllm_is_the_harness_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is told of the checkpoint, and loads it by itself."""
+    import lm_eval.api.registry
+    from lm_eval.models.huggingface import HFLM
+
+    import gqa.eval.tasks as module
+
+    told = []
+
+    class Backend:
+        @staticmethod
+        def create_from_arg_obj(given: dict[str, Any], more: dict[str, Any]) -> Any:
+            told.append(given)
+            return HFLM(given["pretrained"], dtype=given["dtype"], device="cpu", batch_size=4)
+
+    line = f"SRC G2 --tasks local_choice --include-tasks {tasks()}/several --precision float32"
+    expected = [model["tasks"] for model in results(line)["models"]]
+    assert "--tasks-engine vllm needs vLLM; install it with: pip install vllm" in refused(f"{line} --tasks-engine vllm")
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(lm_eval.api.registry, "get_model", {"vllm": Backend}.get)
+    monkeypatch.setattr(evaluate, "load", lambda *given: pytest.fail("a model was loaded"))
+    found = results(f"{line} --tasks-engine vllm --tensor-parallel 2")["models"]
+    assert [model["tasks"] for model in found] == expected
+    assert [(one["pretrained"], one["tensor_parallel_size"]) for one in told] == [(m["path"], 2) for m in found]
+
+
 def test_what_tasks_print_is_not_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +190,7 @@ def test_what_tasks_print_is_not_a_result(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # who looks at it
     subjects, options = open_subjects([str(SOURCE)]), EvaluateOptions(tasks="noisy", include_tasks=tmp_path)
     for quiet in (False, True):
-        found = Harness(subjects, options, quiet).run(load(SOURCE), tokenizer())
+        found = Harness(subjects, options, quiet).run(subjects[0], lambda: load(SOURCE))
         assert found["noisy"]["documents"] == 3
         out, err = capsys.readouterr()
         assert (out, "noise" in err) == ("", not quiet)
