@@ -3,6 +3,7 @@ needs nothing but a checkpoint and a text is run: on tiny models of the names th
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import run
 from embedded import SOURCE, UNIFORM_VOCABULARY
-from training import fresh_accelerator, write_corpus
+from training import fresh_accelerator, tiny_checkpoint, write_corpus
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +43,7 @@ LIMITS = {
 _TEXT = {"--tokens": "1024", "--context": "64"}
 ADDED = {
     "gqa-calibrate": _TEXT,
-    "gqa-uptrain": {"--steps": "3", "--context": "64", "--batch-size": "2"},
+    "gqa-uptrain": {"--steps": "3", "--context": "64", "--batch-size": "2", "--heldout-tokens": "512"},
     "gqa-ablate": {
         "--calibration-tokens": "1024", "--calibration-context": "64", "--refine-steps": "2", "--groups": "2",
         "--methods": "mean,refined", "--train-context": "64", "--batch-size": "2", "--no-decode": "", "--no-recall": "",
@@ -112,9 +113,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copyfile(file, world / name / file.name)
     write_corpus(world / "corpus.jsonl")
     write_corpus(world / "heldout.jsonl", 3)
+    rows = [{"article": f"{n} in words is " + "one " * (n % 7 + 1), "summary": f"number {n}"} for n in range(40)]
+    (world / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tiny_checkpoint(world / "t5-small", "gqa_t5", 4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(world / "t5-small")
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
+    tokenizer.save_pretrained(world / "t5-small")
     for name in TEXTS[2:]:
         shutil.copyfile(ROOT / "README.md", world / name)
-    for source, groups in (("SRC", 8), ("SRC", 1), ("MODEL", 8), ("MODEL", 2)):
+    for source, groups in (("SRC", 8), ("SRC", 1), ("MODEL", 8), ("MODEL", 2), ("t5-small", 2)):
         suffix = f"gqa{groups}" if groups > 1 else "mqa"
         done = run(world / source, "--groups", groups, "--method", "mean", "-o", world / f"{source}-{suffix}")
         assert done.code == 0, done

@@ -126,12 +126,13 @@ def shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
     """(B, T) what the decoder reads to predict `labels`, in the way of its class: those before, behind its first token
     (the language of mBART); padding where they are -100.
     """
-    if own := getattr(model, "prepare_decoder_input_ids_from_labels", None):
+    pad = model.config.pad_token_id
+    if (own := getattr(model, "prepare_decoder_input_ids_from_labels", None)) and pad is not None:
         found: Tensor = own(labels)
         return found
     ids = labels.roll(1, -1)  # of M2M-100 and Whisper, which have the function without the method
     ids[:, 0] = model.config.decoder_start_token_id
-    return ids.masked_fill(ids == -100, model.config.pad_token_id)
+    return ids.masked_fill(ids == -100, pad or 0)
 
 
 def predictions(batch: Batch) -> int:
