@@ -99,6 +99,14 @@ def test_distillation(name: str) -> None:
     assert float(expected) > 0.1
 
 
+def test_a_model_without_a_padding_token() -> None:
+    """transformers' own shift asks for one, which no prediction depends on."""
+    model, given = made("gqa_t5"), padded(0)
+    expected, _ = training_model(model)(**given)
+    model.config.pad_token_id = None
+    assert float(training_model(model)(**given)[0].detach()) == pytest.approx(float(expected.detach()))
+
+
 @pytest.mark.parametrize("match", ["attention", "hidden"])
 @pytest.mark.parametrize("name", ["gqa_t5", "gqa_bart"])
 def test_matching_is_of_the_decoder(name: str, match: str) -> None:
@@ -292,3 +300,10 @@ def test_what_is_refused(made_of: Path, tmp_path: Path) -> None:
 def fresh() -> None:
     with fresh_accelerator():
         pass
+
+
+def test_layers_that_are_dropped_at_random(runs: Runs, made_of: Path, tmp_path: Path) -> None:
+    """As M2M-100 does in training: DDP waits for every gradient that it expects."""
+    where = tiny_checkpoint(tmp_path / "m2m", "gqa_m2m_100", 2, pad_token_id=0, decoder_layerdrop=0.5)
+    given = {"data": made_of / "pairs.jsonl", "field": "said", "target_field": "meant", "teacher": "none"}
+    runs.finish(*words(where.parent, "m2m", tmp_path / "out", **given), ranks=2)

@@ -286,7 +286,8 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:
         with accelerator.autocast():
-            accelerator.ddp_handler.find_unused_parameters = bool(unreached(model))
+            dropped = any(getattr(model.config, f"{part}_layerdrop", 0) for part in ("encoder", "decoder"))
+            accelerator.ddp_handler.find_unused_parameters = dropped or bool(unreached(model))
     if options.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         try:
