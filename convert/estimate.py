@@ -25,9 +25,8 @@ _PASSES = 7.0  # of the whole model over the text: both streams twice, its atten
 _WIDE = 2.0  # products in float64 take so many times as long
 TRAINING = 3.0  # forward passes that a step of training takes
 _ALWAYS = 8 << 20  # bytes, of small things
-# Numbers held for each token of the text, of the width: both streams, what the layer lacks, what attention gave, values
-# and copies of them while they are turned; to refine it, inputs and targets too.
-_HELD, _REFINED = 7, 3
+# Numbers held for each token of the text, of the width: both streams, and a part of one while they are made.
+_HELD = 2.5
 _GUESSED = 4  # times the numbers of a layer
 _TURNED = 4  # times those of its attention, in float64
 _MUON = 5  # iterations for each matrix and step
@@ -132,8 +131,7 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
     if not method.reads_text:
         stored = sum(spec.numel for spec in module.tensors.values())
         return writing + (4 * (vocabulary * width + _GUESSED * layer) if method.guesses else 8 * _TURNED * stored)
-    streams = (_HELD + _REFINED * method.refines) * how.text.tokens * width
-    found = 4 * (streams + 2 * (layer + vocabulary * width))
+    found = 4 * int(_HELD * how.text.tokens * width + 2 * (layer + vocabulary * width))
     if any(map(is_self, how.text.sources)):  # the whole model in 16 bits
         from gqa.convert.align.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 

@@ -72,3 +72,51 @@ def test_dry_run_of_70b(tmp_path: Path) -> None:
     plan, peak = done.stdout.strip().splitlines()
     assert json.loads(plan)["parameters"] == total / 2
     assert int(peak.split()[1]) * 1024 < 2e9
+
+
+_PEAK = """
+import sys, torch
+from pathlib import Path
+from gqa.convert import plan_conversion
+from gqa.convert.align.calibration import Calibrator
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+def calibrated(blocks, kept):
+    ids = torch.randint(512, (blocks, 64))
+    options = MapsOptions(text=CalibrationText(("x",), blocks * 64, 64), device="cpu", grouping="contiguous",
+                          refinement=Refinement(steps=2, autocast=False))
+    calibrator = Calibrator(plan, ids, options)
+    for layer in range(2 if kept is not None else 1):
+        calibrator.run(layer)
+        if kept is not None:
+            kept += [stream.hidden.clone() for stream in [calibrator.streams.source] * int(sys.argv[3])]
+
+plan = plan_conversion(Path(sys.argv[1]), 4, method=sys.argv[2], headers_only=False, grouping="contiguous")
+calibrated(16, None)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+calibrated(768, [])
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+def test_calibration_holds_two_streams(tmp_path: Path, method: str) -> None:
+    """The peak of memory is less than three times the hidden states of the text and two layers; where something keeps
+    one more after each layer, it is more.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, vocab_size=512
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    allowed = 4 * (3 * 768 * 64 * 256 + 2 * (4 * 256 * 256 + 3 * 256 * 512))
+    for more in (0, 1):
+        words = [sys.executable, "-c", _PEAK, str(tmp_path), method, str(more)]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        assert (int(done.stdout) < allowed) is (more == 0), (int(done.stdout), allowed)

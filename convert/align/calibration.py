@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.processes import as_first, own_share, total
+from gqa.checkpoint.write import write_tensor
 from gqa.convert.align.closed_form import LayerResult, Task, closed_form, position_weights
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.options import MapsOptions
@@ -24,12 +27,14 @@ class Calibrator:
     """All layers of one model in turn; what it holds between two layers can be kept and given to another."""
 
     def __init__(
-        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, kept: Mapping[str, Any] | None = None
-    ) -> None:
+        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, kept: Mapping[str, Any] | None = None,
+        place: Path | None = None,
+    ) -> None:  # fmt: skip
         """`blocks` are (N, T) token ids of calibration text, or what else the model is given, of which each process
-        takes its share; `kept` is what an earlier one was to keep after some layers, of all blocks.
+        takes its share; `kept` is what an earlier one was to keep after some layers, of all blocks. Where a layer is
+        refined, the source's stream lies in a file in `place`.
         """
-        self.pair, kept = Pair(plan, options), kept or {}
+        self.pair, kept, self._place = Pair(plan, options), kept or {}, place
         inputs: Inputs = {"input_ids": blocks} if isinstance(blocks, Tensor) else blocks
         rows = own_share(len(next(iter(inputs.values()))), options.at_once)
         self._inputs = {name: of[rows] for name, of in inputs.items()}
@@ -140,14 +145,25 @@ class Calibrator:
         """With the converted module's trained tensors and the error that is left. With the `last` module of a layer the
         source's stream goes through it.
         """
-        source, targets = task.streams.source, torch.empty_like(task.streams.source.hidden)
-        for seen in task.true().observe(source, "end" if last else "attended"):
-            drift = task.drift(seen.rows)
-            targets[seen.rows] = seen.attended.cpu() if drift is None else seen.attended.cpu() + drift
-            check_finite(task.own.index, seen.attended)
+        source = task.streams.source
+        # In the place of the stream, which lies on the disk meanwhile.
+        targets = source.hidden if last else torch.empty_like(source.hidden)
+        with TemporaryFile(dir=self._place) as left:
+            for seen in task.true().observe(source, "end" if last else "attended"):
+                drift = task.drift(seen.rows)
+                targets[seen.rows] = seen.attended.cpu() if drift is None else seen.attended.cpu() + drift
+                check_finite(task.own.index, seen.attended)
+                if last:
+                    check_finite(task.own.index, seen.hidden)
+                    write_tensor(left, seen.hidden.cpu())
+            result = self._trained(found, task, targets, progress)
             if last:
-                check_finite(task.own.index, seen.hidden)
-                source.hidden[seen.rows] = seen.hidden
+                left.seek(0)
+                left.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))
+        return result
+
+    def _trained(self, found: LayerResult, task: Task, targets: Tensor, progress: Callable[[int], None]) -> LayerResult:
+        """The module trained towards `targets` (N, T, D)."""
         merged = task.merged(found.maps)
         attention = merged.attention
         assert attention

@@ -84,7 +84,7 @@ def _run_layers(plan: Plan, work: _Work, blocks: Inputs, options: MapsOptions, w
     how, first = options.refinement, work.layers
     trained = how.steps * how.batch * options.text.length if plan.merging.how.refines else 0
     try:
-        calibrator = Calibrator(plan, blocks, options, work.kept())
+        calibrator = Calibrator(plan, blocks, options, work.kept(), work.place)
         watcher.stage(
             "calibrating", sum(calibrator.tokens(layer, trained) for layer in range(first, calibrator.layers))
         )
