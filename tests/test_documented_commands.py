@@ -70,8 +70,9 @@ def commands(page: Path) -> Iterator[tuple[str, list[str], bool]]:
         if program in MODULES:
             yield program, rest, True
         elif "-m" in rest:
-            module = rest[rest.index("-m") + 1]
-            yield module.replace("gqa.", "gqa-"), rest[rest.index("-m") + 2 :], False
+            module, *rest = rest[rest.index("-m") + 1 :]
+            program, rest = (f"gqa-{rest[0]}", rest[1:]) if module == "gqa" else (module.replace("gqa.", "gqa-"), rest)
+            yield program, rest, False
 
 
 SHOWN = [(page, *command) for page in PAGES for command in commands(page)]

@@ -159,7 +159,7 @@ class Calibrator:
             result = self._trained(found, task, targets, progress)
             if last:
                 left.seek(0)
-                left.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))
+                left.readinto(memoryview(source.hidden.view(torch.uint8).numpy()).cast("B"))  # type: ignore[arg-type]
         return result
 
     def _trained(self, found: LayerResult, task: Task, targets: Tensor, progress: Callable[[int], None]) -> LayerResult:
@@ -179,4 +179,5 @@ class Calibrator:
 def _agreed(maps: HeadMaps) -> HeadMaps:
     """The same on all processes, also where the devices of some round otherwise."""
     parts = {part: getattr(maps, part) for part in ("key", "value", "query", "output")}
-    return replace(maps, **as_first({part: tensor for part, tensor in parts.items() if tensor is not None}))
+    agreed: dict[str, Any] = as_first({part: tensor for part, tensor in parts.items() if tensor is not None})
+    return replace(maps, **agreed)

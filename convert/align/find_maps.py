@@ -205,7 +205,7 @@ class _Work:
         """What is needed to go on after the last finished layer, of which rows can be taken."""
         if not self.layers:
             return {}
-        stream = safe_open(self._state, framework="pt")
+        stream: Any = safe_open(self._state, framework="pt")
         return {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
 
     def join(self, path: Path) -> MapsFile:

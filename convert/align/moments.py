@@ -33,7 +33,7 @@ class Moments:
     counted: int = 0
 
     @classmethod
-    def zeros(cls, heads: LayerHeads, groups: int, device: str = "cpu") -> Moments:
+    def zeros(cls, heads: LayerHeads, groups: int, device: str | torch.device = "cpu") -> Moments:
         m, d, e = heads.kv // groups, heads.key_dim, heads.value_dim
         shapes = ((groups, m * d, m * d), (groups, m * d), (heads.kv, d, d), (groups, m * e, m * e))
         keys, means, queries, values = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
