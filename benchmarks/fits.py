@@ -2,6 +2,7 @@
 
     python benchmarks/fits.py
     python benchmarks/fits.py --gpu 40GB --activations 10GB
+    python benchmarks/fits.py --flops 312e12 --mfu 0.35     # hours of the plans on other GPUs
 
 Nothing is loaded: the shapes are those of the models' configs, and the teacher is the base model in bfloat16.
 """
@@ -26,8 +27,13 @@ SHAPES = {
 }
 WAYS = {
     "all weights, AdamW": (True, "adamw"),
-    "all weights, Adafactor": (True, "adafactor"),
     "attention, AdamW": (False, "adamw"),
+}
+# Of docs/scale.md: GPUs, how, tokens.
+PLANS = {
+    "Llama-2-7B, 32 -> 8": [(1, "attention, AdamW", 100_000_000), (8, "all weights, AdamW", 1_000_000_000)],
+    "a Llama of 70B with 64 heads -> 8": [(8, "attention, AdamW", 1_000_000_000)],
+    "OPT-66B, 72 -> 8": [(16, "attention, AdamW", 1_000_000_000)],
 }
 
 
@@ -40,11 +46,20 @@ def sizes(
     return outside + layers * before, outside + layers * after, layers * after
 
 
+def operations(base: int, after: int, trained: int) -> int:
+    """Of one token with checkpointing: 2 a weight for each pass forward (the model twice, its teacher once) and for the
+    gradient that goes back, and 2 for each that trains; of attention scores nothing.
+    """
+    return 2 * base + 6 * after + 2 * trained
+
+
 @click.command()
 @click.option("--gpu", type=ByteSize(), default="80GB", help="Memory of one.")
 @click.option("--activations", type=ByteSize(), default="20GB", help="Of it, what is left for them.")
+@click.option("--flops", type=float, default=989e12, show_default=True, help="Of one in bfloat16, as an H100 has.")
+@click.option("--mfu", type=float, default=0.4, show_default=True, help="The share of them that is reached.")
 @JSON_OPTION
-def main(gpu: int, activations: int, json_file: Any) -> None:
+def main(gpu: int, activations: int, flops: float, mfu: float, json_file: Any) -> None:
     found = []
     for name, shape in SHAPES.items():
         base, after, attention = sizes(*shape)
@@ -54,6 +69,14 @@ def main(gpu: int, activations: int, json_file: Any) -> None:
             total, each = memory_bytes(*given), memory_bytes(*given, gpus)
             found.append({"model": name, "parameters": after, "way": way, "bytes": total, "gpus": gpus})
             click.echo(f"{name:36}{way:24}{total / 1e9:6,.0f} GB in all, {each / 1e9:3.0f} GB on each of {gpus}")
+        for gpus, way, tokens in PLANS.get(name, ()):
+            whole, optimizer = WAYS[way]
+            trained = after if whole else attention
+            each = memory_bytes(after, trained, optimizer, 2 * base, gpus)
+            hours = tokens * operations(base, after, trained) / (gpus * mfu * flops) / 3600
+            found.append({"model": name, "way": way, "gpus": gpus, "bytes": each, "tokens": tokens, "hours": hours})
+            told = f"{each / 1e9:.0f} GB on each of {gpus}, {tokens / 1e6:,.0f}M tokens in {hours:.1f} h"
+            click.echo(f"{'':36}{way:24}plan: {told}")
     write_json(found, json_file)
 
 

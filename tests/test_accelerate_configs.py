@@ -37,7 +37,7 @@ def arguments(name: str, *more: str) -> argparse.Namespace:
 
 def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
     """accelerate itself refuses unknown keys at the top and ignores those of its sections."""
-    assert set(BY_NAME) == {"one-gpu", "ddp", "fsdp2", "zero2", "zero3", "two-nodes"}
+    assert set(BY_NAME) == {"one-gpu", "ddp", "fsdp2", "zero2", "zero3", "two-nodes", "fsdp2-two-nodes"}
     known = {action.dest for action in launch_command_parser()._actions}
     for path in CONFIGS:
         config = load_config_from_file(str(path))
@@ -53,7 +53,7 @@ def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
 def test_processes() -> None:
     one = arguments("one-gpu")
     assert (one.num_processes, one.multi_gpu, one.use_fsdp, one.use_deepspeed) == (1, False, False, False)
-    for name, nodes in (("ddp", 1), ("fsdp2", 1), ("two-nodes", 2)):
+    for name, nodes in (("ddp", 1), ("fsdp2", 1), ("two-nodes", 2), ("fsdp2-two-nodes", 2)):
         found = arguments(name)
         assert found.multi_gpu != found.use_fsdp
         assert prepare_multi_gpu_env(found)["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -63,7 +63,7 @@ def test_processes() -> None:
     assert (second.nnodes, second.node_rank, second.rdzv_endpoint) == ("2", 1, "node0:29500")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-two-nodes", "zero2", "zero3"])
 def test_plugins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process that the launcher starts makes of what it is told."""
     found = arguments(name)
@@ -73,7 +73,7 @@ def test_plugins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in told.items():
         if variable.startswith(("FSDP_", "ACCELERATE_")):
             monkeypatch.setenv(variable, value)
-    if name == "fsdp2":
+    if name.startswith("fsdp2"):
         fsdp = FullyShardedDataParallelPlugin()
         assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
         assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"

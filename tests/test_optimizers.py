@@ -74,9 +74,13 @@ def test_a_loaded_state_goes_on() -> None:
 
 
 def test_shards_are_refused(runs: Runs, tmp_path: Path) -> None:
-    done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer="muon"), ranks=2, before="shard()")
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert "--optimizer muon needs whole matrices, and FSDP and DeepSpeed divide them; use adamw" in done.err
+    for name, told in (
+        ("muon", "needs whole matrices, and FSDP and DeepSpeed divide them; use adamw"),
+        ("adafactor", "does not go with FSDP2, which divides weights; use adamw"),
+    ):
+        done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer=name), ranks=2, before="shard()")
+        assert (done.code, done.err.count("\n")) == (2, 1), done.err
+        assert f"--optimizer {name} {told}" in done.err
 
 
 def opened(**given: Any) -> Dataloader:

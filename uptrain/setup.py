@@ -234,6 +234,8 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     if sharded and options.optimizer == "muon":
         raise RefusedError("--optimizer muon needs whole matrices, and FSDP and DeepSpeed divide them; use adamw")
+    if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
+        raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
     if accelerator.distributed_type == DistributedType.FSDP:
         # transformers would load every model on the first process alone, also those that are never shared out.
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
