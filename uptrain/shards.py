@@ -6,7 +6,6 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import PreTrainedModel
@@ -40,7 +39,7 @@ def _read(model: PreTrainedModel, checkpoint: Checkpoint, device: str) -> None:
     read_shards(model, str(checkpoint.directory), files, device)
 
 
-def prepared(accelerator: Accelerator, training: nn.Module, optimizer: Any) -> tuple[Any, Any]:
+def prepared(accelerator: Accelerator, training: Any, optimizer: Any) -> tuple[Any, Any]:
     """What `accelerator.prepare` gives. Of shards accelerate tells parameters by their address, and those of which a
     process has no rows have none; but the optimiser has been made of shards.
     """
