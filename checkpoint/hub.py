@@ -1,18 +1,18 @@
-"""Where a model comes from: a local directory, or the Hugging Face hub through huggingface_hub and nothing else."""
+"""Where a model comes from: a local directory, an address for fsspec, or the hub through huggingface_hub."""
 
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from glob import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from gqa.checkpoint.errors import CorruptError, RefusedError, explain
-from gqa.checkpoint.headers import MAX_HEADER_BYTES, TensorSpec, read_header
+from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, explain
+from gqa.checkpoint.filesystems import OTHER_FORMATS, is_side_file, is_url, name_in, open_url, opened, remote_tensors
 from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import (
     INDEX,
@@ -21,19 +21,15 @@ from gqa.checkpoint.read import (
     TORCH_SINGLE,
     WEIGHT_SUFFIXES,
     Checkpoint,
-    holds_weights,
-    merge_tables,
     read_checkpoint,
     read_json,
     weight_files,
 )
+from gqa.checkpoint.remote import Remote
 
-# Weights are fetched by name; the same model in other formats is not fetched at all.
-_OTHER_FORMATS = ("original/", "onnx/", "openvino/")
-_NO_SIDE_FILES = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", *(f"{at}*" for at in _OTHER_FORMATS)]
+_NO_SIDE_FILES = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", *(f"{at}*" for at in OTHER_FORMATS)]
 _REPLACED = ["model*.safetensors", INDEX, "pytorch_model*.bin", TORCH_INDEX]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FIRST_BYTES = 2**16  # of a remote shard: nearly always its whole header
 _WANTED = (
     "give a repository with config.json and safetensors or .bin weights "
     "(GGUF and ONNX are made from one, an adapter is merged into one)"
@@ -44,13 +40,18 @@ def open_model(
     model: str,
     revision: str | None = None,
     headers_only: bool = False,
-    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
+    check: Callable[[Checkpoint], Path | None] = lambda checkpoint: None,
 ) -> Checkpoint:
-    """The checkpoint of a directory or hub id. `headers_only` fetches config and headers of a hub id, no weights.
+    """The checkpoint of a directory, an address or a hub id, of which `headers_only` fetches config and headers.
 
-    `check` is called with what the headers say before any weights are fetched, and may refuse.
+    `check` is called with what the headers say before any weights are fetched. It may refuse, or name a directory that
+    they are fetched to when they are read (`Checkpoint.remote`); else those of a hub id are fetched into its cache.
     Raises RefusedError for whatever keeps the model from being fetched, OSError where this machine is the cause.
     """
+    if is_url(model):
+        if revision is not None:
+            raise RefusedError(f"--revision is for hub ids; {model} is an address")
+        return open_url(model, headers_only, check)
     if os.path.lexists(model):
         if revision is not None:
             raise RefusedError(f"--revision is for hub ids; {model} is a local path")
@@ -59,7 +60,7 @@ def open_model(
         raise RefusedError(f"there is no directory {model}, and it is no hub id (owner/name); give one of them")
     if revision is not None and (not revision.strip() or ".." in revision):
         raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
-    with _refusing(f"there is no directory {model}, and ", model, revision):
+    with quiet("huggingface_hub"), _refusing(f"there is no directory {model}, and ", model, revision):
         return _from_hub(model, revision, headers_only, check)
 
 
@@ -69,16 +70,15 @@ def beside(model: str, suffix: str) -> Path:
     if path.is_dir():
         path = path.resolve() if path.name in ("", "..") else path
         return path.with_name(path.name + suffix)
-    return Path(model.split("/")[-1] + suffix)
+    return Path(name_in(model) + suffix)
 
 
 @contextmanager
 def _refusing(before: str, repo: str, revision: str | None = None) -> Iterator[None]:
     """What stands between here and a repository as a RefusedError, whose line begins with `before`."""
     try:
-        with quiet("huggingface_hub"):
-            yield
-    except RefusedError:
+        yield
+    except (RefusedError, OutputError):
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
         if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
@@ -91,9 +91,9 @@ def _reason(error: BaseException, repo: str, revision: str | None = None) -> str
 
 
 def _from_hub(
-    model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object]
+    model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], Path | None]
 ) -> Checkpoint:
-    from huggingface_hub import HfApi, HfFileSystem, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     try:
         info = HfApi().model_info(model, revision=revision)
@@ -108,25 +108,17 @@ def _from_hub(
     def read(name: str) -> dict[str, Any]:
         return read_json(Path(hf_hub_download(model, name, revision=info.sha)).parent, name)
 
-    files, index = weight_files(present, read)
-    if not files:
-        raise RefusedError(f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
-    if missing := set(files) - present:
-        raise CorruptError(f"the index of {model} names {min(missing)}, which is not there; tell its owner")
+    files, index = _weights_of(model, present, read)
     if headers_only and files[0].endswith(".bin"):
         raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    here = all(isinstance(try_to_load_from_cache(model, file, revision=info.sha), str) for file in files)
-    if files[0].endswith(".safetensors") and (headers_only or not here):
-        with ThreadPoolExecutor(8) as pool:
-            table = partial(_remote_table, HfFileSystem(skip_instance_cache=True), model, info.sha)
-            tables = dict(zip(files, pool.map(table, files), strict=True))
-        tensors, config = merge_tables(tables, index), read("config.json")
-        name = model.split("/")[-1]
-        headers = Checkpoint(name, None, config, tensors, tuple(files), revision=info.sha, hub_id=model)
+    absent = {file for file in files if not _is_cached(model, file, info.sha)}
+    if files[0].endswith(".safetensors") and (headers_only or absent):
+        headers = _headers(model, str(info.sha), read("config.json"), files, index, absent)
         if headers_only:
             return headers
-        check(headers)
-    needed = files + [name for name in present if not (name.startswith(_OTHER_FORMATS) or holds_weights(name))]
+        if place := check(headers):
+            return opened(headers, place, present)
+    needed = files + [name for name in present if is_side_file(name)]
     if index is not None:
         needed.append(INDEX if files[0].endswith(".safetensors") else TORCH_INDEX)
     # By the name that was asked for, so that the cache knows it offline; the commit is that of the headers.
@@ -134,6 +126,46 @@ def _from_hub(
     if directory.name != info.sha:
         raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
     return read_checkpoint(directory, info.sha, model)
+
+
+def _weights_of(
+    model: str, present: AbstractSet[str], read: Callable[[str], dict[str, Any]]
+) -> tuple[list[str], dict[str, Any] | None]:
+    files, index = weight_files(present, read)
+    if not files:
+        raise RefusedError(f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
+    if missing := set(files) - present:
+        raise CorruptError(f"the index of {model} names {min(missing)}, which is not there; tell its owner")
+    return files, index
+
+
+def _headers(
+    model: str,
+    commit: str,
+    config: dict[str, Any],
+    files: list[str],
+    index: dict[str, Any] | None,
+    absent: AbstractSet[str],
+) -> Checkpoint:
+    """What the headers of files say, and where these come from; those that are `absent` are not in the cache."""
+    from huggingface_hub import HfFileSystem, constants, hf_hub_download
+
+    def get(file: str, to: Path) -> None:
+        with _refusing("", model):
+            hf_hub_download(model, file, revision=commit, local_dir=to)
+
+    fs = HfFileSystem(skip_instance_cache=True)
+    tensors = remote_tensors(files, index, fs, lambda file: f"{model}/{file}", revision=commit)
+    headers = Checkpoint(model.split("/")[-1], None, config, tensors, tuple(files), revision=commit, hub_id=model)
+    missing = sum(size for file, size in headers.file_sizes.items() if file in absent)
+    remote = Remote(f"{model} {commit}", get, Path(constants.HF_HUB_CACHE), missing)
+    return replace(headers, remote=remote)
+
+
+def _is_cached(model: str, file: str, commit: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model, file, revision=commit), str)
 
 
 def _cached(model: str, revision: str | None) -> Checkpoint | None:
@@ -151,21 +183,6 @@ def _cached(model: str, revision: str | None) -> Checkpoint | None:
     return None
 
 
-def _remote_table(hub: Any, model: str, commit: str | None, file: str) -> list[TensorSpec]:
-    """The tensors of a file at the hub, as strictly read as those of a local one: a file of its size, in which nothing
-    follows the header.
-
-    HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file and keeps the last of two tensors
-    of one name.
-    """
-    with TemporaryDirectory() as place, hub.open(f"{model}/{file}", revision=commit, block_size=_FIRST_BYTES) as stream:
-        length = stream.read(8)
-        copy = Path(place) / "header.safetensors"
-        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
-        os.truncate(copy, stream.size)
-        return read_header(copy, file)
-
-
 def check_push(repo: str, private: bool = True) -> None:
     """Find out before a long conversion what would stop the upload after it. Raises RefusedError."""
     from huggingface_hub import HfApi
@@ -174,7 +191,7 @@ def check_push(repo: str, private: bool = True) -> None:
     if not _HUB_ID.fullmatch(repo):
         raise RefusedError(f"--push-to-hub {repo!r} is no repository name (owner/name)")
     api = HfApi()
-    with _refusing("--push-to-hub: ", repo):
+    with quiet("huggingface_hub"), _refusing("--push-to-hub: ", repo):
         api.whoami()
         with suppress(RepositoryNotFoundError):
             if private and api.model_info(repo).private is False:

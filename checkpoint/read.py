@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.headers import TensorSpec, parse_json, read_header
+from gqa.checkpoint.remote import Remote
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +58,7 @@ class Checkpoint:
 
     source: What is stored, where it is seen as one of another class; `way`, how: `native` or `custom modelling code`.
     added: Text files that the result has besides those of the source.
+    remote: Where files are fetched from when they are asked for; None where all are in `directory`.
     """
 
     name: str
@@ -71,12 +73,15 @@ class Checkpoint:
     source: Checkpoint | None = None
     way: str | None = None
     added: Mapping[str, str] = field(default_factory=dict)
+    remote: Remote | None = field(default=None, repr=False, compare=False)
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
         """Where a file really lies (the hub's cache holds links), checked to belong to the checkpoint."""
         if self.directory is None:
             raise RefusedError(f"{self.name}: only its headers were fetched")
+        if self.remote:
+            self.remote.fetch(file)
         return member_path(self.directory, file)
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
@@ -102,6 +107,20 @@ class Checkpoint:
     def has_range(self, spec: TensorSpec) -> bool:
         """Whether the bytes `[begin, end)` of its file are the tensor: not so in a `.bin`, nor of what is computed."""
         return spec.file not in self._pickled
+
+    def files_of(self, spec: TensorSpec) -> set[str]:
+        """The files of weights that a tensor is read from."""
+        return {spec.file}
+
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of every file of weights, which end with its last tensor."""
+        if self.source:
+            return self.source.file_sizes
+        sizes: dict[str, int] = {}
+        for spec in self.tensors.values():
+            sizes[spec.file] = max(sizes.get(spec.file, 0), spec.end)
+        return sizes
 
     @property
     def parameters(self) -> int:

@@ -7,8 +7,10 @@ only the hidden directory, which the next run removes: a lock beside it tells a 
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
+import re
 import shutil
 import sys
 import threading
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 32 << 20
+_FINISHED = ".finished.json"  # of what is written, until all of it is
 DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
@@ -39,21 +42,28 @@ class CancelledError(Exception):
 
 
 class OutputDirectory:
-    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`."""
+    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`.
 
-    def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
+    A run that says what it does by `resume` finds in `work` what another one that said the same left there with a
+    `Finished`, and leaves it there itself unless it is done or what it wrote is wrong.
+    """
+
+    def __init__(self, out: Path, source: Path | None, overwrite: bool = False, resume: str = "") -> None:
+        if re.match(r"[a-z][\w.+-]+:/", str(out)):
+            raise RefusedError(f"the output {out} is an address, to which only gqa-convert -o writes; give a directory")
         named = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
         self.out = Path(os.path.realpath(out.parent), out.name) if named else out.resolve()
-        self.work = self._sibling("partial")
-        self._old = self._sibling("replaced")
-        self._overwrite = overwrite
+        self.work = self.sibling("partial")
+        self._old = self.sibling("replaced")
+        self._overwrite, self._resume = overwrite, resume
         try:
             self._check_place(source)
             self._check_existing()
         except OSError as error:
             raise _no_place(self.out, error) from None
 
-    def _sibling(self, purpose: str) -> Path:
+    def sibling(self, purpose: str) -> Path:
+        """A hidden name beside the output."""
         if not self.out.name:
             raise RefusedError(f"the output {self.out} is the root of a file system; give a directory in it with -o")
         return self.out.with_name(f".{self.out.name}.gqa-{purpose}")
@@ -90,16 +100,19 @@ class OutputDirectory:
             try:
                 self.out.parent.mkdir(parents=True, exist_ok=True)
                 busy = f"another conversion is writing {self.out}; wait for it or give another -o"
-                held.enter_context(locked(self._sibling("lock"), busy))
-                held.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
+                held.enter_context(locked(self.sibling("lock"), busy))
+                if not self._resume:
+                    held.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
                 self._restore()
                 self._check_existing()  # now nobody else makes it
                 for leftover in (self.work, self._old):
+                    if leftover == self.work and Finished(self.work, self._resume).shards:
+                        continue
                     if leftover.is_dir() and not leftover.is_symlink():
                         shutil.rmtree(leftover)
                     else:  # a link, not what it leads to
                         leftover.unlink(missing_ok=True)
-                self.work.mkdir()
+                self.work.mkdir(exist_ok=bool(self._resume))
             except OSError as error:
                 raise _no_place(self.out, error) from None
             self._held = held.pop_all()
@@ -113,18 +126,22 @@ class OutputDirectory:
             self._check_existing()
         except RefusedError as error:  # it was made while this run was writing
             raise OutputError(str(error)) from None
+        (self.work / _FINISHED).unlink(missing_ok=True)
         if self.out.exists():
             self.out.rename(self._old)
         self.work.rename(self.out)
         fsync_directory(self.out.parent)
 
-    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         with self._held:
             self._restore()
             shutil.rmtree(self._old, ignore_errors=True)
+            if self._resume and (kind is None or issubclass(kind, OutputError)):
+                shutil.rmtree(self.work, ignore_errors=True)
         if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
+            kept = "finished files are kept, and the same command goes on" if self._resume else "nothing was kept"
             raise OutputError(
-                f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
+                f"no space left for {self.out}: {kept}; free some space or give another output with -o"
             ) from None
 
     def _restore(self) -> None:
@@ -133,13 +150,46 @@ class OutputDirectory:
             self._old.rename(self.out)
 
 
-def require_space(needed: int, out: Path) -> None:
-    """Raise OutputError unless so many bytes fit where `out` will be."""
-    place = next(path for path in out.absolute().parents if path.is_dir())
-    if (free := shutil.disk_usage(place).free) < needed:
+class Finished:
+    """Which shards in a directory are whole, for a run that goes on after it was stopped; known by what `told` it.
+
+    shards: The SHA-256 of each, empty where it was not asked for; `sources`, those of files that they are made of.
+    odd: What its caller noticed about them.
+    """
+
+    def __init__(self, work: Path, told: str) -> None:
+        self._path, self._told = work / _FINISHED, told
+        self.shards: dict[str, str] = {}
+        self.sources: dict[str, str] = {}
+        self.odd: list[tuple[str, str]] = []
+        with suppress(OSError, ValueError):
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            if told and kept["told"] == told:
+                self.shards, self.sources, self.odd = kept["shards"], kept["sources"], [*map(tuple, kept["odd"])]
+
+    def save(self) -> None:
+        """Durable, where there is something to be known by."""
+        if self._told:
+            kept = {"told": self._told, "shards": self.shards, "sources": self.sources, "odd": self.odd}
+            with replacing(self._path) as temporary:
+                write_text(temporary, json.dumps(kept))
+
+
+def existing(out: Path) -> Path:
+    """The nearest directory above `out` that is there."""
+    return next(path for path in out.absolute().parents if path.is_dir())
+
+
+def require_space(needed: int, out: Path, fetched: int = 0, there: int = 0) -> None:
+    """Raise OutputError unless so many bytes fit where `out` will be, with what is fetched there at a time; what is
+    `there` already counts as free.
+    """
+    place = existing(out)
+    if (free := shutil.disk_usage(place).free + there) < needed + fetched:
+        beside = f" and what is fetched at a time {fetched:,}" if fetched else ""
         raise OutputError(
-            f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; free some space or give "
-            "another output with -o"
+            f"no space left: the result takes {needed:,} bytes{beside}, {free:,} are free at {place}; free some space "
+            "or give another output with -o"
         )
 
 

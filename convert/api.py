@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.hub import beside, open_model
+from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.convert.fetching import fetched_beside
 from gqa.convert.heads.layout import Groups
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.recast.targets import ANY, Target
-from gqa.convert.summary import model_card, provenance
+from gqa.convert.summary import identity, model_card, provenance
 from gqa.convert.verify import verify_load
 
 __all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
@@ -49,6 +51,7 @@ def plan_conversion(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     target: Target = ANY,
+    output: Callable[[Plan], OutputDirectory] | None = None,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -67,6 +70,8 @@ def plan_conversion(
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
         max_shard_bytes: Of one output file; None for the base model's partition.
         target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
+        output: Where a plan is going to be written: for a hub id without the space for all of it, and for an address,
+            the files of the source are then fetched beside it as they are read. None for all of a hub id at once.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -85,8 +90,11 @@ def plan_conversion(
         searches(made, grouping)  # refuses
         return made
 
-    # As `check` it refuses from the headers of a hub id, before weights are fetched; then it plans what was fetched.
-    return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=plan))
+    def place(headers: Checkpoint) -> Path | None:
+        made = plan(headers)  # refuses before weights are fetched
+        return fetched_beside(made, output(made)) if output else None
+
+    return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=place))
 
 
 def convert_plan(
@@ -104,7 +112,8 @@ def convert_plan(
     """Run a plan: find the maps that it lacks, stream the shards into `out`, verify them from disk, make it visible.
 
     Memory stays near 4 x the largest changed tensor per job; what does not change is copied by the kernel. Merging is
-    done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
+    done in float32 (float64 for F64 tensors) and rounded once to the stored dtype. Files of a model elsewhere are
+    fetched when they are read and deleted after; stopped, such a run goes on after its last finished file.
 
     Args:
         plan: Made with `headers_only=False`.
@@ -121,8 +130,13 @@ def convert_plan(
         RefusedError: Before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
-    out = Path(out)
+    out, remote = Path(out), plan.checkpoint.remote
     with ExitStack() as stack:
+        if remote:
+            stack.enter_context(quiet("huggingface_hub"))
+            stack.enter_context(remote)
+            for file in plan.checkpoint.files if plan.lacks_maps else ():
+                remote.fetch(file)
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.checkpoint.loading import ranks
             from gqa.convert.align.find_maps import with_maps
@@ -130,8 +144,9 @@ def convert_plan(
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
             if not ranks().is_main_process:  # which writes
                 return Conversion(out, plan, plan.warnings, {})
-        output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite))
-        warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
+        resume = identity(plan, checksums) if remote else ""
+        output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite, resume))
+        warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress, resume=resume)
         write_text(output.work / PROVENANCE, provenance(plan, hashes, out))
         write_text(output.work / "README.md", model_card(plan, out.name))
         if load:
@@ -154,9 +169,15 @@ def convert_checkpoint(
     """
     writing = {name: options.pop(name) for name in signature(convert_plan).parameters if name in options}
     grouping = calibration.grouping if calibration else "auto"
-    plan = plan_conversion(model, groups, grouping=grouping, headers_only=False, **options)
-    place = default_output(plan.checkpoint.hub_id or os.fspath(model), plan) if out is None else Path(out)
-    return convert_plan(plan, place, calibration=calibration, **writing)
+
+    def place(plan: Plan) -> Path:
+        return default_output(plan.checkpoint.hub_id or os.fspath(model), plan) if out is None else Path(out)
+
+    plan = plan_conversion(
+        model, groups, grouping=grouping, headers_only=False,
+        output=lambda plan: OutputDirectory(place(plan), None, writing.get("overwrite", False)), **options,
+    )  # fmt: skip
+    return convert_plan(plan, place(plan), calibration=calibration, **writing)
 
 
 def default_output(model: str, plan: Plan) -> Path:

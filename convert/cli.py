@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 from gqa.checkpoint import console
 from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Choice, Command, option, version_option, with_options
 from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.checkpoint.filesystems import check_target, is_url, name_in, upload
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
 from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
@@ -67,7 +69,8 @@ _MERGING = [
     option("--kv-budget", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE",
            callback=_one_of_both, help="Instead of --groups: the share of the KV cache that is left, like 0.5. Each "
            "layer keeps as many heads as it needs, which is measured on text that the model writes."),
-    option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
+    option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make, or an address for fsspec "
+           "(s3://, gs://): it is made in the working directory, copied there and deleted.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
     option("--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a group become one: see "
            "below.", **only_for(lambda method: True)),
@@ -101,7 +104,7 @@ _WRITING = [
 @with_options(_MERGING, MAPS.decorators, TARGET, _WRITING)
 @version_option
 def command(model: str, groups: Groups | None, **options: Any) -> None:
-    """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
+    """Rewrite the checkpoint MODEL (a directory, a hub id or an address like s3://) with G key/value heads.
 
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
     the result loads with plain transformers and its KV cache shrinks with the number of heads. Without --method it is
@@ -124,18 +127,32 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     else:
         console.check_alone()
     console.check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
+    options["address"] = _address(options)
     options["model"] = model
     groups, options["allotment"] = (groups, None) if groups else _allotted(options)
     plan = plan_conversion(
         model, groups, method=options["method"], seed=options["seed"], dtype=options["dtype"],
         max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
         target=read_target(options), grouping=options["grouping"], headers_only=options["dry_run"],
+        output=lambda plan: OutputDirectory(_output(plan, options), None, options["overwrite"]),
     )  # fmt: skip
     _announce(plan, options)
     if options["dry_run"]:
         _report(plan, None, options)
     else:
         _convert(plan, options, main)
+
+
+def _address(options: dict[str, Any]) -> str | None:
+    """Where the result is copied, which is made below its last name first; None where the output is a directory."""
+    if not is_url(address := options["output"] or ""):
+        return None
+    if options["push_to_hub"]:
+        raise RefusedError(f"--push-to-hub and -o {address} are two places elsewhere; give one of them")
+    options["output"] = name_in(address)
+    if not options["dry_run"]:
+        check_target(address, options["overwrite"])
+    return address
 
 
 def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
@@ -158,10 +175,16 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
     return heads, {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
 
 
-def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
-    from gqa.convert.api import convert_plan, default_output
+def _output(plan: Plan, options: dict[str, Any]) -> Path:
+    from gqa.convert.api import default_output
 
-    out = options["output"] or default_output(plan.checkpoint.hub_id or options["model"], plan)
+    return Path(options["output"] or default_output(plan.checkpoint.hub_id or options["model"], plan))
+
+
+def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
+    from gqa.convert.api import convert_plan
+
+    out = _output(plan, options)
     quiet, start = options["quiet"], time.monotonic()
     # What finds maps runs models, whose imports take seconds.
     calibration = read_maps(options) if plan.lacks_maps else None
@@ -176,6 +199,9 @@ def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
         return
     if table := bar.table():
         _say(table, options)
+    if options["address"]:
+        upload(result.out, options["address"])
+        shutil.rmtree(result.out)
     _report(result.plan, result, options, time.monotonic() - start)
     if options["push_to_hub"]:
         _say(console.push_result("gqa-convert", result.out, options["push_to_hub"], options["public"]), options)
@@ -211,8 +237,9 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         _say(text, options)
     if result:
         _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
-        record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
-        _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
+        out = options["address"] or str(result.out)
+        record |= {"output": out, "warnings": list(result.warnings), "sha256": result.checksums}
+        _say(f"written     {out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
         record["estimates"] = _estimates(plan, result, options)
     if not result:
@@ -232,7 +259,7 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         takes = f"{duration(each.seconds)} on {device}, {size(each.memory)} of memory, {size(each.disk)} of disk"
         _say(f"estimate    {each.method.name:12}{takes}", options)
     best = found[-1]
-    if result and best.method.name == plan.method:
+    if result and not options["address"] and best.method.name == plan.method:
         _say(f"better      training it on text that the base model writes: gqa-uptrain {result.out}", options)
     elif result:
         kept = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.headers import read_header
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.write import drop_written
 from gqa.convert.heads.config import read_config, target_heads
@@ -27,14 +27,9 @@ BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
 
 
-def verify(
-    plan: Plan, work: Path, *, tolerated: Collection[str] = (), checksums: bool = False, jobs: int = 1
-) -> dict[str, dict[str, str]] | None:
-    """Check a written directory from disk; with `checksums` every untouched byte, and the files' SHA-256 are returned.
-
-    Names, shapes, dtypes, the index, the head counts that transformers reads from the new config, sampled (or all)
-    bytes of untouched tensors, and that what was computed is finite unless its source, one of `tolerated`, is not.
-    Raises OutputError: a result that fails is removed by the caller.
+def verify(plan: Plan, work: Path) -> None:
+    """Check a written directory from disk: names, shapes, dtypes, the index, the head counts that transformers reads
+    from the new config. Raises OutputError: a result that fails is removed by the caller.
     """
     try:
         written = replace(read_checkpoint(work), name=plan.checkpoint.name)
@@ -47,21 +42,36 @@ def verify(
             module_changes(module, config, plan.groups)  # shapes are held against the config
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
-    expected = {t.name: (t.dtype, t.shape) for t in plan.tensors}
+    _check_tensors(plan.tensors, written)
+
+
+def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str], whole: bool) -> str:
+    """Check one written file from disk: sampled bytes of untouched tensors, all with `whole`, and that what was
+    computed is finite unless its source, one of `tolerated`, is not. Its SHA-256 where it was read whole,
+    else nothing.
+
+    Raises OutputError.
+    """
+    try:
+        tensors = {spec.name: spec for spec in read_header(path, shard.file)}
+    except RefusedError as error:
+        raise OutputError(f"the result does not verify: {error}") from None
+    written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
+    _check_tensors(shard.tensors, written)
+    return _check_shard(plan.checkpoint, written, shard, tolerated, whole)
+
+
+def _check_tensors(planned: Iterable[OutputTensor], written: Checkpoint) -> None:
+    expected = {t.name: (t.dtype, t.shape) for t in planned}
     actual = {s.name: (s.dtype, s.shape) for s in written.tensors.values()}
     if wrong := {n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n)}:
         raise OutputError(f"the result does not verify: {listing(wrong)} differ from the plan")
-    source = plan.checkpoint
-    check = partial(_check_shard, source, written, tolerated=tolerated, whole=checksums)
-    output = dict(zip((shard.file for shard in plan.shards), in_threads(jobs, check, plan.shards), strict=True))
-    if not checksums:
-        return None
 
-    def sha256(file: str) -> str:
-        with source.path(file).open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
 
-    return {"source": dict(zip(source.files, in_threads(jobs, sha256, source.files), strict=True)), "output": output}
+def sha256(path: Path) -> str:
+    """Of a whole file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def in_threads(
@@ -99,7 +109,7 @@ def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerate
                     digest.update(data)
             if whole:
                 drop_written(copy)
-    return digest.hexdigest()
+    return digest.hexdigest() if whole else ""
 
 
 @contextmanager

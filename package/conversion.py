@@ -7,11 +7,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.write import DEFAULT_JOBS
+from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
 from gqa.convert.methods import AUTO, MEASURING
 
@@ -48,8 +49,8 @@ def convert_model(
     """A checkpoint with `kv_heads` key/value heads, made of `model`.
 
     Args:
-        model: A directory, a hub id, a result of another function, or a loaded model. One that is loaded is written to
-            a temporary directory first and stays as it is, its config too.
+        model: A directory, a hub id, an address for fsspec (s3://), a result of another function, or a loaded model.
+            One that is loaded is written to a temporary directory first and stays as it is, its config too.
         kv_heads: G: a divisor of the model's own number (merging), or a multiple of it that divides the query heads.
             One for each layer in a list gives custom modelling code.
         method: How heads are merged (docs/methods.md); `auto` for the best that needs only the weights.
@@ -75,8 +76,6 @@ def convert_model(
         RefusedError: The model or an option cannot be used; before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
-    from gqa.convert.api import default_output
-
     began = time.monotonic()
     asked = _asked(kv_heads, kv_budget)
     _check_counts(jobs=jobs, max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
@@ -85,9 +84,12 @@ def convert_model(
         own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
         how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision, "maps": maps}
-        plan = _planned(place, asked, method, _with_text(options, data, seed), progress, target=target, **how)
-        named = default_output(plan.checkpoint.hub_id or place, plan)
-        goal = Path(out) if out is not None else Path(own.name, named.name) if own else named
+        output = partial(_output, place, Path(own.name) if own else None, out)
+        plan = _planned(
+            place, asked, method, _with_text(options, data, seed), progress, target=target,
+            output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
+        )  # fmt: skip
+        goal = output(plan)
         calibration = _maps_options(plan, data, options, seed)
         writing = {"overwrite": overwrite, "checksums": checksums, "load": verify_load, "jobs": jobs}
         made, layers = _write(plan, goal, calibration, progress, writing)
@@ -95,6 +97,14 @@ def convert_model(
         path=made.out, plan=made.plan, warnings=made.warnings, layer_errors=layers, checksums=made.checksums,
         seconds=time.monotonic() - began, _kept=own,
     )  # fmt: skip
+
+
+def _output(model: str, scratch: Path | None, out: str | os.PathLike[str] | None, plan: Plan) -> Path:
+    """The directory to make: `out`, or one named after the model, in the scratch directory where there is one."""
+    from gqa.convert.api import default_output
+
+    named = default_output(plan.checkpoint.hub_id or model, plan)
+    return Path(out) if out is not None else scratch / named.name if scratch else named
 
 
 def _write(

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -76,6 +76,7 @@ class Hub:
         self.answering = 0  # requests that are not recorded yet
         self._requests: list[Request] = []
         self.failing: dict[str, int] = {}  # beginning of a path -> status of the answer
+        self._watching: list[tuple[list[str], Callable[[], object]]] = []
         self.endpoint = ""
 
     def repo(self, name: str, directory: Path | None = None, **rights: Any) -> Repo:
@@ -94,6 +95,16 @@ class Hub:
     def sent(self, ending: str) -> int:
         """Bytes that went out from paths that end so."""
         return sum(r.sent for r in self.requests if r.path.endswith(ending))
+
+    def watch(self, look: Callable[[], object]) -> list[str]:
+        """The paths of whole weight files and data files from now on, as they begin; `look` at every piece of them."""
+        self._watching.append(([], look))
+        return self._watching[-1][0]
+
+    def piece(self, path: str, start: bool) -> None:
+        for seen, look in self._watching:
+            seen.extend([path] if start else [])
+            look()
 
     def fetched(self) -> set[str]:
         """Names of the files whose content was asked for."""
@@ -158,6 +169,8 @@ class _Handler(BaseHTTPRequestHandler):
         sent = 0
         try:
             while self.command != "HEAD" and sent < len(data):  # in pieces: a client may leave in between
+                if self.route.startswith("/lfs/") and not self.headers.get("Range"):
+                    self.hub.piece(self.route, start=not sent)
                 sent += self.wfile.write(data[sent : sent + 2**14])
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
@@ -260,7 +273,9 @@ class _Handler(BaseHTTPRequestHandler):
     def lfs_batch(self, name: str) -> None:
         upload = f"{self.hub.endpoint}/upload"
         asked = json.loads(self.body)["objects"]
-        objects = [o | {"actions": {"upload": {"href": f"{upload}/{o['oid']}"}}} for o in asked]
+        missing = [o["oid"] for o in asked if o["oid"] not in self.hub.objects]  # what is there is not sent again
+        actions = {oid: {"actions": {"upload": {"href": f"{upload}/{oid}"}}} for oid in missing}
+        objects = [o | actions.get(o["oid"], {}) for o in asked]
         self._answer(200, {"transfer": "basic", "objects": objects})
 
     def upload(self, oid: str) -> None:

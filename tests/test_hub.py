@@ -1,5 +1,6 @@
 """Hub ids against a stand-in hub on this machine: what is fetched, what is recorded, what is said, what is pushed."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,8 @@ def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine
     assert (ours.pop("model"), ours.pop("revision")) == (NAME, commit)
     assert (theirs.pop("model"), theirs.pop("revision")) == ("source", None)
     assert ours.pop("estimates").keys() == theirs.pop("estimates").keys()  # how fast this device is just now
+    whole = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert (ours.pop("fetched")["bytes"], theirs.pop("fetched")) == (whole, None)
     assert ours == theirs
 
     assert len(header_bytes) == shards
@@ -318,6 +321,20 @@ def test_push_to_what_is_there(tmp_path: Path, hub: Hub, machine: Machine) -> No
     assert hub.pushed().keys() == {path.name for path in new.iterdir()}
     assert machine.push(new, "me/new", private=False) == f"{hub.endpoint}/me/new"
     assert not hub.repos["me/new"].private
+
+
+def test_push_again_sends_what_is_missing(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+    """After a failure in the middle, and in one commit, where weights are sent file by file (without Xet)."""
+    new = model(tmp_path / "new")
+    oids = [hashlib.sha256((new / name).read_bytes()).hexdigest() for name in SHARDS]
+    hub.failing[f"/upload/{oids[1]}"] = 403
+    assert "is complete, but pushing it failed: " in machine.push(new, "me/pushed")
+    assert (set(hub.objects), hub.commits) == ({oids[0]}, [])
+    hub.failing.clear()
+    before = len(hub.requests)
+    assert machine.push(new, "me/pushed") == f"{hub.endpoint}/me/pushed"
+    assert [r.path for r in hub.requests[before:] if r.method == "PUT"] == [f"/upload/{oids[1]}"]
+    assert len(hub.commits) == 1
 
 
 def test_push_that_cannot_work_is_refused_before_converting(tmp_path: Path, hub: Hub, machine: Machine) -> None:

@@ -31,18 +31,18 @@ from gqa.convert import merge as rewrite
 def test_a_damaged_copy_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, checksums: bool, says: str | None
 ) -> None:
-    """After the shards are written and before they are verified, one bit of the first is changed."""
+    """After the shard is written and before it is verified, one bit of it is changed."""
     monkeypatch.setattr(verify, "BLOCK", 1 << 10)
     source = llama(tmp_path / "m", tensors=weights() | {"lm_head.weight": torch.randn(4096, 64)}, shards=1)
-    original = rewrite._write_side_files
+    original = rewrite._write_shard
 
-    def write_and_damage(plan: Any, work: Path) -> None:
-        original(plan, work)
-        data = bytearray((work / SINGLE).read_bytes())
+    def write_and_damage(job: Any, shard: Any) -> None:
+        original(job, shard)
+        data = bytearray((job.work / SINGLE).read_bytes())
         data[offset] ^= 1
-        (work / SINGLE).write_bytes(data)
+        (job.work / SINGLE).write_bytes(data)
 
-    monkeypatch.setattr(rewrite, "_write_side_files", write_and_damage)
+    monkeypatch.setattr(rewrite, "_write_shard", write_and_damage)
     with pytest.raises(OutputError, match=re.escape(says)) if says else contextlib.nullcontext():
         convert_checkpoint(source, 2, tmp_path / "out", checksums=checksums, method="mean")
     assert (tmp_path / "out").exists() == (says is None)
