@@ -44,9 +44,11 @@ def kv_line(plan: Plan) -> str:
     """KV-cache bytes before and after, per token and at the model's context."""
     both = plan.cache_before, plan.cache_after
     before, after = (cache.bytes_per_token for cache in both)
-    ratio = before / max(after, 1)
+    ratio = both[0].bytes_at(1) / max(both[1].bytes_at(1), 1)
     change = "the same" if ratio == 1 else f"{ratio:.3g}x less" if ratio > 1 else f"{1 / ratio:.3g}x more"
     text = f"{size(before)} per token before, {size(after)} after ({change})"
+    if plan.cache_after.cross:
+        text += f", with {' and '.join(size(cache.cross_bytes_per_token) for cache in both)} per token of the source"
     if context := plan.cache_after.context:
         text += f"; {' and '.join(size(cache.bytes_at(context)) for cache in both)} at {context:,} tokens"
     return text
@@ -106,6 +108,8 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "kv_cache": {
             "bytes_per_token_before": before.bytes_per_token,
             "bytes_per_token_after": after.bytes_per_token,
+            "cross_bytes_per_token_before": before.cross_bytes_per_token,
+            "cross_bytes_per_token_after": after.cross_bytes_per_token,
             "context": context,
             "bytes_at_context_before": before.bytes_at(context) if context else None,
             "bytes_at_context_after": after.bytes_at(context) if context else None,
@@ -252,6 +256,8 @@ def model_card(plan: Plan, name: str) -> str:
         "key/value heads": (str(main.kv), kept),
         "KV cache per token": (size(before.bytes_per_token), size(after.bytes_per_token)),
     }
+    if after.cross:
+        rows["KV cache per token of the source"] = size(before.cross_bytes_per_token), size(after.cross_bytes_per_token)
     if context := after.context:
         rows[f"KV cache at {context:,} tokens"] = size(before.bytes_at(context)), size(after.bytes_at(context))
     rows["parameters"] = f"{plan.checkpoint.parameters:,}", f"{plan.parameters_after:,}"

@@ -3,7 +3,8 @@
 A decode step reads all weights once and the keys and values of every sequence (GQA, arXiv 2305.13245, section 1): at
 batch 1 and a short context the weights dominate and fewer KV heads cannot be much faster; the gain grows with batch x
 context. The cache's share of a step's bytes is what a conversion can make smaller; the share of the memory's speed that
-a step reached is above 1 where weights stay in a processor's cache.
+a step reached is above 1 where weights stay in a processor's cache. Of an encoder-decoder the context is the source;
+the encoder is part of the prefill, and a step reads the keys and values that cross-attention keeps of it.
 
 What is timed is a plain loop over transformers' model with its default cache, which appends by copying: a step reads
 and writes every layer's keys and values once more than the roofline counts. Small models are bound by the loop itself.
@@ -28,6 +29,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.convert.heads.kv_cache import KVCache
+from gqa.corpus.tokens import first_token
 
 SEED = 0
 WARM_UP_STEPS = 2
@@ -63,7 +65,7 @@ def measure_decode(
         models: By name; all of them stay loaded.
         caches: Of each, by formula.
         batches: Numbers of sequences.
-        contexts: Tokens of each prompt.
+        contexts: Tokens of each prompt, which is the source where there is an encoder.
         steps: Decode steps of a run, each of one token per sequence, after the prefill has given the first.
         repeats: Timed runs of each model at each point.
         progress: Called with 1 after each of them.
@@ -87,7 +89,8 @@ def measure_decode(
             runs[name][turn] = greedy_decode(model, prompts.to(model.device), steps)
             progress(1)
         for name, model in models.items():
-            cache_bytes = batch * in_dtype(caches[name], model).bytes_at(context)
+            lengths = (steps, context) if model.config.is_encoder_decoder else (context,)
+            cache_bytes = batch * in_dtype(caches[name], model).bytes_at(*lengths)
             found = _point(model, runs[name], cache_bytes, bandwidth[model.device])
             points[name].append({"batch": batch, "context": context, **found})
     return points
@@ -103,7 +106,7 @@ def _point(model: PreTrainedModel, runs: Mapping[int, Decoded], cache_bytes: int
         "fastest": min(seconds),
         "slowest": max(seconds),
         "tokens_per_second": len(runs[min(runs)].tokens) / statistics.median(seconds),  # of the whole batch
-        "bytes_per_step": bytes_per_step,  # to be read for one: all weights once, and the KV cache of the context
+        "bytes_per_step": bytes_per_step,  # to be read for one: weights once, and the KV cache of the context
         "cache_bytes": cache_bytes,
         "roofline_seconds": bytes_per_step / bandwidth,  # what reading them takes
         "attention": str(model.config._attn_implementation),
@@ -118,34 +121,56 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
 
     Args:
         model: In eval mode.
-        ids: Prompts (batch, context), without padding.
+        ids: Prompts (batch, context), without padding: sources where there is an encoder, which is part of the prefill.
         steps: Forward passes of one token per sequence.
 
     Raises:
         RefusedError: The model returns no cache to decode with.
     """
     start = clock(model.device)
-    token, cache = _read(model, ids)
+    given = _encoded(model, ids)
+    if given:
+        ids = ids.new_full((len(ids), 1), first_token(model.config, model.name_or_path))
+    token, cache = _read(model, ids, **given)
     prefilled, tokens = clock(model.device), [token]
     for _ in range(steps):
-        token, cache = _read(model, token, cache)
+        token, cache = _read(model, token, cache, **given)
         tokens.append(token)
     return Decoded(torch.cat(tokens, dim=1), prefilled - start, (clock(model.device) - prefilled) / steps)
 
 
-def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-    """The greedy tokens (batch, 1) after `ids` (batch, T), and the cache that holds them. Raises RefusedError."""
+def _encoded(model: PreTrainedModel, sources: Tensor) -> dict[str, Any]:
+    """What a decoder is given of sources (batch, T) by its encoder; nothing where there is none."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    return {"encoder_outputs": model.get_encoder()(input_ids=sources, return_dict=True)}
+
+
+def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **given: Any) -> tuple[Tensor, Any]:
+    """The greedy tokens (batch, 1) after `ids` (batch, T), and the cache that holds them; a decoder is `given` what its
+    encoder made. Raises RefusedError.
+    """
     only_last = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
+    given["decoder_input_ids" if given else "input_ids"] = ids
     more = {"logits_to_keep": 1} if only_last else {}
-    output = model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
-    if not hasattr(output.get("past_key_values"), "layers"):
+    output = model(past_key_values=cache, use_cache=True, **given, **more)
+    if not all(hasattr(part, "layers") for part in _parts(output.get("past_key_values"))):
         raise RefusedError(f"{type(model).__name__} returns no key/value cache with layers: there is nothing to time")
     return output.logits[:, -1:].argmax(-1), output.past_key_values
 
 
+def _parts(cache: Any) -> list[Any]:
+    """Of an encoder-decoder the cache of self-attention and that of cross-attention."""
+    return [getattr(cache, name, None) for name in _BOTH] if hasattr(cache, _BOTH[0]) else [cache]
+
+
+_BOTH = ("self_attention_cache", "cross_attention_cache")
+
+
 @torch.inference_mode()
-def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int:
-    """Bytes of memory that transformers' own cache object holds for `batch` sequences of `tokens`.
+def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
+    """Bytes of memory that transformers' own cache object holds for `batch` sequences of `tokens`; of an
+    encoder-decoder those of self- and of cross-attention, the sources as long as the targets.
 
     All tokens but the last are a prefill and the last is a decode step: right after a prefill a sliding-window layer is
     a view that keeps the whole prompt's memory alive, from the first step on it has a tensor of its window. What is
@@ -153,12 +178,17 @@ def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> int
     """
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     cache: Any = None
-    for part in random_tokens(vocabulary, batch, tokens).to(model.device).split([tokens - 1, 1], dim=1):
+    ids = random_tokens(vocabulary, batch, tokens).to(model.device)
+    given = _encoded(model, ids)
+    for part in ids.split([tokens - 1, 1], dim=1):
         if part.shape[1]:
-            _, cache = _read(model, part, cache)
-    parts = [getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values")]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts if isinstance(t, Tensor)}
-    return sum(storages.values())
+            _, cache = _read(model, part, cache, **given)
+    found = []
+    for half in _parts(cache):
+        held = [getattr(layer, name, None) for layer in half.layers for name in ("keys", "values")]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)}
+        found.append(sum(storages.values()))
+    return found
 
 
 def random_tokens(vocabulary: int, batch: int, tokens: int) -> Tensor:
@@ -175,12 +205,16 @@ def weights_read(model: PreTrainedModel) -> int:
     """Bytes of all parameters, each counted once (tied ones too): what one decode step reads.
 
     A step looks up single rows of the input embedding, so that table counts only where it is the output's as well.
-    All experts of a mixture are counted though a small batch needs few of them.
+    All experts of a mixture are counted though a small batch needs few of them. An encoder is not read; what makes keys
+    and values of its output counts, though it is needed once.
     """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     looked_up = getattr(table, "weight", None)
-    tied = head is not None and getattr(head, "weight", None) is looked_up
-    return sum(p.numel() * p.element_size() for p in model.parameters() if tied or p is not looked_up)
+    encoder = model.get_encoder().parameters() if model.config.is_encoder_decoder else ()
+    unread = {id(parameter) for parameter in (*encoder, looked_up)}
+    if head is not None and getattr(head, "weight", None) is looked_up:
+        unread.remove(id(looked_up))
+    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in unread)
 
 
 def memory_bandwidth(device: torch.device | str = "cpu", nbytes: int = BANDWIDTH_BYTES) -> float:

@@ -264,12 +264,13 @@ def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[s
 
 
 def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, steps: int) -> tuple[int, ...]:
-    """Lengths of the prompts to time. Raises RefusedError where a model cannot be timed with them."""
+    """Lengths of the prompts, or sources, to time. Raises RefusedError where a model cannot be timed with them."""
     longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
     contexts = tuple(asked or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
     for subject in subjects:
-        if subject.config.is_encoder_decoder or not subject.cache:
-            raise RefusedError(f"--decode is for decoders with key/value heads, and {subject.name} is none")
+        if not subject.cache:
+            raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
+        subject.check_reads_text("--decode")
         if subject.positions and max(contexts) + steps > subject.positions:
             raise RefusedError(
                 f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the {subject.positions:,} "
@@ -295,8 +296,14 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
     for subject in subjects:
         model, tokens = models[subject.name], contexts[0]
         subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}
-        held, formula = measured_cache_bytes(model, tokens, 1), in_dtype(caches[subject.name], model).bytes_at(tokens)
-        subject.record["kv_cache"]["measured"] = {"tokens": tokens, "bytes": held, "formula": formula}
+        held, cache = measured_cache_bytes(model, tokens, 1), in_dtype(caches[subject.name], model)
+        measured = {
+            "tokens": tokens,
+            "bytes": sum(held),
+            "formula": cache.bytes_at(tokens),
+            "cross_bytes": sum(held[1:]),
+        }
+        subject.record["kv_cache"]["measured"] = measured
 
 
 @dataclass(frozen=True)

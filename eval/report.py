@@ -67,7 +67,7 @@ def verdict(first: Record, model: Record) -> str:
     parts, heads = [], ""
     if "heads" in first and "heads" in model:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
-        before, after = (m["kv_cache"]["bytes_per_token"] for m in (first, model))
+        before, after = (cache_bytes(m) for m in (first, model))
         times, change = (before / after, "smaller") if after < before else (after / before, "larger")
         parts.append("the same KV cache" if before == after else f"KV cache {times:.3g}x {change}")
     if "quality" in model:
@@ -80,6 +80,11 @@ def verdict(first: Record, model: Record) -> str:
         told = [f"{before:.0%} -> {after:.0%}" for before, after in shares]
         parts.append(f"recall {told[0]} (random tokens {told[1]})")
     return heads + ", ".join(parts)
+
+
+def cache_bytes(model: Record) -> int:
+    """Of one token, and of one of the source where there is an encoder."""
+    return int(model["kv_cache"]["bytes_per_token"] + model["kv_cache"].get("cross_bytes_per_token", 0))
 
 
 def _times(ratio: float) -> str:
@@ -173,6 +178,8 @@ def _distances(models: list[Record]) -> Table:
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
     columns, caches = dict(_CACHE), [m["kv_cache"] for m in models if "kv_cache" in m]
+    if any(cache.get("cross_bytes_per_token") for cache in caches):
+        columns = dict(list(columns.items())[:3]) | {"of source": "{cross_bytes_per_token:size}"} | columns
     measured = [cache["measured"]["tokens"] for cache in caches if "measured" in cache]
     if measured:
         columns |= {
@@ -188,7 +195,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
             f"sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's positions"
         )
         remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
-    first = models[0].get("kv_cache", {}).get("bytes_per_token")
+    first = cache_bytes(models[0]) if "kv_cache" in models[0] else None
     note = "; ".join(dict.fromkeys(remarks))
     return table("Memory", columns, (_cached(model, first) for model in models), note, missing="?", short=5)
 
@@ -200,7 +207,7 @@ def _cached(model: Record, first: int | None) -> Record:
     cache: Record = model["kv_cache"]
     limit = cache["context"]
     found = {
-        "share": f"{cache['bytes_per_token'] / first:.3g}" if first else "",
+        "share": f"{cache_bytes(model) / first:.3g}" if first else "",
         "at_context": size(cache["bytes_at_context"]) if limit else "",
         "context": f"{limit:,}" if limit else "no limit",
     }

@@ -21,6 +21,7 @@ from gqa.checkpoint.loading import read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
+from gqa.convert.align.pairs import reads_text
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
@@ -65,14 +66,13 @@ class Subject:
         """Positions that the model was made for; None where its config states none."""
         return getattr(self.text_config, "max_position_embeddings", None)
 
-    @property
-    def decoder_start(self) -> int:
-        """The token that an encoder-decoder's decoder reads first."""
-        stated = getattr(self.config, "decoder_start_token_id", None)
-        start = getattr(self.text_config, "bos_token_id", None) if stated is None else stated  # T5Gemma: the decoder's
-        if start is None:
-            raise RefusedError(f"the config of {self.name} does not say which token its decoder starts with")
-        return int(start)
+    def check_reads_text(self, option: str) -> None:
+        """Raises RefusedError for a model whose encoder is given something else."""
+        if self.config.is_encoder_decoder and not reads_text(self.config):
+            raise RefusedError(
+                f"the encoder of {self.name} is given sound, and {option} gives it text; benchmarks/speech.py measures "
+                "a Whisper on recordings"
+            )
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -106,6 +106,7 @@ class Subject:
             found["heads"] = {"query": config.main.query, "kv": config.average_kv}
             found["kv_cache"] = {
                 "bytes_per_token": self.cache.bytes_per_token,
+                "cross_bytes_per_token": self.cache.cross_bytes_per_token,
                 "context": context,
                 "bytes_at_context": self.cache.bytes_at(context) if context else None,
                 "remark": self.cache.remark,
@@ -162,12 +163,14 @@ def rank_cache(cache: KVCache, ranks: int) -> KVCache:
     (as vLLM does it). That `ranks` divides the query heads is for `fit` to say.
     Raises RefusedError where neither holds.
     """
-    for layer in cache.layers:
+    for layer in (*cache.layers, *cache.cross):
         if ranks < 1 or (layer.heads % ranks and ranks % layer.heads):
             raise RefusedError(
                 f"{ranks} ranks are not possible for {layer.heads} key/value heads: one must be a multiple of the other"
             )
-    return replace(cache, layers=tuple(replace(layer, heads=max(layer.heads // ranks, 1)) for layer in cache.layers))
+    own, cross = (tuple(replace(layer, heads=max(layer.heads // ranks, 1)) for layer in kind) for kind in
+                  (cache.layers, cache.cross))  # fmt: skip
+    return replace(cache, layers=own, cross=cross)
 
 
 def what_fits(

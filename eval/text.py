@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.document import Document
-from gqa.corpus.sources import parse_source
+from gqa.corpus.pairs import PairEncoder, read_pairs
+from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
 from gqa.eval.options import EvaluateOptions, Protocol
 from gqa.eval.statistics import Floats
@@ -27,11 +27,11 @@ MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions woul
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
     """The text that gqa-eval's options name, as tokens of the first checkpoint. Raises RefusedError."""
 
-    def documents(field: str) -> Iterator[Document]:
-        split, config = options.split or "test", options.data_config
-        return parse_source(str(options.data), field=field, config=config, split=split).documents()
+    def column(field: str) -> Source:
+        return parse_source(str(options.data), field=field, config=options.data_config, split=options.split or "test")
 
     first, target = subjects[0], options.target_field
+    first.check_reads_text("--data")
     if first.config.is_encoder_decoder != bool(target):
         raise RefusedError(
             f"{first.name} is an encoder-decoder: name the text to predict with --target-field"
@@ -40,17 +40,14 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
         )
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
     context = choose_context(subjects, options.context, options.beyond_positions, most)
-    sample = next(documents(options.field))
-    check_models_agree(subjects, sample.text[:2000])
+    check_models_agree(subjects, next(column(options.field).documents()).text[:2000])
     if target:
-        targets = {found.name: found.text for found in documents(target)}
-        if targets.get(sample.name) == sample.text:
-            raise RefusedError(f"--field and --target-field of {options.data} are the same text; name two fields")
-        pairs = ((d.text, targets[d.name]) for d in documents(options.field) if d.name in targets)
-        text = make_pairs(pairs, first.tokenizer, first.decoder_start, context, options.tokens)
+        encoder = PairEncoder(first.config, first.tokenizer, first.name)
+        pairs = ((source.text, answer) for source, answer in read_pairs(column(options.field), column(target)))
+        text = make_pairs(pairs, encoder, context, options.tokens)
     else:
         text = make_text(
-            (found.text for found in documents(options.field)), first.tokenizer,
+            (found.text for found in column(options.field).documents()), first.tokenizer,
             protocol=options.protocol or "rolling", context=context, stride=options.stride, max_tokens=options.tokens,
         )  # fmt: skip
     check_ids(subjects, text)
@@ -209,31 +206,31 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def make_pairs(
-    pairs: Iterable[tuple[str, str]], tokenizer: Any, start: int, context: int, max_tokens: int | None = None
+    pairs: Iterable[tuple[str, str]], encoder: PairEncoder, context: int, max_tokens: int | None = None
 ) -> Text:
-    """Source and target texts for an encoder-decoder: every target token is scored, after the token `start`.
+    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder's first one.
 
-    What is longer than the context is cut to it. Where the tokenizer itself puts `start` before a target, it is not
-    scored: the decoder is given it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError.
+    What is longer than the context is cut to it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError and
+    CorpusError.
     """
 
-    def found() -> Iterator[tuple[str, list[int], str]]:
+    def found() -> Iterator[tuple[str, list[int], list[int], bool]]:
         for source, target in pairs:
-            ids = tokenizer(text_target=target, verbose=False)["input_ids"]
-            if ids := ids[ids[:1] == [start] :]:
-                yield target, ids, source
+            ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
+            if ids[1]:
+                given, asked = encoder.framed(*ids, context)
+                whole = encoder.framed(*ids, max(map(len, ids)) + context)
+                yield target, asked, given, (given, asked) != whole
 
-    windows: list[Window] = []
-    cut, taken = 0, _taken(found(), max_tokens)
-    for number, (_, ids, source) in enumerate(taken):
-        encoder: list[int] = tokenizer(source, verbose=False)["input_ids"]
-        cut += max(len(encoder), len(ids)) > context
-        if len(encoder) > context:  # the tokenizer cuts before its own last tokens
-            encoder = tokenizer(source, truncation=True, max_length=context, verbose=False)["input_ids"]
-        windows.append(Window((start, *ids[:context]), len(ids[:context]), number, tuple(encoder)))
+    taken = _taken(found(), max_tokens)
+    windows = [
+        Window((encoder.start, *asked), len(asked), number, tuple(given))
+        for number, (_, asked, given, _) in enumerate(taken)
+    ]
     if not windows:
         raise RefusedError("there is no pair of a source and a target text; give more with --data")
-    return Text(tuple(windows), "pairs", context, len(taken), *_sizes(text for text, *_ in taken), cut=cut)
+    cut = sum(row[3] for row in taken)
+    return Text(tuple(windows), "pairs", context, len(taken), *_sizes(row[0] for row in taken), cut=cut)
 
 
 def count_words(text: str) -> int:

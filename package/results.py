@@ -128,7 +128,7 @@ class ConvertedModel(_Checkpoint):
         from gqa.convert.heads.layout import groups_text
 
         heads, groups = self.plan.config.main.kv, groups_text(self.plan.groups)
-        before, after = self.plan.cache_before.bytes_per_token, self.plan.cache_after.bytes_per_token
+        before, after = self.plan.cache_before.bytes_at(1), self.plan.cache_after.bytes_at(1)
         cache = f", KV cache {before / after:.3g}x smaller" if 0 < after < before else ""
         return f"{self.path}: {heads} -> {groups} KV heads ({self.plan.method}){cache}"
 

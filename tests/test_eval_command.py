@@ -145,7 +145,8 @@ def test_encoder_decoder_is_the_class_with_labels(tmp_path: Path) -> None:
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     nats, lengths, longest = 0.0, [], []
     for source, target in (PAIRS[0], PAIRS[2]):  # a pair without one of its texts is none
-        labels = tokenizer(target, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = tokenizer(target, add_special_tokens=False)["input_ids"]
+        labels = torch.tensor([[*ids, tokenizer.eos_token_id]])
         given = tokenizer(source, return_tensors="pt")
         nats += float(model(**given, labels=labels).loss) * labels.numel()
         lengths.append(labels.numel())

@@ -63,7 +63,10 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         (found["memory"], {"bytes", "ranks", "context"}),
         (first, MODEL_KEYS),
         (second, MODEL_KEYS | {"against_baseline", "attention_error"}),
-        (second["kv_cache"], {"bytes_per_token", "context", "bytes_at_context", "remark", "bits", "fits", "measured"}),
+        (second["kv_cache"], {
+                "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "remark", "bits", "fits",
+                "measured",
+            }),
         (second["quality"], {
             "nats", "tokens", "token_perplexity", "token_perplexity_error", "word_perplexity", "byte_perplexity",
             "bits_per_byte", "nats_per_token",

@@ -1,7 +1,8 @@
 """KV-cache size from the config: what a conversion saves.
 
 bytes = sum over layers of heads x (key dim + value dim) x tokens x bytes per number; a sliding-window layer holds at
-most its window.
+most its window. Of an encoder-decoder self-attention holds the tokens that were written and cross-attention those
+of the source.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gqa.checkpoint.headers import BITS
-from gqa.convert.heads.config import ModelConfig
+from gqa.convert.heads.config import ModelConfig, transformers_config
 from gqa.convert.heads.modules import AttentionModule
 
 PART = 64  # numbers at the most that share a scale where a cache is quantised
@@ -44,11 +45,14 @@ class CachedLayer:
 
 @dataclass(frozen=True)
 class KVCache:
+    """`cross` are what the layers of an encoder-decoder hold of its source."""
+
     layers: tuple[CachedLayer, ...]
     bytes_per_number: int
     context: int | None
     remark: str | None = None  # where transformers caches other heads than the model's key/value heads
     bits: int | None = None  # of a number, where the cache is quantised; scales come on top
+    cross: tuple[CachedLayer, ...] = ()
 
     def quantised(self, bits: int) -> KVCache:
         """The same with `bits` for each number, and scales."""
@@ -59,10 +63,16 @@ class KVCache:
         """Bytes that one more token takes while no window is full."""
         return sum(layer.bytes_per_token(self.bytes_per_number, self.bits) for layer in self.layers)
 
-    def bytes_at(self, tokens: int) -> int:
-        """Bytes of one sequence of `tokens`."""
+    @property
+    def cross_bytes_per_token(self) -> int:
+        """Bytes that one more token of the source takes; 0 without an encoder."""
+        return sum(layer.bytes_per_token(self.bytes_per_number, self.bits) for layer in self.cross)
+
+    def bytes_at(self, tokens: int, source: int | None = None) -> int:
+        """Bytes of one sequence of `tokens`, and of a source of as many, or of `source`, where there is an encoder."""
         each = ((layer.bytes_per_token(self.bytes_per_number, self.bits), layer.window) for layer in self.layers)
-        return sum(held * min(tokens, window or tokens) for held, window in each)
+        written = sum(held * min(tokens, window or tokens) for held, window in each)
+        return written + self.cross_bytes_per_token * (tokens if source is None else source)
 
 
 def cached_layers(modules: Iterable[AttentionModule], config: ModelConfig) -> set[int]:
@@ -76,15 +86,20 @@ def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
     block_types = getattr(text, "layers_block_type", None) or []
     if "hybrid" in block_types:  # one stored block, shared by several layers that each keep a cache
         found = [layer for layer, kind in enumerate(block_types) if kind == "hybrid"]
-    layers = []
+    crosses = config.family.cross_attention and transformers_config(config.raw).is_encoder_decoder
+    layers, cross = list[CachedLayer](), list[CachedLayer]()
     for layer in sorted(layer for layer in found if not config.shares_kv(layer)):
         heads = config.heads(layer)
         cached = heads.query if every else heads.kv
         numbers = heads.key_dim + heads.value_dim
         layers.append(CachedLayer(cached, numbers, _window(text, layer), heads.value_dim))
+        if crosses:
+            kept = cached if config.family.covers(text, "cross") else heads.query
+            cross.append(CachedLayer(kept, numbers, None, heads.value_dim))
     remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
     context = getattr(text, "max_position_embeddings", None)
-    return KVCache(tuple(layers), BITS[dtype] // 8, context, remark if every and main.kv < main.query else None)
+    remark = remark if every and main.kv < main.query else None
+    return KVCache(tuple(layers), BITS[dtype] // 8, context, remark, cross=tuple(cross))
 
 
 def _window(text: Any, layer: int) -> int | None:

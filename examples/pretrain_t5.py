@@ -1,0 +1,265 @@
+"""Train a small T5 on Python's standard library: function bodies from signatures and docstrings, and span corruption.
+
+    python examples/pretrain_t5.py --out stdlib-t5
+
+It takes 15 minutes on two cores, 38 (`--minutes`) on one that has other work, and is kept by default in the user's
+cache, not in git. Every second batch are pairs: the signature and the docstring of a function, and its body. The others
+are blocks of text of which spans are left out, as T5 was trained (arXiv 1910.10683). It begins with the tokenizer and
+the layers of `examples/stdlib-mha`, a decoder; what is new are sentinels, cross-attention and the bias by distance.
+Beside the weights lie `train.jsonl` and `heldout.jsonl` with the pairs of training modules and of held-out ones, in
+columns `source` and `target`. As in `examples/pretrain.py` the learning rate follows the elapsed share of `--minutes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from pretrain import BOS, EOS, LOG, rate, windows
+from safetensors.torch import load_file
+from tokenizers import AddedToken, Tokenizer, processors
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+from gqa.corpus.document import Document
+from gqa.corpus.pairs import corrupted
+from gqa.corpus.stdlib import stdlib_documents
+
+EMBEDDED = Path(__file__).parent / "stdlib-mha"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa" / "stdlib-t5"
+SENTINELS = [f"<extra_id_{number}>" for number in range(100)]
+LENGTH = 128  # tokens of a source, and of a target
+# A gated T5 with the widths and heads of the embedded checkpoint.
+CONFIG = {
+    "d_ff": 688,
+    "d_kv": 32,
+    "d_model": 256,
+    "decoder_start_token_id": BOS,
+    "dropout_rate": 0.0,
+    "eos_token_id": EOS,
+    "feed_forward_proj": "gated-silu",
+    "num_decoder_layers": 6,
+    "num_heads": 8,
+    "num_layers": 3,
+    "pad_token_id": BOS,
+    "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32,
+    "scale_decoder_outputs": False,
+    "vocab_size": 4096 + len(SENTINELS),
+}
+
+# The embedded checkpoint's tensors of a layer, and T5's.
+NAMES = {
+    "input_layernorm": "0.layer_norm",
+    "mlp.down_proj": "{mlp}.DenseReluDense.wo",
+    "mlp.gate_proj": "{mlp}.DenseReluDense.wi_0",
+    "mlp.up_proj": "{mlp}.DenseReluDense.wi_1",
+    "post_attention_layernorm": "{mlp}.layer_norm",
+    "self_attn.k_proj": "0.SelfAttention.k",
+    "self_attn.o_proj": "0.SelfAttention.o",
+    "self_attn.q_proj": "0.SelfAttention.q",
+    "self_attn.v_proj": "0.SelfAttention.v",
+}
+
+Pair = tuple[list[int], list[int]]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """The embedded checkpoint's with T5's sentinels, ending every text as T5's does."""
+    found = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    found.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in SENTINELS])
+    found.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=found, unk_token="<unk>", eos_token="</s>", pad_token="<s>",
+        extra_special_tokens=SENTINELS, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def functions(documents: Iterable[Document]) -> Iterator[dict[str, str]]:
+    """Signatures with docstrings as `source`, bodies as `target`, of all functions that have both."""
+    for document in documents:
+        try:
+            tree = ast.parse(document.text)
+        except SyntaxError:  # of another version of Python
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+                if not (told := ast.get_docstring(node)):
+                    continue
+                kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+                source = f'{kind} {node.name}({ast.unparse(node.args)}):\n"""{told}"""'
+                yield {"source": source, "target": "\n".join(map(ast.unparse, node.body[1:]))}
+
+
+def encoded(rows: Iterable[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[Pair]:
+    """Token ids of pairs whose source and target fit."""
+    pairs = ((tokenizer(row["source"])["input_ids"], tokenizer(row["target"])["input_ids"]) for row in rows)
+    return [pair for pair in pairs if max(map(len, pair)) <= LENGTH]
+
+
+def batch_of(pairs: Iterable[Pair], device: str) -> dict[str, torch.Tensor]:
+    """What the model is given: ids (B, S), their mask, labels (B, T) with -100 where there is none."""
+    sources, targets = ([torch.tensor(part) for part in parts] for parts in zip(*pairs, strict=True))
+    given = {
+        "input_ids": pad_sequence(sources, batch_first=True, padding_value=BOS),
+        "attention_mask": pad_sequence([torch.ones_like(source) for source in sources], batch_first=True),
+        "labels": pad_sequence(targets, batch_first=True, padding_value=-100),
+    }
+    return {name: tensor.to(device) for name, tensor in given.items()}
+
+
+def make_model(device: str) -> T5ForConditionalGeneration:
+    """With the embedded checkpoint's layers, the first ones in the encoder too. What they lose is the rotary embedding:
+    a bias by distance is learnt instead. T5 divides no scores; cross-attention adds nothing at first.
+    """
+    model, given = T5ForConditionalGeneration(T5Config(**CONFIG)), load_file(EMBEDDED / "model.safetensors")
+    own = model.state_dict()
+    for stack, count in (("encoder", CONFIG["num_layers"]), ("decoder", CONFIG["num_decoder_layers"])):
+        own[f"{stack}.final_layer_norm.weight"] = given["model.norm.weight"]
+        for number in range(count):
+            mlp = 1 if stack == "encoder" else 2
+            for theirs, ours in NAMES.items():
+                tensor = given[f"model.layers.{number}.{theirs}.weight"].float()
+                tensor = tensor * CONFIG["d_kv"] ** -0.5 if theirs == "self_attn.q_proj" else tensor
+                own[f"{stack}.block.{number}.layer.{ours.format(mlp=mlp)}.weight"] = tensor
+                if stack == "decoder" and theirs.startswith("self_attn"):
+                    cross = ours.replace("0.Self", "1.EncDec")
+                    own[f"decoder.block.{number}.layer.{cross}.weight"] = (
+                        torch.zeros_like(tensor) if theirs.endswith("o_proj") else tensor
+                    )
+    rows = given["model.embed_tokens.weight"].float()
+    own["shared.weight"] = torch.cat([rows, torch.randn(len(SENTINELS), rows.shape[1]) * rows.std()])
+    for name in ("lm_head", "encoder.embed_tokens", "decoder.embed_tokens"):
+        own[f"{name}.weight"] = own["shared.weight"]  # tied
+    model.load_state_dict(own)
+    return model.to(device)
+
+
+def make_optimizers(model: T5ForConditionalGeneration, peak: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for what is looked up, the output and the norms."""
+    looked_up = ("shared", "lm_head", "relative_attention_bias")
+    others = [p for name, p in model.named_parameters() if p.ndim == 1 or any(part in name for part in looked_up)]
+    known = set(map(id, others))
+    matrices = [p for p in model.parameters() if id(p) not in known]
+    muon = torch.optim.Muon(matrices, lr=peak, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, lr=peak, weight_decay=0.0, betas=(0.9, 0.95))
+    for optimizer in (muon, adamw):
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return [muon, adamw]
+
+
+@torch.no_grad()
+def mean_nats(model: T5ForConditionalGeneration, pairs: list[Pair], device: str) -> float:
+    """Per token of the targets."""
+    model.eval()
+    nats, count = 0.0, 0
+    for first in range(0, len(pairs), 16):
+        given = batch_of(pairs[first : first + 16], device)
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(**given).logits.float()
+        labels = given["labels"].flatten()
+        nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").item()
+        count += int((labels >= 0).sum())
+    model.train()
+    return nats / count
+
+
+class Texts:
+    """Pairs of functions and blocks of text of one split."""
+
+    def __init__(self, split: str, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+        documents = list(stdlib_documents(split))
+        rows = list(functions(documents))
+        (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.pairs = encoded(rows, tokenizer)
+        ids = np.concatenate([tokenizer(document.text, verbose=False)["input_ids"] for document in documents])
+        self.stream = torch.from_numpy(ids.astype(np.int64))
+        self.marks = tokenizer.convert_tokens_to_ids(SENTINELS)
+
+    def spans(self, offset: int, count: int, generator: np.random.Generator) -> Iterator[Pair]:
+        """`count` blocks from `offset` on, in a random order, with spans left out."""
+        blocks = windows(self.stream, LENGTH, offset).numpy()
+        for index in generator.permutation(len(blocks))[:count]:
+            source, target = corrupted(blocks[index], self.marks, generator)
+            yield [*source, EOS], [*target, EOS]
+
+
+def batches(texts: Texts, size: int, seed: int) -> Iterator[list[Pair]]:
+    """Without end: `size` pairs of functions, then twice as many blocks, whose targets are short, in turn."""
+    order, generator = random.Random(seed), np.random.default_rng(seed)
+    pairs, spans = list[Pair](), list[Pair]()
+    while True:
+        if len(pairs) < size:
+            pairs = order.sample(texts.pairs, len(texts.pairs))
+        if len(spans) < 2 * size:
+            spans = list(texts.spans(order.randrange(LENGTH), 200 * size, generator))
+        yield [pairs.pop() for _ in range(size)]
+        yield [spans.pop() for _ in range(2 * size)]
+
+
+def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForConditionalGeneration:
+    torch.manual_seed(args.seed)
+    model = make_model(args.device)
+    optimizers = make_optimizers(model, args.peak)
+    asked = list(heldout.spans(0, 400, np.random.default_rng(0)))
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(texts.pairs):,} functions, "
+          f"{len(texts.stream):,} tokens; {len(heldout.pairs)} functions held out")  # fmt: skip
+    start, tokens = time.monotonic(), 0
+    with (args.out / LOG).open("w") as log:
+        for step, pairs in enumerate(batches(texts, args.batch, args.seed)):
+            minutes = (time.monotonic() - start) / 60
+            scale = rate(minutes / args.minutes)
+            done = bool(step) and scale == 0.0
+            if done or step % args.log_every == 0:
+                record = {"step": step, "minutes": round(minutes, 2), "target_tokens": tokens}
+                few = slice(None) if done else slice(0, 64)
+                record["functions_nats"] = round(mean_nats(model, heldout.pairs[few], args.device), 4)
+                record["spans_nats"] = round(mean_nats(model, asked[few], args.device), 4)
+                log.write(json.dumps(record) + "\n")
+                log.flush()
+                print(record, flush=True)
+            if done:
+                break
+            given = batch_of(pairs, args.device)
+            with torch.autocast(args.device, torch.bfloat16):
+                loss = model(**given).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * scale
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            tokens += int((given["labels"] >= 0).sum())
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=CACHE)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--batch", type=int, default=8, help="functions a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log-every", type=int, default=100)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    texts, heldout = Texts("train", tokenizer, args.out), Texts("heldout", tokenizer, args.out)
+    model = train(args, texts, heldout)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What `gqa-eval` says of encoder-decoders, beside transformers' own loss, caches and texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import run
+from embedded import SOURCE
+from evaluations import refused, results, told, with_tokenizer
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+from transformers import AutoTokenizer, PreTrainedModel
+
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert import convert_checkpoint
+from gqa.convert.recast.targets import checkpoint_cache
+from gqa.eval.decode import greedy_decode, measured_cache_bytes, weights_read
+
+ROWS = [
+    {"said": f"def f{n}(x):" + " pass" * (5 * n % 7), "meant": f"return x + {n}" + " + 1" * (n % 5)} for n in range(12)
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """T5 and BART of 4 heads, their conversions to 2 and back to 4, Whisper, pairs."""
+    found = tmp_path_factory.mktemp("seq2seq")
+    for name in ("t5", "bart"):
+        tiny = replace(TINY[f"gqa_{name}"], options={**TINY[f"gqa_{name}"].options, "vocab_size": 4096})
+        source = with_tokenizer(build(tiny, 4), found / name)
+        convert_checkpoint(source, 2, found / f"{name}-2", method="mean")
+        convert_checkpoint(found / f"{name}-2", 4, found / f"{name}-back")
+    write_checkpoint(build(TINY["gqa_whisper"], 4), found / "whisper")
+    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return found
+
+
+def line(place: Path, *names: str) -> str:
+    models = " ".join(str(place / name) for name in names)
+    return f"{models} --data {place / 'pairs.jsonl'} --field said --target-field meant"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_nats_are_those_of_labels(place: Path, name: str) -> None:
+    """Of transformers' own class, pair by pair, so that padding makes no difference; a mask that is left out does."""
+    model, tokenizer = load_model(str(place / name)), AutoTokenizer.from_pretrained(SOURCE)
+    start, nats, unmasked = model.config.decoder_start_token_id, [], []
+    for row in ROWS:
+        ids = tokenizer(row["meant"], add_special_tokens=False)["input_ids"]
+        labels = torch.tensor([[*ids, model.config.eos_token_id]])
+        given = tokenizer(row["said"], return_tensors="pt")["input_ids"]
+        filled = torch.nn.functional.pad(given, (0, 3), value=model.config.pad_token_id)
+        read = torch.tensor([[start, *ids]])
+        for inputs, found in ((given, nats), (filled, unmasked)):
+            loss = model(input_ids=inputs, decoder_input_ids=read, labels=labels).loss
+            found.append(float(loss) * labels.numel())
+    for size in (1, 5):
+        quality = results(line(place, name), "--batch-size", size)["models"][0]["quality"]
+        assert quality["nats"] == pytest.approx(sum(nats), rel=1e-5)
+        assert quality["nats"] != pytest.approx(sum(unmasked), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_divergence(place: Path, name: str) -> None:
+    """None from itself, none of a conversion whose heads are only repeated, some of one that merged them."""
+    itself, merged = results(line(place, name, name, f"{name}-2"), "--kl")["models"][1:]
+    (again,) = results(line(place, f"{name}-2", f"{name}-back"), "--kl")["models"][1:]
+    assert itself["against_baseline"]["kl"]["maximum"] == 0
+    assert again["against_baseline"]["kl"]["maximum"] < 1e-9
+    assert merged["against_baseline"]["kl"]["mean"] > 1e-7
+
+
+def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
+    """Bytes that transformers' own object holds of self- and of cross-attention."""
+    ids = torch.full((batch, tokens), 7)
+    held: Any = model(input_ids=ids, decoder_input_ids=ids, use_cache=True).past_key_values
+    parts = (held.self_attention_cache, held.cross_attention_cache)
+    return [sum(layer.keys.nbytes + layer.values.nbytes for layer in part.layers) for part in parts]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_cache_bytes(place: Path, tmp_path: Path, name: str) -> None:
+    """By formula, as gqa-eval measures them, and as transformers holds them."""
+    tiny = TINY[f"gqa_{name}"]
+    kept = {**tiny.options, "vocab_size": 4096, "grouped_attention": ["decoder-self"]}
+    alone = write_checkpoint(build(replace(tiny, options=kept), 2), tmp_path / "self")
+    both: dict[str, list[int]] = {}
+    for where in (place / name, place / f"{name}-2", alone):
+        cache, model = checkpoint_cache(read_checkpoint(where)), load_model(str(where))
+        held = both[where.name] = measured_cache_bytes(model, 9, 3)
+        assert held == caches(model, 9, 3)
+        assert held == [3 * cache.bytes_at(9, 0), 3 * (cache.bytes_at(9) - cache.bytes_at(9, 0))]
+        assert cache.bytes_at(5, 9) == 5 * cache.bytes_per_token + 9 * cache.cross_bytes_per_token
+    full, half = both[name], both[f"{name}-2"]
+    assert [2 * part for part in half] == full
+    assert both["self"] == [half[0], full[1]]  # cross-attention keeps all heads
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["t5", "bart-2"])
+def test_greedy_tokens_are_those_of_generate(place: Path, name: str) -> None:
+    model = load_model(str(place / name))
+    ids = torch.randint(5, 4000, (3, 20), generator=torch.Generator().manual_seed(1))
+    model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
+    expected = model.generate(input_ids=ids, do_sample=False, num_beams=1, max_new_tokens=9)
+    made = greedy_decode(model, ids, steps=8)
+    assert torch.equal(made.tokens, expected[:, 1:])
+    assert weights_read(model) < sum(p.nbytes for p in model.parameters())
+
+
+def test_decoding_and_memory(place: Path) -> None:
+    short = "--decode --decode-contexts 24 --decode-batches 2 --decode-steps 3 --decode-repeats 1"
+    models = f"{place / 't5'} {place / 't5-2'}"
+    first, second = results(f"{models} {short}")["models"]
+    for model in (first, second):
+        measured, cache, (point,) = model["kv_cache"]["measured"], model["kv_cache"], model["decode"]["points"]
+        assert measured["bytes"] == measured["formula"] == 2 * measured["cross_bytes"]
+        assert point["cache_bytes"] == 2 * (3 * cache["bytes_per_token"] + 24 * cache["cross_bytes_per_token"])
+    assert first["kv_cache"]["cross_bytes_per_token"] == 2 * second["kv_cache"]["cross_bytes_per_token"]
+    shown = told(f"{models} {short}")
+    assert "2 of 4 heads: KV cache 2x smaller" in shown
+    assert "KV/token of source of baseline" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("bart --decode --decode-contexts 60", "60 tokens and 32 steps are more than the 64 positions of bart"),
+        ("whisper --decode --decode-contexts 8", "the encoder of whisper is given sound, and --decode gives it text"),
+        (
+            "whisper --data PAIRS --target-field meant",
+            "the encoder of whisper is given sound, and --data gives it text",
+        ),
+        ("t5 --recall", "--recall is for decoders, and t5 is an encoder-decoder"),
+        ("t5 --data PAIRS --field said --target-field none", "has no field 'none'; it has 'meant', 'said'"),
+    ],
+)
+def test_refused(place: Path, words: str, message: str) -> None:
+    name, _, rest = words.partition(" ")
+    assert message in refused(f"{place / name} {rest.replace('PAIRS', str(place / 'pairs.jsonl'))}")
+
+
+def test_a_conversion_says_both(place: Path, tmp_path: Path) -> None:
+    done = run(place / "t5", "--groups", 2, "--method", "mean", "-o", tmp_path / "out")
+    assert " per token of the source" in " ".join((done.out + done.err).split())
