@@ -40,6 +40,7 @@ from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
 from gqa.eval.subjects import Subject, fit, open_subjects
 from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
+from gqa.eval.written import against_targets, check_metrics, chosen, write
 
 SCHEMA = 1
 MAX_DECODE = 4096
@@ -58,6 +59,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     device = run_device(options)
     say_device(device, quiet)
     subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
+    check_metrics(options.metrics or ())
     harness = Harness(subjects, options, quiet) if options.tasks else None
     results: dict[str, Any] = {
         "command": words,
@@ -77,6 +79,8 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
             text = read_text(subjects, options)
             results["text"] = {"data": options.data, **text.record()}
             measure_quality(subjects, text, options)
+            if text.protocol == "pairs" and (options.metrics or options.kl or options.output):
+                measure_written(subjects, text, options)
         if recall_context:
             results["recall"] = {"context": recall_context}
             try:
@@ -389,6 +393,25 @@ def measure_recall(subjects: Sequence[Subject], text: Text | None, context: int,
         del head  # before the next one is loaded
     for subject, record in zip(subjects, found, strict=True):  # of all or of none
         subject.record.update(record)
+
+
+def measure_written(subjects: Sequence[Subject], text: Text, options: EvaluateOptions) -> None:
+    """Add to each record how long an encoder-decoder writes what the first one writes for the sources, and what its
+    texts are worth beside the targets. Raises RefusedError.
+    """
+    metrics = options.metrics or ()
+    pairs, texts = chosen(text.windows, bool(metrics)), list[Window]()
+    for subject in subjects:
+        head = _head(subject, options)
+        with _explained(subject.name, options, "greedy texts", "give a smaller --batch-size or --context"):
+            own = write(head.model, pairs if metrics or subject is subjects[0] else pairs[:SHOWN], options.batch_size)
+            texts = texts or own
+            hits = score(head, texts, batch_size=options.batch_size).hits
+        subject.record["greedy"] = agreement(hits, texts)
+        subject.record["samples"] = as_text(subject.tokenizer, own[:SHOWN])
+        if metrics:
+            subject.record["metrics"] = against_targets(metrics, subject.tokenizer, own, pairs)
+        del head  # before the next one is loaded
 
 
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.corpus.windows import Window
@@ -49,8 +49,12 @@ def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]
 
 
 @torch.inference_mode()
-def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS) -> list[Window]:
-    """What the model writes after each opening, EOS at most `steps` tokens later, as windows that score it.
+def continued(
+    model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> list[Window]:  # fmt: skip
+    """What the model writes after each opening, EOS at most `steps` tokens later, as windows that score it; of an
+    encoder-decoder for the `sources`, openings all of a length.
 
     Raises RefusedError for a model that transformers cannot generate with.
     """
@@ -59,20 +63,28 @@ def continued(model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: 
     how = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
     how.eos_token_id = None
     kept, model.generation_config = model.generation_config, how  # the checkpoint's habits: penalties, sampling
+    read, masks = sources or openings, [[1] * len(one) for one in sources or openings]
+    side = "right" if sources else "left"
     ids, mask = (
-        pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
-        for lines in (openings, [[1] * len(opening) for opening in openings])
+        pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side=side).to(model.device)
+        for lines in (read, masks)
     )
+    more: dict[str, Any] = {}
+    if sources:
+        more["decoder_input_ids"] = torch.tensor(openings, device=model.device)
+        # transformers' own has as many layers as T5's encoder.
+        more["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        how.decoder_start_token_id = openings[0][0]
     try:
-        found: Tensor = model.generate(ids, attention_mask=mask, generation_config=how)
+        found: Tensor = model.generate(ids, attention_mask=mask, generation_config=how, **more)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from None
     finally:
         model.generation_config = kept
-    windows = []
-    for number, (opening, written) in enumerate(zip(openings, found[:, ids.shape[1] :].tolist(), strict=True)):
+    windows, first = [], len(openings[0]) if sources else ids.shape[1]
+    for number, (opening, written) in enumerate(zip(openings, found[:, first:].tolist(), strict=True)):
         end = next((place for place, token in enumerate(written, 1) if token in ends), steps)
-        windows.append(Window((*opening, *written[:end]), end, number))
+        windows.append(Window((*opening, *written[:end]), end, number, tuple(sources[number]) if sources else ()))
     return windows
 
 
@@ -96,4 +108,4 @@ def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    return [{"prompt": decoded(w.ids[: -w.scored]), "text": decoded(w.ids[-w.scored :])} for w in windows]
+    return [{"prompt": decoded(w.source or w.ids[: -w.scored]), "text": decoded(w.ids[-w.scored :])} for w in windows]

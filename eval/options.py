@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import click
 
-from gqa.checkpoint.console import ByteSize, Count, Precision, Several
+from gqa.checkpoint.console import ByteSize, Choice, Count, Precision, Several
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf, option_field
 
@@ -63,6 +63,9 @@ class EvaluateOptions:
     recall: bool | None = option_field(
         None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
         "their keys, passkeys.  [default: with -o]", "--recall/--no-recall")
+    metrics: Sequence[str] = option_field(
+        (), "Compare what encoder-decoders write for the sources with the targets: rouge, bleu, wer (gqa[seq2seq]).",
+        type=Several(Choice(("rouge", "bleu", "wer"))), metavar="NAME[,...]", default=None)
     cache_bits: Sequence[int] | None = option_field(
         None, "Also measure every checkpoint with a KV cache of so many bits, like 8,4,2.",
         type=Several(click.IntRange(2, 8)))
@@ -147,6 +150,7 @@ class EvaluateOptions:
 # Options that mean nothing without another.
 _NEEDS = {
     "data": ("kl", "fail_above", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
+    "target_field": ("metrics",),
     "kl": ("baseline_cache",),
     "decode": ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
     "tasks": ("shots", "limit", "include_tasks", "tasks_engine"),

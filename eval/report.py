@@ -79,6 +79,8 @@ def verdict(first: Record, model: Record) -> str:
         shares = [tuple(recalled(m).get(kind, math.nan) for m in (first, model)) for kind in kinds]
         told = [f"{before:.0%} -> {after:.0%}" for before, after in shares]
         parts.append(f"recall {told[0]} (random tokens {told[1]})")
+    if name := next((name for name in ("rougeL", "bleu", "wer") if name in model.get("metrics", {})), None):
+        parts.append(f"{_METRICS[name]} {first['metrics'][name]['value']:.1f} -> {model['metrics'][name]['value']:.1f}")
     return heads + ", ".join(parts)
 
 
@@ -110,6 +112,7 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _quality(models, results["text"]) if "text" in results else None,
         _distributions(models) if any("kl" in m.get("against_baseline", {}) for m in models) else None,
         _recall(models, results["recall"]) if "recall" in results else None,
+        _written(models) if "recall" not in results and "greedy" in measured else None,
         _distances(models) if every and "recall" in measured else None,
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
@@ -163,6 +166,23 @@ def _recall(models: list[Record], settings: Record) -> Table:
     if "text" not in recalled(models[0]):
         del columns[_KINDS["text"][0]]
     return table("Recall from the context", columns | {"greedy": "{tokens:.1f}"}, records, note)
+
+
+_METRICS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "bleu": "BLEU", "wer": "WER"}
+
+
+def _written(models: list[Record]) -> Table:
+    """Of encoder-decoders, what they write for the sources."""
+    columns = {"model": "{name}", "greedy": "{greedy[tokens]:.1f}", "whole": "{greedy[whole]:.0%}"}
+    for name in models[0].get("metrics", {}):
+        columns[_METRICS[name]] = f"{{metrics[{name}][value]:.2f}}"
+        columns[f"{_METRICS[name]}, 95 %"] = f"{{metrics[{name}][low]:.2f}} - {{metrics[{name}][high]:.2f}}"
+    greedy = models[0]["greedy"]
+    note = (
+        f"always the most probable token; greedy: tokens for which a model says what {models[0]['name']} says, of "
+        f"{greedy['longest']:.0f} on average; whole: texts that are the same to their end, of {greedy['texts']:,}"
+    )
+    return table("What is written for the sources", columns, models, note)
 
 
 def _distances(models: list[Record]) -> Table:

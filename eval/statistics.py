@@ -112,6 +112,15 @@ def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[fl
     return (float(values.mean(dtype=np.float64)), *_interval(values, cluster))
 
 
+def ratio_interval(sums: Floats, counts: Floats) -> tuple[float, float, float]:
+    """sum(sums) / sum(counts), each (n,) of clusters and its 95 % bootstrap interval: NaN bounds where there is one."""
+    value = float(sums.sum() / counts.sum())
+    if len(sums) < 2:
+        return value, math.nan, math.nan
+    low, high = np.percentile(_resampled_means(sums, counts), (2.5, 97.5))
+    return value, float(low), float(high)
+
+
 def _interval(
     values: Floats, cluster: NDArray[np.integer[Any]], of: Callable[[Floats], Floats] = np.asarray
 ) -> tuple[float, float]:
@@ -124,7 +133,7 @@ def _interval(
     return float(low), float(high)
 
 
-def _resampled_means(sums: NDArray[Any], counts: NDArray[np.integer[Any]]) -> Floats:
+def _resampled_means(sums: NDArray[Any], counts: NDArray[Any]) -> Floats:
     """Means over tokens of samples of (n,) clusters drawn with replacement, always the same; a few samples at a time,
     so that their weights take the same memory whatever the number of clusters is.
     """

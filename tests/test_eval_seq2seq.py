@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.eval.decode import greedy_decode, measured_cache_bytes, weights_read
+from gqa.eval.written import METRICS
 
 ROWS = [
     {"said": f"def f{n}(x):" + " pass" * (5 * n % 7), "meant": f"return x + {n}" + " + 1" * (n % 5)} for n in range(12)
@@ -151,3 +153,42 @@ def test_refused(place: Path, words: str, message: str) -> None:
 def test_a_conversion_says_both(place: Path, tmp_path: Path) -> None:
     done = run(place / "t5", "--groups", 2, "--method", "mean", "-o", tmp_path / "out")
     assert " per token of the source" in " ".join((done.out + done.err).split())
+
+
+def test_what_is_written(place: Path) -> None:
+    """A model says what it says itself to the end; texts are transformers' own; its metrics are the libraries'."""
+    words = line(place, "t5", "t5", "t5-2") + " --metrics rouge,bleu --kl --precision float32 --batch-size 5"
+    first, again, merged = results(words)["models"]
+    assert (first["greedy"]["whole"], first["greedy"]["texts"], again["greedy"]) == (1.0, len(ROWS), first["greedy"])
+    assert merged["greedy"]["tokens"] < first["greedy"]["tokens"]
+    assert first["metrics"] == again["metrics"]
+    assert set(first["metrics"]) == {"rouge1", "rouge2", "rougeL", "bleu"}
+    model, tokenizer = load_model(str(place / "t5")), AutoTokenizer.from_pretrained(SOURCE)
+    longest = max(len(tokenizer(row["meant"])["input_ids"]) for row in ROWS)
+    expected = []
+    for row in ROWS[:4]:
+        given = tokenizer(row["said"], return_tensors="pt")
+        (ids,) = model.generate(**given, do_sample=False, num_beams=1, max_new_tokens=longest)
+        expected.append(tokenizer.decode(ids, skip_special_tokens=True))
+    assert [one["text"] for one in first["samples"]] == expected
+    assert [one["prompt"] for one in first["samples"]] == [row["said"] for row in ROWS[:4]]
+
+
+def test_metrics_are_the_libraries() -> None:
+    """Of texts that are the targets, of texts that share nothing with them, and of some between, with an interval."""
+    pytest.importorskip("rouge_score")
+    targets = [f"the {n} small cats sat on the red mat" for n in range(9)]
+    near = [text.replace("small", "large") if n % 2 else text for n, text in enumerate(targets)]
+    for name, best, worst in (("rouge", 1.0, 0.0), ("bleu", 1.0, 0.0)):
+        for ours, expected in ((targets, best), (["x y z w v"] * 9, worst)):
+            for value, low, high in METRICS[name][1](ours, targets).values():
+                assert (value, low, high) == pytest.approx([expected] * 3, abs=1e-6)
+        for value, low, high in METRICS[name][1](near, targets).values():
+            assert 0 < low < value < high < 1.0001
+
+
+def test_a_library_that_is_not_installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jiwer", None)
+    said = refused(line(place, "t5") + " --metrics wer")
+    assert "--metrics wer needs jiwer; install it with: pip install 'gqa[seq2seq]'" in said
+    assert "--metrics means nothing without --target-field" in refused(f"{place / 't5'} --data x --metrics bleu")
