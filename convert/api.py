@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ def plan_conversion(
     max_shard_bytes: int | None = None,
     target: Target = ANY,
     output: Callable[[Plan], OutputDirectory] | None = None,
+    for_cache_bits: bool = False,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -72,6 +73,8 @@ def plan_conversion(
         target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
         output: Where a plan is going to be written: for a hub id without the space for all of it, and for an address,
             the files of the source are then fetched beside it as they are read. None for all of a hub id at once.
+        for_cache_bits: Give heads the basis in which a KV cache of few bits loses less (docs/budget.md); any `groups`,
+            the model's own number too.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -86,7 +89,7 @@ def plan_conversion(
         method, grouping = found.method, "contiguous"
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, found, target)
+        made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, found, target, for_cache_bits)
         searches(made, grouping)  # refuses
         return made
 
@@ -135,7 +138,7 @@ def convert_plan(
         if remote:
             stack.enter_context(quiet("huggingface_hub"))
             stack.enter_context(remote)
-            for file in plan.checkpoint.files if plan.lacks_maps else ():
+            for file in plan.checkpoint.files if plan.lacks_maps or plan.for_cache_bits else ():
                 remote.fetch(file)
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.checkpoint.loading import ranks
@@ -144,6 +147,10 @@ def convert_plan(
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
             if not ranks().is_main_process:  # which writes
                 return Conversion(out, plan, plan.warnings, {})
+        if plan.for_cache_bits:
+            from gqa.convert.cache_basis import cache_bases
+
+            plan = replace(plan, merging=replace(plan.merging, bases=cache_bases(plan)))
         resume = identity(plan, checksums) if remote else ""
         output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite, resume))
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress, resume=resume)
@@ -184,10 +191,11 @@ def default_output(model: str, plan: Plan) -> Path:
     """`MODEL-gqa4-refined` beside a local model, in the working directory for a hub id.
 
     `MODEL-mqa-refined` for one head; `MODEL-gqa32` where none are merged; `MODEL-kv56-refined` where layers differ and
-    56 % of the KV cache is left.
+    56 % of the KV cache is left. `-for-cache-bits` follows where that was asked for.
     """
     suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
     if isinstance(plan.groups, tuple):
         suffix = f"-kv{100 * sum(plan.groups) / len(plan.groups) / plan.config.main.kv:.0f}"
     suffix += f"-{plan.method}" if plan.method in METHODS else ""
+    suffix += "-for-cache-bits" if plan.for_cache_bits else ""
     return beside(model, suffix)

@@ -78,6 +78,8 @@ _MERGING = [
            "wrote, instead of --method."),
 ]  # fmt: skip
 _WRITING = [
+    option("--for-cache-bits", is_flag=True, help="Give heads the basis in which a KV cache of 4 bits loses less; the "
+           "model computes what it did. Also with --groups of the model's own number."),
     option("--seed", help="The seed of random draws and samples.", **OF_DRAWS),
     option("--dtype", type=Choice(["float32", "float16", "bfloat16", "float64"]), help="Store all weights so.  "
            "[default: as they are]"),
@@ -135,6 +137,7 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
         max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
         target=read_target(options), grouping=options["grouping"], headers_only=options["dry_run"],
         output=lambda plan: OutputDirectory(_output(plan, options), None, options["overwrite"]),
+        for_cache_bits=options["for_cache_bits"],
     )  # fmt: skip
     _announce(plan, options)
     if options["dry_run"]:

@@ -72,6 +72,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     engine_notes: tuple[str, ...] = ()
     why: str = ""  # the method was taken, where none was named and heads are merged
+    for_cache_bits: bool = False  # heads get a basis in which a cache of few bits loses less (`cache_basis`)
 
     @property
     def fewest(self) -> int:
@@ -89,7 +90,7 @@ class Plan:
     def changes_of(self, module: AttentionModule) -> list[Change]:
         """What happens to one attention module; nothing where its heads stay."""
         found = (t.change for t in self.tensors if t.change and t.name == t.change.outputs[0])
-        return [change for change in found if change.module == module.path]
+        return [change for change in found if change.module == module.path and change.groups != change.heads.kv]
 
     @property
     def total_bytes(self) -> int:
@@ -120,6 +121,7 @@ def make_plan(
     max_shard_bytes: int | None = None,
     maps: MapsFile | None = None,
     target: Target = ANY,
+    for_cache_bits: bool = False,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
@@ -138,13 +140,17 @@ def make_plan(
     merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
     method, why = _choose(checkpoint, config, modules) if method == AUTO else (method, "")
     beside = _rules_beside(config, method, checkpoint.name) if merges else ()
+    if for_cache_bits:
+        beside = _rules_of_basis(config, checkpoint.name)
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
-    changes = [change for change in changes if change.groups != change.heads.kv]
+    if not for_cache_bits:
+        changes = [change for change in changes if change.groups != change.heads.kv]
     if maps:
         check_maps(maps, checkpoint, modules, groups)
         mapped = {module.path for module in modules if module.kind == "decoder-self" and module.layer < config.layers}
         shapes = {t.name: t.shape for t in _outputs(checkpoint, changes, Merging(), None)}
-        check_shapes(maps, (change for change in changes if change.module in mapped), shapes)
+        merged = (change for change in changes if change.module in mapped and change.groups != change.heads.kv)
+        check_shapes(maps, merged, shapes)
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
@@ -165,6 +171,7 @@ def make_plan(
         warnings=tuple(_warnings(checkpoint, why if merges and not METHODS[method].aligns else "")),
         engine_notes=engine_notes(new, cache_after),
         why=why if merges else "",
+        for_cache_bits=for_cache_bits,
     )
 
 
@@ -189,6 +196,16 @@ def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ..
             f"use --method {instead(lambda other: other.refines)}"
         )
     return tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
+
+
+def _rules_of_basis(config: ModelConfig, name: str) -> tuple[Rule, ...]:
+    """Rules of what another basis of heads changes beside keys and values. Raises RefusedError where there is none."""
+    if isinstance(config.symmetry, str):
+        raise RefusedError(
+            f"--for-cache-bits cannot change the heads of {name} ({config.text.model_type}): {config.symmetry}; leave "
+            "it out"
+        )
+    return config.symmetry.rules
 
 
 def searches(plan: Plan, grouping: str) -> bool:

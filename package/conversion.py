@@ -44,7 +44,8 @@ def convert_model(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     revision: str | None = None,
-    overwrite: bool = False, checksums: bool = False, verify_load: bool = False, jobs: int = DEFAULT_JOBS,
+    for_cache_bits: bool = False, overwrite: bool = False, checksums: bool = False,
+    verify_load: bool = False, jobs: int = DEFAULT_JOBS,
 ) -> ConvertedModel:  # fmt: skip
     """A checkpoint with `kv_heads` key/value heads, made of `model`.
 
@@ -67,17 +68,16 @@ def convert_model(
         seed: Of random draws and samples; where it is not 0 it takes the place of those in `options`.
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
         max_shard_bytes: Of one file; None for the model's partition. revision: Branch, tag or commit of a hub id.
+        for_cache_bits: Give heads the basis in which a KV cache of few bits loses less; the model computes what it did.
         overwrite: Replace a checkpoint that is at `out`, once the new one is complete.
-        checksums: Compare every untouched byte and record the SHA-256 of all shards.
+        checksums: Compare every untouched byte and record the SHA-256 of all shards. jobs: Shards written at a time.
         verify_load: Load the result with transformers, too, and run it once.
-        jobs: Shards written at a time.
 
     Raises:
         RefusedError: The model or an option cannot be used; before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
-    began = time.monotonic()
-    asked = _asked(kv_heads, kv_budget)
+    began, asked = time.monotonic(), _asked(kv_heads, kv_budget)
     _check_counts(jobs=jobs, max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
@@ -87,7 +87,7 @@ def convert_model(
         output = partial(_output, place, Path(own.name) if own else None, out)
         plan = _planned(
             place, asked, method, _with_text(options, data, seed), progress, target=target,
-            output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
+            for_cache_bits=for_cache_bits, output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
         )  # fmt: skip
         goal = output(plan)
         calibration = _maps_options(plan, data, options, seed)

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     "context": (CALIBRATED, ("--context", 16)),
     "repeats": ((*CALIBRATED, "--context", 64), ("--no-repeats",)),
     "precision": (CALIBRATED, ("--precision", "bfloat16")),
+    "for_cache_bits": ((), ("--for-cache-bits",)),
     "grouping": (("--method", "aligned"), ("--grouping", "contiguous")),
     "ridge": (CALIBRATED, ("--ridge", 0.123456789)),
     "refine_steps": (REFINED, ("--refine-steps", 30)),

@@ -72,9 +72,14 @@ class Change:
         parts = self.split(tensors)
         return self.join({part: heads if part == "whole" else merge(part, heads) for part, heads in parts.items()})
 
+    @property
+    def after(self) -> Change:
+        """The heads of the result as they lie in its tensors."""
+        return replace(self, heads=replace(self.heads, kv=self.groups))
+
     def repeated(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Of outputs: tensors like the sources, in which each key and value head stands as often as it is shared."""
-        parts = replace(self, heads=replace(self.heads, kv=self.groups)).split(tensors)
+        parts = self.after.split(tensors)
         times, shared = self.heads.kv // self.groups, ("key", "value")
         return self.join({k: t.repeat_interleave(times, 0) if k in shared else t for k, t in parts.items()})
 
