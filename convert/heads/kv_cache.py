@@ -98,8 +98,8 @@ def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
             cross.append(CachedLayer(kept, numbers, None, heads.value_dim))
     remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
     context = getattr(text, "max_position_embeddings", None)
-    remark = remark if every and main.kv < main.query else None
-    return KVCache(tuple(layers), BITS[dtype] // 8, context, remark, cross=tuple(cross))
+    told = remark if every and main.kv < main.query else None
+    return KVCache(tuple(layers), BITS[dtype] // 8, context, told, cross=tuple(cross))
 
 
 def _window(text: Any, layer: int) -> int | None:
