@@ -122,6 +122,17 @@ def state_files(state: Path) -> dict[str, Any]:
     return found
 
 
+def state_weights(state: Path) -> dict[str, Any]:
+    """Those that a state holds, by their names in what is trained."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.NamedTemporaryFile() as whole:
+        dcp_to_torch_save(state / "shards", whole.name)
+        found: dict[str, Any] = torch.load(whole.name)["model"]
+    return found
+
+
 def command(job: dict[str, Any]) -> None:
     """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this module."""
     from gqa.cli import call
