@@ -37,8 +37,8 @@ Row = dict[str, np.ndarray[Any, Any]]
 class StoredTargets:
     """The targets in `directory`; indexed by the number of a block, the `heldout` ones first.
 
-    A block has what it is made of, as text has it or pairs have, and for its predictions (T - 1 of T tokens of text)
-    `top_counts` (T - 1,), `top_ids` and `top_logs` (the sum of the counts) and `top_rest` (T - 1,): see
+    A block has `input_ids` (T,) and perhaps `position_ids` and `document_ids`, as text has them, and for its T - 1
+    predictions `top_counts` (T - 1,), `top_ids` and `top_logs` (the sum of the counts) and `top_rest` (T - 1,): see
     `gqa.uptrain.losses.TopTargets`. Numbers in 16 bits are given as the integers of the same bits: who gathers shards
     in bfloat16 rounds what floats it is given.
     """
