@@ -158,8 +158,9 @@ def next_token_loss(
     likelihood = summed(nats(logits, targets))
     if teacher is None:
         return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
-    kept = isinstance(teacher, TopTargets)
-    found = teacher.divergence(logits, temperature) if kept else distillation(logits, teacher.float(), temperature)
-    divergence = summed(found)
+    if isinstance(teacher, TopTargets):
+        divergence = summed(teacher.divergence(logits, temperature))
+    else:
+        divergence = summed(distillation(logits, teacher.float(), temperature))
     loss = divergence if weight == 1 else (1 - weight) * likelihood + weight * divergence
     return loss, torch.stack([likelihood, divergence])

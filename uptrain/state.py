@@ -98,7 +98,7 @@ class States:
 
         self.finish()
         work = self.directory / f"step-{record['step']:08d}.partial"
-        shards: Future[Any] | None = None
+        shards: Any = None  # a Future of what is written beside training
         with self._failing(record["step"], work):
             work.mkdir(parents=True, exist_ok=True)
             if accelerator.is_main_process and (self.directory / BEST).exists():

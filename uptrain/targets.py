@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
+import pyarrow  # type: ignore[import-untyped]
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.write import replacing
