@@ -161,8 +161,8 @@ _HEADINGS = {
     "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers record-teacher kl "
     "recall metrics cache-bits decode memory tasks recommend dry-run device",
     "Quality": "grouping for-cache-bits ridge refine-steps refine-batch refine-learning-rate refine-precision "
-    "learning-rate schedule "
-    "warmup decay weight-decay optimizer clip batch-size distill temperature match match-weight lora-rank precision "
+    "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature match "
+    "match-weight lora-rank precision "
     "calibration-precision eval-precision seed seeds max-loss-increase max-recall-loss baseline-cache protocol stride "
     "fail-above shots limit include-tasks tasks-engine decode-batches decode-contexts decode-steps decode-repeats "
     "decode-batch decode-context",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import TINY, build
-from training import Runs, material, options_for, training_model
+from training import Runs, losses, material, options_for, state_weights, training_model
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.optimizer import MuonAdamW, make_optimizer
+from gqa.uptrain.summary import memory_bytes
 
 RATE, DECAY = 1e-2, 0.1
 
@@ -81,6 +84,63 @@ def test_shards_are_refused(runs: Runs, tmp_path: Path) -> None:
         done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer=name), ranks=2, before="shard()")
         assert (done.code, done.err.count("\n")) == (2, 1), done.err
         assert f"--optimizer {name} {told}" in done.err
+
+
+LESS: dict[str, dict[str, Any]] = {
+    "8 bits": {"optimizer": "adamw-8bit"},
+    "bfloat16": {"weights": "bfloat16", "precision": "bf16"},
+    "both": {"optimizer": "adamw-8bit", "weights": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", LESS)
+def test_less_memory_for_nearly_the_same_losses(runs: Runs, tmp_path: Path, name: str) -> None:
+    """Also in shards, and continued from whole weights in shards."""
+    pytest.importorskip("torchao")
+    words = {"steps": 4, "save_every": 2, "keep_state": True, "learning_rate": 1e-2}
+    runs.finish(*runs.words(tmp_path / "plain", **words))
+    expected = losses(tmp_path / "plain")
+    assert expected[-1] < 0.98 * expected[0]
+    killed = runs.run(*runs.words(tmp_path / "one", **words | LESS[name]), before="kill_at(3)")
+    assert killed.code == -signal.SIGKILL, killed.err
+    shutil.copytree(tmp_path / "one-state", tmp_path / "shards-state")
+    runs.finish(*runs.words(tmp_path / "one", **words | LESS[name]), "--resume")
+    runs.finish(*runs.words(tmp_path / "shards", **words | LESS[name]), "--resume", ranks=2, before="shard()")
+    for out in ("one", "shards"):
+        assert losses(tmp_path / out) == pytest.approx(expected, rel=5e-3), out
+    held = state_weights(tmp_path / "one-state" / "step-00000004").values()
+    assert {tensor.dtype for tensor in held} == {torch.bfloat16 if "weights" in LESS[name] else torch.float32}
+
+
+def test_steps_smaller_than_bfloat16_shows_add_up() -> None:
+    """On average; those rounded to the nearest change nothing."""
+    optim = pytest.importorskip("torchao.optim")
+    for at_random in (True, False):
+        torch.manual_seed(0)
+        weights = torch.nn.Parameter(torch.ones(1 << 14, dtype=torch.bfloat16))
+        optimizer = optim._AdamW([weights], lr=1e-4, weight_decay=0, bf16_stochastic_round=at_random)
+        for _ in range(10):
+            weights.grad = torch.ones_like(weights)
+            optimizer.step()
+        drift = float(weights.detach().double().mean() - 1)
+        assert drift == (pytest.approx(-1e-3, rel=0.1) if at_random else 0)
+
+
+def test_torchao_is_asked_for(runs: Runs, tmp_path: Path) -> None:
+    for given in LESS.values():
+        done = runs.run(*runs.words(tmp_path / "out", steps=1, **given), before="sys.modules['torchao'] = None")
+        assert (done.code, done.err.count("\n")) == (2, 1), done.err
+        assert "needs torchao; install it with: pip install torchao" in done.err
+    done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer="muon", weights="bfloat16"))
+    assert "--weights bfloat16 is computed in bfloat16, with --optimizer adamw or adamw-8bit" in done.err
+
+
+def test_bytes_of_a_parameter() -> None:
+    for given, each in (
+        (("adamw",), 16), (("adamw-8bit",), 10), (("muon",), 12), (("adafactor",), 9),
+        (("adamw", 0, 1, "bfloat16"), 8), (("adamw-8bit", 0, 1, "bfloat16"), 6),
+    ):  # fmt: skip
+        assert memory_bytes(100, 100, *given) == 100 * each, given
 
 
 def opened(**given: Any) -> Dataloader:

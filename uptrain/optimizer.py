@@ -1,12 +1,16 @@
-"""What turns gradients into steps: AdamW, Adafactor, or Muon for matrices with AdamW for the rest."""
+"""What turns gradients into steps: AdamW, also with a state of 8 bits or weights in bfloat16, Adafactor, or Muon for
+matrices with AdamW for the rest.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import decay_groups
 from gqa.uptrain.training_model import TrainingModel
@@ -15,8 +19,8 @@ _BETAS = (0.9, 0.95)
 
 
 def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW (fused), Adafactor with the rate that is given, as in the paper (section 3.1), or Muon. No group of it is
-    empty: states have none such.
+    """AdamW (fused, or torchao's), Adafactor with the rate that is given, as in the paper (section 3.1), or Muon. No
+    group of it is empty: states have none such.
     """
     every, rate = decay_groups(model, options.weight_decay), options.learning_rate
     groups = [group for group in every if group["params"]]
@@ -30,8 +34,63 @@ def make_optimizer(model: TrainingModel, options: TrainOptions) -> torch.optim.O
     if options.optimizer == "muon":
         tables = (model.model.get_input_embeddings(), model.model.get_output_embeddings())
         return MuonAdamW(every, rate, {id(p) for table in tables if table is not None for p in table.parameters()})
+    if options.of_torchao:
+        optim, at_random = torchao_optim(options.of_torchao), options.weights == "bfloat16"
+        kind = optim.AdamW8bit if options.optimizer == "adamw-8bit" else optim._AdamW
+        made: torch.optim.Optimizer = kind(groups, lr=rate, betas=_BETAS, bf16_stochastic_round=at_random)
+        return made
     fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, lr=rate, betas=_BETAS, fused=fused)
+
+
+def torchao_optim(wanted: str) -> Any:
+    """torchao's optimisers. Raises RefusedError where an option wants them that are not installed."""
+    try:
+        from torchao import optim
+    except ImportError:
+        raise RefusedError(f"{wanted} needs torchao; install it with: pip install torchao") from None
+    return optim
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """The rate of the next step. torchao compiles its steps, for which it is a tensor."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+
+
+def _quantised(value: Any) -> bool:
+    """Whether it is a tensor of torchao's, or shards that are."""
+    return isinstance(value, Tensor) and type(_local(value)).__module__.startswith("torchao.")
+
+
+def _local(value: Tensor) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def plain_moments(moments: dict[str, Any]) -> dict[str, Any]:
+    """An optimiser's state dict with float32 for numbers of 8 bits: what any number of shards can read."""
+
+    def plain(value: Any) -> Any:
+        if not _quantised(value):
+            return value
+        whole: Tensor = _local(value).dequantize(torch.float32)
+        if not isinstance(value, DTensor):
+            return whole
+        place: dict[str, Any] = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+        return DTensor.from_local(whole, value.device_mesh, value.placements, **place)
+
+    state = {name: {key: plain(value) for key, value in own.items()} for name, own in moments["state"].items()}
+    return moments | {"state": state}
+
+
+def restored_moments(moments: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+    """What was `plain_moments(moments)` and has been read since, rounded to 8 bits again."""
+    for name, own in moments["state"].items():
+        for key, value in own.items():
+            if _quantised(value):
+                _local(value).copy_(_local(read["state"][name][key]))
+                read["state"][name][key] = value
+    return read
 
 
 class MuonAdamW(torch.optim.Optimizer):

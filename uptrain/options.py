@@ -109,8 +109,15 @@ class TrainOptions:
     keep_adapter: bool = option_field(
         False, "Keep the adapter of --train lora too, in DIR/adapter, for peft.", free=True
     )
-    optimizer: Literal["adamw", "adafactor", "muon"] = option_field(
-        "adamw", "What updates the weights. muon: that for matrices, adamw for the rest."
+    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = option_field(
+        "adamw",
+        "What updates the weights. adamw-8bit: with a state of 8 bits, by torchao; muon: that for matrices, adamw for "
+        "the rest.",
+    )
+    weights: Literal["float32", "bfloat16"] = option_field(
+        "float32",
+        "What weights and gradients are kept in. bfloat16: steps are rounded at random, by torchao.",
+        type=Precision("float32", "bfloat16"),
     )
     learning_rate: float = option_field(3e-4, "The learning rate at its highest.", aliases="--lr", type=_ABOVE_ZERO)
     schedule: Schedule = option_field("linear", "How the learning rate goes on after the warm-up.")
@@ -124,7 +131,7 @@ class TrainOptions:
     clip: float = option_field(1.0, "The norm of the gradient, at most.", type=_ABOVE_ZERO)
     precision: Literal["no", "bf16", "fp16"] = option_field(
         "no",
-        "What is computed in; weights and optimiser stay in float32. As the launcher says, unless given.",
+        "What is computed in; for what weights are kept in see --weights. As the launcher says, unless given.",
         type=Precision("float32", "bfloat16", "float16", accelerate=True),
         default="float32",
         envvar="ACCELERATE_MIXED_PRECISION",
@@ -187,6 +194,13 @@ class TrainOptions:
         return () if self.teacher == NO_TEACHER else (self.teacher,)
 
     @property
+    def of_torchao(self) -> str:
+        """The option for which torchao is needed, if any."""
+        if self.optimizer == "adamw-8bit":
+            return "--optimizer adamw-8bit"
+        return "--weights bfloat16" if self.weights == "bfloat16" else ""
+
+    @property
     def lengths(self) -> list[str]:
         """Which of the three ways to say how long training is are used."""
         return [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
@@ -218,6 +232,11 @@ class TrainOptions:
             yield "--distill and --match need --teacher, the model before conversion"
         if self.match and self.compile:
             yield "--match reads outputs of modules, which a compiled model has none of; drop --compile"
+        if self.weights == "bfloat16" and (self.precision == "fp16" or not self.optimizer.startswith("adamw")):
+            yield (
+                "--weights bfloat16 is computed in bfloat16, with --optimizer adamw or adamw-8bit; give one of these, "
+                "and no other --precision"
+            )
         if self.keep_adapter and self.train != "lora":
             yield f"--keep-adapter is of --train lora; --train {self.train or 'all'} has no adapter"
         for name, value in asdict(self).items():

@@ -42,6 +42,7 @@ from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled, open_stored
 from gqa.uptrain.defaults import settle
+from gqa.uptrain.optimizer import torchao_optim
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.scope import choose, unreached
@@ -215,7 +216,7 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     device = find_device(options.device) if options.device else None
     try:
         accelerator = Accelerator(
-            mixed_precision=options.precision,
+            mixed_precision="no" if options.weights == "bfloat16" else options.precision,  # they need no casting
             # Given as a number it would give way to a variable that the launcher sets for DeepSpeed.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),
@@ -241,7 +242,7 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Else each process holds whole gradients from one micro-batch to the next.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        if options.precision != "no":
+        if options.precision != "no" or options.weights == "bfloat16":
             _keep_sums(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.deepspeed_plugin.deepspeed_config["gradient_clipping"] = options.clip
@@ -264,7 +265,7 @@ def _keep_sums(accelerator: Accelerator) -> None:
     """
     plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version == 2:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[accelerator.mixed_precision]
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
@@ -273,10 +274,10 @@ def _beside(out: Path, purpose: str) -> Path:
 
 
 def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dry: bool) -> PreTrainedModel:
-    """In float32, with what does not train frozen. It has no weights where they are read into shards."""
+    """With what does not train frozen. It has no weights where they are read into shards."""
     sharded = accelerator.distributed_type == DistributedType.FSDP
     device = "cpu" if sharded else str(accelerator.device)
-    model = _load(checkpoint, options, device, "float32", weights=not (dry or accelerator.is_fsdp2))
+    model = _load(checkpoint, options, device, options.weights, weights=not (dry or accelerator.is_fsdp2))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
     if model.main_input_name != "input_ids" and (options.target_field or options.streaming or not options.teachers):
@@ -296,8 +297,10 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
             enable({"use_reentrant": False})
         except ValueError as error:
             raise RefusedError(f"--checkpointing: {explain(error)}") from None
+    if (wanted := options.of_torchao) and not dry:
+        _check_torchao(wanted, accelerator)
     if options.compile:
-        _check_compiler()
+        _check_compiler("--compile")
     return model
 
 
@@ -322,13 +325,20 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
         )
 
 
-def _check_compiler() -> None:
+def _check_torchao(wanted: str, accelerator: Accelerator) -> None:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise RefusedError(f"{wanted} does not go with DeepSpeed, which keeps weights its own way; use FSDP2")
+    torchao_optim(wanted)
+    _check_compiler(wanted)  # of its steps
+
+
+def _check_compiler(wanted: str) -> None:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
     except Exception as error:  # of any of the layers below
         if out_of_memory(error):
             raise
-        raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
+        raise RefusedError(f"{wanted}: torch.compile does not work here ({explain(error, 200)}); do without") from None
 
 
 def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:

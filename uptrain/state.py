@@ -30,6 +30,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
 from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
+from gqa.uptrain.optimizer import plain_moments, restored_moments
 from gqa.uptrain.options import TrainOptions, differences
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class States:
                 rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
                 save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
                 weights, moments = get_state_dict(model, optimizer.optimizer)
-                found = {"model": weights, "optimizer": moments}
+                found = {"model": weights, "optimizer": plain_moments(moments)}
                 alone = accelerator.num_processes == 1
                 shards = async_save(found, checkpoint_id=work / _SHARDS, process_group=self._group, no_dist=alone)
         thread = ThreadPoolExecutor(1)
@@ -251,7 +252,9 @@ def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> No
     weights, moments = get_state_dict(model, optimizer.optimizer)
     read({"model": weights}, checkpoint_id=path / _SHARDS)
     # What never had a gradient has no moments.
-    read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=DefaultLoadPlanner(allow_partial_load=True))
+    held = plain_moments(moments)
+    read({"optimizer": held}, checkpoint_id=path / _SHARDS, planner=DefaultLoadPlanner(allow_partial_load=True))
+    moments = restored_moments(moments, held)
     set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
     load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
 

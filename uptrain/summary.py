@@ -47,17 +47,20 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": dataloader.tokens(len(setup.heldout)),
-        "memory_bytes": memory_bytes(parameters, trained, options.optimizer, teacher, shares),
+        "memory_bytes": memory_bytes(parameters, trained, options.optimizer, teacher, shares, options.weights),
     }
 
 
-def memory_bytes(parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1) -> int:
+def memory_bytes(
+    parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1, weights: str = "float32"
+) -> int:
     """What one process holds where `shares` divide all of it: weights, and of those that train gradients and what the
     optimiser keeps (of Adafactor rows and columns only, which are counted as a byte), and the bytes of a `teacher`.
     Activations come on top.
     """
-    kept = {"adamw": 8, "muon": 4, "adafactor": 1}[optimizer]
-    return (4 * parameters + (4 + kept) * trained + teacher) // shares
+    each = 2 if weights == "bfloat16" else 4  # of a weight, its gradient, and either moment of AdamW
+    kept = {"adamw": 2 * each, "adamw-8bit": 2, "muon": 4, "adafactor": 1}[optimizer]
+    return (each * parameters + (each + kept) * trained + teacher) // shares
 
 
 def plan_text(setup: Setup) -> str:
