@@ -50,6 +50,11 @@ def read_pairs(source: Source, targets: Source) -> Iterator[tuple[Document, str]
         raise CorpusError(f"--field and --target-field of {source.spec} are the same text; name two columns")
 
 
+def pair_digest(source: str, target: str) -> bytes:
+    """By which a pair is put in order and held out, as a document is by its text's."""
+    return text_digest(f"{source}\0{target}")
+
+
 class PairEncoder:
     """Text -> pairs for the model of transformers' `config`, an encoder-decoder that reads text.
 
@@ -146,7 +151,7 @@ def tokenise_pairs(columns: Sequence[tuple[Source, Source]], encoder: PairEncode
             sides = [one.text for one, _ in batch], [answer for _, answer in batch]
             made = encoder.encode(sides[0]), encoder.encode(sides[1], target=True)
             for one, other, source_ids, target_ids in zip(*sides, *made, strict=True):
-                yield {"source": source_ids, "target": target_ids, "digest": text_digest(f"{one}\0{other}")}
+                yield {"source": source_ids, "target": target_ids, "digest": pair_digest(one, other)}
 
     found = []
     for source, targets in columns:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.sources import Source, parse_source
+from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
 from gqa.eval.options import EvaluateOptions, Protocol
 from gqa.eval.statistics import Floats
@@ -103,7 +104,7 @@ class Text:
     """What is scored: windows of token ids, and the size of what they were made of."""
 
     windows: tuple[Window, ...]
-    protocol: Protocol | Literal["pairs"]
+    protocol: Protocol | Literal["pairs", "spans"]
     context: int
     documents: int
     bytes: int
@@ -223,14 +224,27 @@ def make_pairs(
                 yield target, asked, given, (given, asked) != whole
 
     taken = _taken(found(), max_tokens)
-    windows = [
-        Window((encoder.start, *asked), len(asked), number, tuple(given))
-        for number, (_, asked, given, _) in enumerate(taken)
-    ]
+    windows = [_pair_window(encoder, given, asked, number) for number, (_, asked, given, _) in enumerate(taken)]
     if not windows:
         raise RefusedError("there is no pair of a source and a target text; give more with --data")
     cut = sum(row[3] for row in taken)
     return Text(tuple(windows), "pairs", context, len(taken), *_sizes(row[0] for row in taken), cut=cut)
+
+
+def make_spans(blocks: Iterable[Block], encoder: PairEncoder, tokenizer: Any, context: int) -> Text:
+    """Plain text, in blocks of at most `context` tokens, of which spans are left out as gqa-uptrain leaves them out of
+    what is held out: those are scored, with their marks. Raises RefusedError where the tokenizer has no marks.
+    """
+    windows, told = list[Window](), list[str]()
+    for number, block in enumerate(blocks):
+        given, asked = encoder.corrupt(block["input_ids"], np.random.default_rng([number]))
+        windows.append(_pair_window(encoder, given, asked, number))
+        told.append(tokenizer.decode(asked, skip_special_tokens=True))
+    return Text(tuple(windows), "spans", context, len(windows), *_sizes(told))
+
+
+def _pair_window(encoder: PairEncoder, given: Sequence[int], asked: Sequence[int], number: int) -> Window:
+    return Window((encoder.start, *asked), len(asked), number, tuple(given))
 
 
 def count_words(text: str) -> int:

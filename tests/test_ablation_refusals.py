@@ -24,7 +24,7 @@ def refused(out: Path, *says: str, code: int = 2, **options: Any) -> None:
 
 
 REFUSED = {
-    "unknown method": ({"methods": "mean,median"}, ["'--methods': 'median' is not one of 'mean'", "calibrated"]),
+    "unknown method": ({"methods": "mean,median"}, ["'--methods': 'median' is not one of 'auto'", "calibrated"]),
     "no method": ({"methods": ","}, ["'--methods': ',' names nothing"]),
     "no seeds": ({"methods": "random:0"}, ["'0' is no number of seeds", "random:3"]),
     "groups that do not divide": ({"groups": "1,3"}, ["--groups 3 is not possible", "choose 1, 2 or 4"]),

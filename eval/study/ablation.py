@@ -6,11 +6,10 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,10 +20,11 @@ from gqa.convert.estimate import TRAINING, operations
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
-from gqa.convert.methods import METHODS
+from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.sources import parse_sources, text_digest
+from gqa.corpus.pairs import PairEncoder, pair_digest, read_pairs
+from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import DISTANCES, READ
@@ -46,11 +46,13 @@ from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, table
-from gqa.eval.text import Text, check_ids, choose_context, make_text
-from gqa.uptrain.dataloader import heldout_sources, open_dataloader
-from gqa.uptrain.options import differences
-from gqa.uptrain.setup import find_block_size
+from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
+from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_heldout
+from gqa.uptrain.options import TrainOptions, differences
+from gqa.uptrain.pairs import open_pairs
+from gqa.uptrain.setup import MAX_PAIR, find_block_size
 
+ALL = 2**62  # tokens
 TEACHING = 1.0  # forward passes for each token that is trained on
 
 
@@ -95,14 +97,15 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
     devices = tuple(map(evaluate.usable_device, options.devices or (None,)))
     training = replace(options.training, model=subject.path)
     options = replace(options, training=training, devices=devices)
-    if subject.config.is_encoder_decoder:
-        raise RefusedError(f"{subject.name} is an encoder-decoder; studies are of decoders")
+    subject.check_reads_text("gqa-ablate")
+    if training.target_field and not subject.config.is_encoder_decoder:
+        raise RefusedError(f"--target-field is for encoder-decoders, {subject.name} is none; leave it out")
     if not training.data:
         raise RefusedError("no data is named: give text to train and calibrate on with --data, like stdlib:train")
     if any(source.partition(":")[0] == "self" for source in training.data):
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
     config, grid, left_out = _settle(subject, grid, options.maps.grouping, strict)
-    text = _text(subject, options, heldout_sources(training))
+    text = _text(subject, options)
     if options.recall:
         evaluate.check_recall(subject, text.context)
     steps, tokens = {}, {}
@@ -110,15 +113,21 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
         one = replace(training, alpha=alpha)
         one.check(1)
         size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
-        dataloader = open_dataloader(one, subject.tokenizer, size)
+        if encoder := _encoder(subject):
+            dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None)
+        else:
+            dataloader = open_dataloader(one, subject.tokenizer, size)
         steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
-    sources = parse_sources(training.data, field=training.field)
+    columns = filter(None, (training.field, training.target_field))
+    sources = [source for column in columns for source in parse_sources(training.data, field=column)]
     identity = {
         "model": without_place(subject.checkpoint.hub_id or subject.name),
         "fingerprint": fingerprint(subject.checkpoint, attention_modules(subject.checkpoint, config)),
         **options.binding(),
         "content of the data": text_digest(" ".join(source.identify() for source in sources)).hex(),
-        "content of the held-out text": text_digest(repr([window.ids for window in text.windows])).hex(),
+        "content of the held-out text": text_digest(
+            repr([window.source + window.ids for window in text.windows])
+        ).hex(),
     }
     identity, record = json.loads(json.dumps(identity)), read_record(options.output)
     if record is None and is_foreign(options.output):
@@ -138,7 +147,11 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     Other methods than those that align merge neighbours whatever `grouping` says.
     """
     config, left_out = make_plan(subject.checkpoint, (grid.groups or (1,))[0], "mean").config, {}
-    grid = replace(grid, groups=grid.settled(config.main.kv))
+    methods = dict(grid.methods)
+    if seeds := methods.pop(AUTO, None):
+        found = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).method
+        methods[found] = max(seeds, methods.get(found, 0))
+    grid = replace(grid, methods=methods, groups=grid.settled(config.main.kv))
     for method, groups in product(grid.methods, grid.groups or ()):
         try:
             plan = make_plan(subject.checkpoint, groups, method)
@@ -151,17 +164,48 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     return config, replace(grid, methods=methods), left_out
 
 
-def _text(subject: Subject, options: StudyOptions, sources: Sequence[Any]) -> Text:
-    """Held-out documents, whole, in the order of a hash of their text, which spreads a part of them over all."""
-    if not sources:
+def _encoder(subject: Subject) -> PairEncoder | None:
+    """What makes pairs for an encoder-decoder."""
+    if not subject.config.is_encoder_decoder:
+        return None
+    return PairEncoder(subject.config, subject.tokenizer, subject.name)
+
+
+def _text(subject: Subject, options: StudyOptions) -> Text:
+    """Held-out documents or pairs, whole, in the order of a hash of their text, which spreads a part of them over all;
+    for an encoder-decoder without a column of targets, blocks of which spans are left out.
+    """
+    training, encoder = options.training, _encoder(subject)
+    if not (sources := heldout_sources(training)):
         raise RefusedError(
             "nothing is held out to measure on: give --heldout SOURCE, or --heldout-fraction of the data's documents"
         )
-    texts = sorted((found.text for source in sources for found in source.documents()), key=text_digest)
-    context = choose_context([subject], options.context, beyond=False)
-    text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)
+    spans = encoder is not None and not training.target_field
+    context = choose_context([subject], options.context, beyond=False, most=MAX_PAIR if spans else MAX_CONTEXT)
+    if encoder is None:
+        texts = sorted((found.text for source in sources for found in source.documents()), key=text_digest)
+        text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)
+    elif spans:
+        wanted = replace(training, block_size=context, heldout_tokens=options.eval_tokens or ALL)
+        text = make_spans(open_heldout(wanted, subject.tokenizer), encoder, subject.tokenizer, context)
+    else:
+        pairs = sorted(_heldout_pairs(training), key=lambda pair: pair_digest(*pair))
+        text = make_pairs(pairs, encoder, context, options.eval_tokens)
     check_ids([subject], text)
     return text
+
+
+def _heldout_pairs(training: TrainOptions) -> Iterator[tuple[str, str]]:
+    """Those that are named to be held out, or the share of the data's that gqa-uptrain holds back. Raises RefusedError
+    and CorpusError.
+    """
+    data = [training.heldout] if training.heldout else training.data
+    columns = [parse_sources(data, field=field) for field in (training.field, training.target_field or "")]
+    threshold = hash_threshold(1.0 if training.heldout else training.heldout_fraction)
+    for source, targets in zip(*columns, strict=True):
+        for one, target in read_pairs(source, targets):
+            if is_below(pair_digest(one.text, target), threshold):
+                yield one.text, target
 
 
 def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambda row: None) -> Rows:
@@ -263,7 +307,9 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     conversion, and each cell of a training for the tokens since the one before.
     """
     checkpoint, reach = study.subject.checkpoint, sum(distance <= study.text.context for distance in DISTANCES)
-    asking = 0 if study.options.recall is False else 3 * READ * reach  # roughly: three kinds of second copies
+    asked = study.options.recall is not False and not study.subject.config.is_encoder_decoder
+    measuring = study.text.tokens + sum(len(window.source) for window in study.text.windows)
+    measuring += 3 * READ * reach if asked else 0  # roughly: three kinds of second copies
     found = {}
     for _, some in groupby(cells, key=lambda cell: cell.conversion):
         first, converting = (group := list(some))[0], 0.0
@@ -275,7 +321,7 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
             before = 0
             for cell in run:
                 tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
-                found[cell] = converting + (tokens - before) * of_each + study.text.tokens + asking
+                found[cell] = converting + (tokens - before) * of_each + measuring
                 converting, before = 0.0, tokens
     return found
 
@@ -289,7 +335,7 @@ def forward_rate(study: Study) -> float:
         start = time.perf_counter()
         score(head, windows, batch_size=options.eval_batch)
         seconds.append(time.perf_counter() - start)
-    return sum(len(window.ids) for window in windows) / min(seconds[1:])
+    return sum(len(window.ids) + len(window.source) for window in windows) / min(seconds[1:])
 
 
 def cost_table(study: Study) -> Table:

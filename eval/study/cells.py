@@ -336,6 +336,8 @@ def measure_speeds(
         caches[str(count)] = plan.cache_after
         after, before = plan.cache_after.bytes_per_token, plan.cache_before.bytes_per_token
         found[str(count)] = {"kv_bytes_per_token": after, "kv_share": after / before}
+        if cross := plan.cache_after.cross_bytes_per_token:
+            found[str(count)]["cross_bytes_per_token"] = cross  # of each token of the source
     if not (options.decode and groups):
         return found
     asked = (options.decode_context,) if options.decode_context else None

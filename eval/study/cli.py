@@ -26,6 +26,7 @@ from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.options import OptionsOf
 from gqa.convert.calibrate_cli import MapsWords
 from gqa.convert.method_option import OF_TEXT, is_given, refuse_unused
+from gqa.convert.methods import AUTO, AUTOMATIC
 from gqa.eval.study.study import GRID, STUDY, TRAINING
 from gqa.uptrain.options import TrainOptions
 
@@ -113,9 +114,10 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
 def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:
     """What the options of the command that runs say. Raises RefusedError for what no method of them uses."""
     methods = {method: seeds or options["seeds"] for method, seeds in options["methods"]}
-    refuse_unused(methods, f"--methods {','.join(methods)}")
-    text = {"sources": options["calibration"] or options["data"], "field": options["field"]}
-    text |= {"trust_remote_code": options["trust_remote_code"]}
+    known = {*methods} - {AUTO} | ({*AUTOMATIC} if AUTO in methods else set())
+    refuse_unused(known, f"--methods {','.join(methods)}")
+    text = {name: options[name] for name in ("field", "target_field", "trust_remote_code")}
+    text |= {"sources": options["calibration"] or options["data"]}
     maps = _MAPS.read(options, seed=0, device=None, **text)  # each cell has its own
     more = {name: options[name] for name in ("data", "precision", "save_minutes")}
     training = _UPTRAIN.read(options, model=model, output=output, **more)

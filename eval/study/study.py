@@ -21,10 +21,10 @@ _POSITIVE = click.IntRange(min=1)
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-AUTO = "auto"  # of them: what gqa-uptrain trains unless told otherwise
+AUTO = "auto"  # of them: what gqa-uptrain trains unless told otherwise; of methods: what gqa-convert takes
 # Of gqa-uptrain's options, those that decide a training whatever the cell; they mean the same here.
-TRAINING = ("data", "field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate", "schedule", "warmup",
-            "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
+TRAINING = ("data", "field", "target_field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate",
+            "schedule", "warmup", "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
 # Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
 _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
 
@@ -36,7 +36,7 @@ class _Seeded(click.ParamType[tuple[str, int | None]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
         method, colon, count = str(value).partition(":")
-        Choice(tuple(METHODS)).convert(method, param, ctx)
+        Choice((AUTO, *METHODS)).convert(method, param, ctx)
         if colon and not (count.isdigit() and int(count)):
             self.fail(f"{count!r} is no number of seeds; give them like random:3", param, ctx)
         return method, int(count) if colon else None
@@ -88,8 +88,8 @@ class Grid:
 
     methods: Mapping[str, int] = option_field(
         MISSING,
-        "How heads are merged: those of the default as far as MODEL can have them, or any; random is a control. "
-        "METHOD:N for N seeds of one.",
+        "How heads are merged: those of the default as far as MODEL can have them, or any; random is a control, auto "
+        "what gqa-convert takes. METHOD:N for N seeds of one.",
         aliases="--method", type=Several(_Seeded()), metavar="METHOD[,...]", multiple=False,
         default="mean,first,aligned,calibrated,refined",
     )  # fmt: skip

@@ -198,6 +198,7 @@ def commands(point: Point) -> list[str]:
         names += ["grouping"]
     if how and how.needs == "text":
         names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
+        names += [name for name in ("field", "target_field") if pandas.notna(point.get(name)) and point[name] != "text"]
         words += [] if point.get("calibration_repeats") else ["--no-repeats"]
     if how and how.refines:
         names += ["refine_steps", "refine_batch", "refine_learning_rate", "refine_precision"]

@@ -1,0 +1,166 @@
+"""`gqa-ablate` on encoder-decoders: cells are what the commands give one by one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import run
+from evaluations import results
+from studies import ablate, measured
+from test_ablation_refusals import refused
+from test_families import write_checkpoint
+from tiny_models import TINY, build
+from training import tiny_checkpoint, words_for, write_corpus
+from transformers import AutoTokenizer
+
+from gqa.corpus.alpha import heldout_mask
+from gqa.corpus.pairs import pair_digest
+from gqa.uptrain.dataloader import stack
+from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.setup import prepare
+
+COLUMNS = {"field": "said", "target_field": "meant"}
+
+
+def write_pairs(path: Path, first: int, count: int) -> Path:
+    rows = [
+        {"said": f"def f{n}(x):" + " pass" * (5 * n % 7), "meant": f"return x + {n}" + " + 1" * (n % 5)}
+        for n in range(first, first + count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """T5 of 4 heads with sentinels, Whisper, a decoder; pairs, plain text."""
+    found = tmp_path_factory.mktemp("studies")
+    model = tiny_checkpoint(found / "t5", "gqa_t5", 4, pad_token_id=0, dropout_rate=0.0)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
+    tokenizer.save_pretrained(model)
+    write_checkpoint(build(TINY["gqa_whisper"], 4), found / "whisper")
+    tiny_checkpoint(found / "decoder", kv_heads=4)
+    write_pairs(found / "train.jsonl", 12, 80)
+    write_pairs(found / "heldout.jsonl", 0, 8)  # as many as attention outputs are compared of
+    write_corpus(found / "plain.jsonl", 10)
+    write_corpus(found / "held.jsonl", 3, first=10)
+    return found
+
+
+def options(place: Path, **more: Any) -> dict[str, Any]:
+    """Of a study of pairs."""
+    given = {"model": place / "t5", "data": place / "train.jsonl", "heldout": place / "heldout.jsonl", **COLUMNS}
+    return given | {"methods": "mean", "groups": "2", "alphas": "0,0.05", "teachers": "source", **more}
+
+
+def test_a_cell_is_what_the_commands_give(place: Path, tmp_path: Path) -> None:
+    """As converted, and as trained with the base model as teacher; another alpha, as a control, differs."""
+    converted, trained = tmp_path / "converted", tmp_path / "trained"
+    assert run(place / "t5", "--groups", 2, "--method", "mean", "-o", converted, "-q").code == 0
+    how = {"alpha": 0.05, "batch_size": 4, "context": 64, "learning_rate": 3e-3, "schedule": "constant", "train": "all"}
+    words = words_for(converted, place / "train.jsonl", trained, **COLUMNS, **how, teacher=place / "t5")
+    done = run(*words, "--heldout", place / "heldout.jsonl", program="gqa-uptrain")
+    assert done.code == 0, done
+    models = " ".join(map(str, (place / "t5", converted, trained)))
+    data = f"--data {place / 'heldout.jsonl'} --field said --target-field meant"
+    expected = results(f"{models} {data} --kl")["models"][1:]
+    found = measured(tmp_path / "study", **options(place, alphas="0,0.05,0.4"))
+    for row, model in zip(found, expected, strict=False):
+        against = model["against_baseline"]
+        assert row["loss"] * model["quality"]["tokens"] == pytest.approx(model["quality"]["nats"], abs=1e-4)
+        assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
+        assert row["kl"] == pytest.approx(against["kl"]["mean"], abs=2e-3)
+        assert row["cross_bytes_per_token"] == row["kv_bytes_per_token"] == model["kv_cache"]["bytes_per_token"]
+        assert not [name for name in row if name.startswith(("recall", "greedy"))]
+    losses = [row["loss"] for row in found]
+    assert found[0]["merge_errors"] == pytest.approx([one["own"] for one in expected[0]["attention_error"]], abs=1e-6)
+    assert len({round(loss, 5) for loss in losses}) == 3
+
+
+@pytest.mark.parametrize("method", ["random", "first", "auto", "calibrated", "refined"])
+def test_other_methods(place: Path, tmp_path: Path, method: str) -> None:
+    """Calibrated sees the study's own pairs."""
+    reads = method in ("calibrated", "refined")
+    text: dict[str, Any] = {"calibration_tokens": 640, "calibration_context": 64} if reads else {}
+    text |= {"refine_steps": 3} if method == "refined" else {}
+    (row,) = measured(tmp_path / "study", **options(place, methods=method, alphas="0", **text))
+    words = ["--data", place / "train.jsonl", "--field", "said", "--target-field", "meant"] if reads else []
+    words += ["--tokens", 640, "--context", 64] if reads else []
+    words += ["--refine-steps", 3] if method == "refined" else []
+    done = run(place / "t5", "--groups", 2, "--method", method, "-o", tmp_path / "out", "-q", *words)
+    assert done.code == 0, done
+    data = f"--data {place / 'heldout.jsonl'} --field said --target-field meant"
+    quality = results(f"{tmp_path / 'out'} {data}")["models"][0]["quality"]
+    assert row["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
+    assert (row["method"] == method) == (method != "auto")
+
+
+def test_a_share_is_held_out(place: Path, tmp_path: Path) -> None:
+    """Of pairs as gqa-uptrain holds it out, by a hash of both sides: what is measured is not trained on."""
+    fraction = {"heldout": None, "heldout_fraction": 0.3}
+    (row,) = measured(tmp_path / "study", **options(place, alphas="0", **fraction))
+    lines = (place / "train.jsonl").read_text().splitlines(keepends=True)
+    pairs = [(pair["said"], pair["meant"]) for pair in map(json.loads, lines)]
+    digests = np.stack([np.frombuffer(pair_digest(*pair), np.uint8) for pair in pairs])
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(line for line, out in zip(lines, heldout_mask(digests, 0.3), strict=True) if out))
+    other = measured(tmp_path / "other", **options(place, alphas="0", heldout=held))
+    assert [row["loss"], row["bits_per_byte"]] == [other[0]["loss"], other[0]["bits_per_byte"]]
+    assert 0 < len(held.read_text().splitlines()) < len(lines)
+    everything = measured(tmp_path / "all", **options(place, alphas="0", heldout=place / "train.jsonl"))
+    assert everything[0]["loss"] != row["loss"]
+
+
+def test_plain_text(place: Path, tmp_path: Path) -> None:
+    """Of which spans are left out: what is scored is what gqa-uptrain measures on the same text."""
+    plain = {"field": None, "target_field": None, "data": place / "plain.jsonl", "heldout": place / "held.jsonl"}
+    found = measured(tmp_path / "study", **options(place, context=64, alphas="0,0.3", **plain))
+    assert found[0]["loss"] != found[1]["loss"]
+    assert found[0]["bits_per_byte"] is None  # of text that is not whole
+    given = TrainOptions(
+        str(place / "t5"), tmp_path / "out", data=(str(plain["data"]),), heldout=str(plain["heldout"]), block_size=64,
+        alpha=0.3, batch_size=4, teacher="none",
+    )  # fmt: skip
+    setup = prepare(given)
+    with torch.no_grad():
+        losses = [setup.training(**stack([block])) for block in setup.heldout]
+    nats, tokens = (sum(float(part) for part in parts) for parts in zip(*((a, b[0]) for a, b in losses), strict=True))
+    study = json.loads((tmp_path / "study" / "study.json").read_text())["source"]
+    assert study["loss"] == pytest.approx(nats / tokens, abs=1e-5)
+    assert study["text"]["tokens"] == tokens
+
+
+def test_costs_and_recommendation(place: Path, tmp_path: Path) -> None:
+    pairs = options(place, alphas="0,0.05")
+    done = ablate(tmp_path / "study", **pairs, dry_run=True)
+    assert (done.code, "2 of 2 cells to measure" in done.out) == (0, True)
+    measured(tmp_path / "study", **pairs)
+    said = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9, program="gqa-ablate").out
+    assert "gqa-convert" in said
+    assert "not measured: --recall is for decoders, and t5 is an encoder-decoder" in " ".join(said.split())
+
+
+REFUSED = {
+    "sound": ({"model": "whisper"}, ["the encoder of whisper is given sound, and gqa-ablate gives it text"]),
+    "targets of a decoder": ({"model": "decoder"}, ["--target-field is for encoder-decoders, decoder is none"]),
+    "recall": ({"recall": True}, ["--recall is for decoders, and t5 is an encoder-decoder"]),
+    "no such column": ({"target_field": "none"}, ["has no field 'none'; it has 'meant', 'said'"]),
+    "one column twice": ({"target_field": "said"}, ["are the same text"]),
+    "nothing held out": ({"heldout": None}, ["nothing is held out"]),
+    "a share of no pair": ({"heldout": None, "heldout_fraction": 1e-9}, ["holds out no"]),
+    "no whole step": ({"alphas": "0.01"}, ["--alpha 0.01 of 80 pairs is none"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_written(name: str, place: Path, tmp_path: Path) -> None:
+    changed, says = REFUSED[name]
+    model = place / changed.get("model", "t5")
+    refused(tmp_path / "study", *says, **options(place) | changed | {"model": model})
+    assert list(tmp_path.iterdir()) == []
