@@ -18,13 +18,15 @@ from transformers.core_model_loading import (
 
 
 def stored_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `model` as its checkpoint stores it; tied weights under each of their names. What a class
-    computes and does not save (sinusoidal positions of Marian) is left out.
-    """
-    computed = model._keys_to_ignore_on_save or ()
-    kept = {name: tensor for name, tensor in weights.items() if name not in computed}
-    found: dict[str, Tensor] = revert_weight_conversion(model, kept)
+    """A state dict of `model` as its checkpoint stores it; tied weights under each of their names."""
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
     return found
+
+
+def saved_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same without what a class computes and does not save (sinusoidal positions of Marian)."""
+    computed = model._keys_to_ignore_on_save or ()
+    return stored_tensors(model, {name: tensor for name, tensor in weights.items() if name not in computed})
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:
@@ -39,7 +41,7 @@ def stored_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
         for name, tensor in model.state_dict().items()
         if ".lora_" not in name
     }
-    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model, weights).items()}
+    return {name: tuple(tensor.shape) for name, tensor in saved_tensors(model, weights).items()}
 
 
 def parameter_names(model: PreTrainedModel) -> dict[str, str]:

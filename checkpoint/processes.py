@@ -50,6 +50,7 @@ def share_work(options: dict[str, Any]) -> bool:
     the others become quiet. Raises RefusedError where --device names one for all.
     """
     state = ranks()
+    wait_for_everyone()  # else one that refuses is gone before the others have found it
     if options["device"] and state.num_processes > 1:
         raise RefusedError(f"--device {options['device']} is for one process; a launcher gives each of several its own")
     options["quiet"] = options["quiet"] or not state.is_main_process

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.names import stored_tensors
+from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint, holds_weights, read_checkpoint, stored_as
@@ -74,7 +74,7 @@ def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
     with OutputDirectory(options.output, source.directory, options.overwrite) as output:
         work = output.work
         require_space(source.nbytes, output.out)
-        _write_weights(stored_tensors(setup.model, merged(weights)), source, work)
+        _write_weights(saved_tensors(setup.model, merged(weights)), source, work)
         for name in source.side_files:
             if name not in _WRITTEN and not holds_weights(name) and not name.startswith(f"{ADAPTER}/"):
                 copy_file(source.path(name), work / name)
