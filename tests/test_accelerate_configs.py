@@ -97,6 +97,7 @@ def test_the_commands_in_comments_parse() -> None:
         assert {word for word in found.training_script_args if word.startswith("-")} <= options
 
 
+@pytest.mark.scale  # launchers of two nodes
 def test_two_nodes_train_as_one(runs: Runs, tmp_path: Path) -> None:
     """Two launchers, on CPUs, of which one tells for both; --precision, because bfloat16 is not equal for other shares
     of a batch.

@@ -40,6 +40,7 @@ def test_ranks_find_the_maps_of_one_process(runs: Runs, tmp_path: Path) -> None:
     assert apart(tmp_path / "1", tmp_path / "control") > 1e-2
 
 
+@pytest.mark.scale  # four processes
 def test_a_stopped_run_goes_on_with_other_ranks(runs: Runs, tmp_path: Path) -> None:
     stopped = (
         "from gqa.convert.align.calibration import Calibrator as C; run = C.run; "
@@ -70,6 +71,7 @@ def test_ranks_refine_and_convert(runs: Runs, tmp_path: Path) -> None:
     assert difference(tmp_path / "1", tmp_path / "2") <= 0.1 * difference(tmp_path / "1", tmp_path / "alone")
 
 
+@pytest.mark.scale  # four processes
 def test_ranks_write_the_text_of_one_process(runs: Runs, tmp_path: Path) -> None:
     """Bit for bit, also where an interrupted run goes on; each writes its share of 16 batches of 4."""
     text = (runs.directory / "teacher", *TEXT[:-1], "--method", "calibrated")

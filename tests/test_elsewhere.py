@@ -143,7 +143,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("served", [3, 6, 8])
+@pytest.mark.parametrize(
+    "served", [pytest.param(3, marks=pytest.mark.scale), 6, pytest.param(8, marks=pytest.mark.scale)]
+)
 def test_killed_midway(hub: Hub, machine: Machine, tmp_path: Path, local: Path, served: int) -> None:
     """SIGKILL while a file is fetched: the same command fetches at most two files again, and gives the same bytes."""
     source = tmp_path / "source"

@@ -70,6 +70,7 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
     assert losses(alone) == pytest.approx(losses(tmp_path / "model-ddp"), rel=1e-6)
 
 
+@pytest.mark.scale  # four processes
 def test_a_teacher_is_shared_out_too(runs: Runs, tmp_path: Path) -> None:
     """Each of four processes holds a quarter of it and little more between its passes, and it teaches the same."""
     words = {"steps": 2, "batch_size": 8, "teacher": "teacher", "match": "attention"}
