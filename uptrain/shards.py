@@ -46,4 +46,5 @@ def prepared(accelerator: Accelerator, training: Any, optimizer: Any) -> tuple[A
     if not accelerator.is_fsdp2:
         return accelerator.prepare(training, optimizer)  # type: ignore[no-any-return]
     training._is_accelerate_prepared = True
-    return accelerator.prepare_model(training), accelerator.prepare_optimizer(optimizer)
+    accelerator._models.append(training)  # all that prepare_model does then, which older ones refuse with FSDP2
+    return training, accelerator.prepare_optimizer(optimizer)
