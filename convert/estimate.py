@@ -27,6 +27,7 @@ TRAINING = 3.0  # forward passes that a step of training takes
 _ALWAYS = 8 << 20  # bytes, of small things
 # Numbers held for each token of the text, of the width: both streams, and a part of one while they are made.
 _HELD = 2.5
+_TRAINED = 5  # times those of its attention, to refine it: weights, the start, the best, gradients and moments
 _GUESSED = 4  # times the numbers of a layer
 _TURNED = 4  # times those of its attention, in float64
 _MUON = 5  # iterations for each matrix and step
@@ -131,7 +132,8 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
     if not method.reads_text:
         stored = sum(spec.numel for spec in module.tensors.values())
         return writing + (4 * (vocabulary * width + _GUESSED * layer) if method.guesses else 8 * _TURNED * stored)
-    found = 4 * int(_HELD * how.text.tokens * width + 2 * (layer + vocabulary * width))
+    trained = _TRAINED * sum(spec.numel for spec in module.tensors.values()) if method.refines else 0
+    found = 4 * int(_HELD * how.text.tokens * width + 2 * (layer + vocabulary * width) + trained)
     if any(map(is_self, how.text.sources)):  # the whole model in 16 bits
         from gqa.convert.align.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 

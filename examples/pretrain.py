@@ -296,6 +296,17 @@ def rate(progress: float) -> float:
     return min(progress / 0.01, 1.0) * min((1 - progress) / 0.6, 1.0) if progress < 1 else 0.0
 
 
+def descend(model: torch.nn.Module, loss: torch.Tensor, optimizers: list[torch.optim.Optimizer], scale: float) -> None:
+    """One step of all optimisers, at `scale` of their rates."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * scale
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
 def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.Tensor) -> None:
     torch.manual_seed(args.seed)
     order, repeats = random.Random(args.seed), np.random.default_rng(args.seed)
@@ -330,13 +341,7 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             batch, labels = repeating(batch, args.plain, args.drawn, repeats)
             with torch.autocast(args.device, torch.bfloat16):
                 loss = model(input_ids=batch.to(args.device), labels=labels.to(args.device)).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["initial_lr"] * scale
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            descend(model, loss, optimizers, scale)
             step, tokens = step + 1, tokens + batch.numel()
             if step % args.log_every == 0:
                 record = {

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pretrain import BOS, EOS, LOG, rate, windows
+from pretrain import BOS, EOS, LOG, descend, rate, windows
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, processors
 from torch.nn.utils.rnn import pad_sequence
@@ -232,13 +232,7 @@ def train(args: argparse.Namespace, texts: Texts, heldout: Texts) -> T5ForCondit
             given = batch_of(pairs, args.device)
             with torch.autocast(args.device, torch.bfloat16):
                 loss = model(**given).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = group["initial_lr"] * scale
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            descend(model, loss, optimizers, scale)
             tokens += int((given["labels"] >= 0).sum())
     return model.eval()
 
