@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 
 from gqa.convert import plan_conversion
 from gqa.convert.align import aligned
-from gqa.convert.align.stream import Mlp, Stream
+from gqa.convert.align.stream import Mlp, Stream, gram
 from gqa.corpus.alpha import permutation
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, tokenise
@@ -56,12 +56,12 @@ def test_moments_of_an_mlp(gated: bool, act: str) -> None:
     units = act_fn(inputs @ up.mT) if gate is None else act_fn(inputs @ gate.mT) * (inputs @ up.mT)
     down = torch.eye(8, dtype=torch.float64)
     factor = torch.linalg.cholesky(root @ root.mT)
-    moments = Mlp(gate, up, down, act_fn).moments(factor)
+    moments = gram(Mlp(gate, up, down, act_fn).root(factor))
     torch.testing.assert_close(moments.diagonal(), units.square().mean(0), rtol=0.03, atol=0)
     beside, means = moments.clone().fill_diagonal_(0), units.mean(0)
     torch.testing.assert_close(beside, torch.outer(means, means).fill_diagonal_(0), rtol=0.05, atol=0.01)
     if gate is not None:
-        apart = Mlp(gate.flip(0), up, down, act_fn).moments(factor)
+        apart = gram(Mlp(gate.flip(0), up, down, act_fn).root(factor))
         assert not torch.allclose(apart.diagonal(), moments.diagonal(), rtol=0.1)
 
 
@@ -76,7 +76,7 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
 
     def sizes(probes: int) -> Tensor:
         monkeypatch.setattr("gqa.convert.align.stream._PROBES", probes)
-        return Mlp(gate, up, down, ACT2FN["silu"]).moments(factor).diagonal()
+        return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
 
     exact, off = sizes(width // 2), []
     assert exact.std() > exact.mean()
@@ -117,7 +117,8 @@ def test_attention_averages_the_values_of_two_tokens(tmp_path: Path, monkeypatch
         for part in (model.model.embed_tokens, layer.input_layernorm, layer.self_attn.v_proj, layer.self_attn.o_proj)
     )
     before, through = table.mT @ table / len(table), output @ (value * gain)
-    after = before + through @ before @ through.mT * (32 / before.trace()) / 2
+    seen = 0.99 * before * (32 / before.trace()) + 0.01 * torch.eye(32)
+    after = before + through @ seen @ through.mT / 2
     expected = 0.99 * after * (32 / after.trace()) + 0.01 * torch.eye(32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -143,7 +144,7 @@ def test_a_norm_after_attention_decides_how_much_it_adds(
     )
     start = table.mT @ table / len(table) * (32 if gemma else 1)
     through = output @ (value * before[0] if gemma else value).repeat_interleave(output.shape[1] // len(value), 0)
-    added = through @ start @ through.mT
+    added = through @ (0.99 * start * (32 / start.trace()) + 0.01 * torch.eye(32)) @ through.mT
     stream = start + added * (32 / added.trace()) * torch.outer(after[0], after[0])
     expected = 0.99 * stream * (32 / stream.trace()) + 0.01 * torch.eye(32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -42,18 +42,18 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
             raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
         width = stored["key"].shape[-1]
         stream = stream or Stream(checkpoint, text, symmetry, width, guess, device)
-        gain, inputs = norm_gain(checkpoint, module, symmetry, width), stream.given(module)
+        gain, inputs = norm_gain(checkpoint, module, symmetry, width).float(), stream.given(module)
+        for role in ("query", "key", "value") if changes[0].merges else ("value",):
+            rows = inputs.through((stored[role] * gain).flatten(0, 1))
+            stored[role] = rows.unflatten(0, stored[role].shape[:2])
         if number < last:
             stream.add(module, gain, stored["output"], stored["value"])
         if not changes[0].merges:
             continue
         # Guessed moments do not say which slow frequencies could share: every frequency for itself loses less.
         rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), slow=()), None
-        for role in ("query", "key", "value"):
-            rows = inputs.through((stored[role] * gain).flatten(0, 1))
-            stored[role] = rows.unflatten(0, stored[role].shape[:2])
         if search:
-            order = find_order(_guessed(stored, heads, 1), stored["output"], groups, rotary, free_keys)
+            order = find_order(_guessed(stored, heads, 1), stored["output"].double(), groups, rotary, free_keys)
         if order:
             places = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
             stored = {role: tensor[places[len(tensor)]] for role, tensor in stored.items()}
@@ -68,13 +68,13 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
-    """The stored heads of a module by role, (n, rows, D) float64, and biases (n, rows) as `role.bias`."""
+    """The stored heads of a module by role, (n, rows, D) float32, and biases (n, rows) as `role.bias`."""
     found: dict[str, Tensor] = {}
     for change in changes:
         if change.rule.projection:
             suffix = ".bias" if change.sources[0].name.endswith(".bias") else ""
             parts = change.split([checkpoint.read(spec) for spec in change.sources])
-            found |= {part + suffix: heads.double() for part, heads in parts.items() if part != "whole"}
+            found |= {part + suffix: heads.float() for part, heads in parts.items() if part != "whole"}
     return found
 
 

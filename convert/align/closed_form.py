@@ -159,7 +159,7 @@ class Task:
     def w_o(self) -> Tensor:
         """The source's W_O transposed, (H, e, D)."""
         plan = self.pair.plan
-        return heads_of(plan.checkpoint, plan.changes_of(self.module))["output"].float()
+        return heads_of(plan.checkpoint, plan.changes_of(self.module))["output"]
 
 
 def closed_form(task: Task) -> LayerResult:

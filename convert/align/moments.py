@@ -90,7 +90,7 @@ class Moments:
         groups = len(self.values)
         m = len(self.queries) // groups
         owner = torch.arange(m).repeat_interleave(len(w_o) // len(self.queries))
-        parts = zip(seen, self.values, w_o.unflatten(0, (groups, -1)), strict=True)
+        parts = zip(seen, self.values, w_o.double().unflatten(0, (groups, -1)), strict=True)
         return [shared_value(each, values, w @ w.mT, owner).cpu() for each, values, w in parts]
 
 

@@ -23,9 +23,8 @@ from gqa.convert.heads.symmetries import Symmetry
 
 Reads = Literal["normed", "stream", "attention's"]
 _TOKENS = 2  # whose values attention averages
-_SHARE = 0.01  # of independent inputs in the guess, for what it does not see
+_SHARE = 0.01  # of independent inputs in the guess, for what it does not see; the moments are positive by it
 _NODES = 241  # of an integral over a Gaussian
-_LITTLE = (1e-9, 1e-7, 1e-5, 1e-3)  # of independent inputs, until rounding leaves a matrix positive
 _ROWS = 16_384  # of a table in float64 at a time
 _PROBES = 512  # by which what a wide MLP's units are given is estimated: variances to 6 %, sqrt(2 / n)
 _BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of the work of a square
@@ -34,21 +33,17 @@ _BLOCKS = 8  # columns of a triangle are multiplied in so many parts: 9/16 of th
 @dataclass(frozen=True)
 class Inputs:
     """What a layer is given: E[x x^T] = `factor` `factor`^T with a lower triangle (D, D), float32 where products are
-    made; None where inputs are independent. Of a guess `_SHARE` is independent, for what it does not see.
+    made; None where inputs are independent. Of a guess `_SHARE` is independent.
     """
 
     factor: Tensor | None
     width: int
 
     def through(self, weights: Tensor) -> Tensor:
-        """(n, D) rows of weights -> (n, K) float32 rows on the CPU, whose products with each other are the moments of
-        what the weights make of these inputs. Rows that depend on each other still do, to the square of a rounding
-        error in the moments.
+        """(n, D) rows of weights -> (n, D) float32 rows on the CPU, whose products with each other are the moments of
+        what the weights make of these inputs. Rows that depend on each other still do, to a rounding error.
         """
-        if self.factor is None:
-            return weights.float()
-        guessed = by_lower(weights.to(self.factor), self.factor).cpu()
-        return torch.cat([(1 - _SHARE) ** 0.5 * guessed, _SHARE**0.5 * weights.float()], 1)
+        return weights.float() if self.factor is None else by_lower(weights.to(self.factor), self.factor).cpu()
 
 
 class Stream:
@@ -80,44 +75,44 @@ class Stream:
     @torch.no_grad()  # some activations have weights
     def add(self, module: AttentionModule, gain: Tensor, output: Tensor, value: Tensor) -> None:
         """Go through the layer of `module`, which was given last: its norm has `gain` (D,), its heads are `output`
-        (H, e, D) and `value` (Hk, e, D).
+        (H, e, D) and `value` (Hk, e, D), those of values `through` what it was given.
         """
         mlp = None if self._factor is None else self._find_mlp(module, gain)
         if self._sum is None or self._factor is None or mlp is None:
             self._sum = None
             return
-        values = by_lower((value * gain).flatten(0, 1).to(self._factor), self._factor)  # (Hk e, D)
-        values = values.unflatten(0, value.shape[:2]).repeat_interleave(len(output) // len(value), 0).flatten(0, 1)
-        through = output.flatten(0, 1).to(self._factor).mT @ values
-        self._sum = self._sum + self._added(gram(through).double().cpu() / _TOKENS, mlp.after[:1])
-        inside = self._factor if mlp.reads == "attention's" else self._factored()
-        if inside is not None and mlp.reads == "stream":  # which is as large as it is
-            inside = inside * (float(self._sum.trace()) / self._width) ** 0.5
-        self._sum = None if inside is None else self._sum + self._added(mlp.moments(inside), mlp.after[1:])
+        values = value.repeat_interleave(len(output) // len(value), 0).flatten(0, 1).to(self._factor)
+        added = self._normed(output.flatten(0, 1).to(self._factor).mT @ values / _TOKENS**0.5, mlp.after[:1])
+        before = float(self._sum.trace())
+        self._sum.add_(gram(added).cpu())
+        root, size = self._factor, float(self._sum.trace())
+        if mlp.reads != "attention's":
+            root = torch.cat([root * (before / self._width) ** 0.5, added], 1)  # of the stream as it is
+            root *= 1.0 if mlp.reads == "stream" else (self._width / size) ** 0.5
+        self._sum.add_(gram(self._normed(mlp.root(root), mlp.after[1:])).cpu())
         self._layer += 1
 
-    def _added(self, moments: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
-        """Of what is added to the stream, the moments of what attention or the MLP computes: a `norm` after it makes it
-        as large as its gain (D,), and some configs multiply it.
+    def _normed(self, root: Tensor, norm: tuple[Tensor, ...]) -> Tensor:
+        """The root (D, n) of the moments of what attention or the MLP computes -> of what is added to the stream: a
+        `norm` after it makes it as large as its gain (D,), and some configs multiply it.
         """
         for gain in norm:
-            moments = moments * (self._width / moments.trace().clamp_min(1e-30)) * torch.outer(gain, gain)
-        scale = float(getattr(self._config, "residual_multiplier", None) or 1.0)
-        return moments * scale**2
+            root = root * (gain * (self._width / root.square().sum().clamp_min(1e-30)).sqrt())[:, None].to(root)
+        scale = getattr(self._config, "residual_multiplier", None) or 1.0
+        return root if scale == 1 else root * float(scale)
 
     def _factored(self) -> Tensor | None:
         """The lower triangle of the normed stream's moments; None where they are no numbers, or not known."""
         if self._sum is None:
             return None
-        moments = self._sum * (self._width / self._sum.trace().clamp_min(1e-30))  # a norm makes them as large as that
-        own, diagonal = moments.diagonal().clone(), moments.diagonal()
-        for little in _LITTLE:
-            diagonal.copy_(own + little)
-            factor, failed = torch.linalg.cholesky_ex(moments)
-            if not bool(failed) and bool(factor.sum().isfinite()):
-                found: Tensor = factor.float().to(self._device)
-                return found
-        return None
+        # A norm makes the trace `_width`.
+        moments = self._sum * ((1 - _SHARE) * self._width / self._sum.trace().clamp_min(1e-30))
+        moments.diagonal().add_(_SHARE)
+        factor, failed = torch.linalg.cholesky_ex(moments)
+        if bool(failed) or not bool(factor.sum().isfinite()):
+            return None
+        found: Tensor = factor.float().to(self._device)
+        return found
 
     def _embedded(self) -> Tensor | None:
         """Of the vocabulary, each token once, and of learned positions. None where there is no such table."""
@@ -141,21 +136,20 @@ class Stream:
             matrix = self._checkpoint.read(spec).to(self._device).float()
             return matrix.mT if self._symmetry.transposed else matrix
 
-        gain = gain.float().to(self._device)
-        up, down = read(found.up) * gain, read(found.down)
-        gate = read(found.gate) * gain if found.gate and found.gate != found.up else None
+        up, down = read(found.up), read(found.down)
+        gate = read(found.gate) if found.gate and found.gate != found.up else None
         if found.gate == found.up:
             gate, up = up.chunk(2)
         reads: Reads = "normed" if found.norm else "stream" if found.after else "attention's"
         after = tuple(_gain(self._checkpoint, spec, self._symmetry) for spec in found.after)
-        return Mlp(gate, up, down, ACT2FN[found.act], reads, after)
+        return Mlp(gate, up, down, ACT2FN[found.act], reads, after, gain)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (F, D) with the norm's gain in them, `down` (D, F).
-    `reads`: the normed stream, the stream as it is, or what attention reads. `after`: the gains (D,) of norms of what
-    attention and it add, if they are there.
+    """down(act(up x)), or down(act(gate x) * up x): `gate` and `up` (F, D), `down` (D, F). `reads`: the normed stream,
+    the stream as it is, or what attention reads. `after`: the gains (D,) of norms of what attention and it add, if they
+    are there. `gain` (D,): what its own norm multiplies its input with.
     """
 
     gate: Tensor | None
@@ -164,16 +158,25 @@ class Mlp:
     act: Callable[[Tensor], Tensor]
     reads: Reads = "normed"
     after: tuple[Tensor, ...] = ()
+    gain: Tensor | None = None
 
-    def moments(self, factor: Tensor) -> Tensor:
-        """E[y y^T] (D, D), float64, of its output for Gaussian inputs of no mean and E[x x^T] = `factor` `factor`^T, if
-        units depended on each other only by their means.
+    def root(self, root: Tensor) -> Tensor:
+        """R (D, F + 1) with E[y y^T] = R R^T of its output for Gaussian inputs of no mean and E[x x^T] = `root`
+        `root`^T, (D, n), if units depended on each other only by their means.
+
+        Of many inputs n is made `_PROBES` by random signs: products of what one row and another of `gate` and `up` are
+        given are off by chance and right on average (Johnson and Lindenstrauss).
         """
-        factor = factor.to(self.up)
-        up = _sizes(self.up, factor)
-        first = up if self.gate is None else _sizes(self.gate, factor)
+        root = root.to(self.up)
+        if len(root) > 2 * _PROBES:
+            signs = torch.randint(2, (root.shape[1], _PROBES), generator=torch.Generator().manual_seed(0)).to(root)
+            root = root @ ((2 * signs - 1) / _PROBES**0.5)
+        if self.gain is not None:
+            root = self.gain[:, None].to(root) * root
+        up = self.up @ root
+        first = up if self.gate is None else self.gate @ root
         variance = first.square().sum(1, keepdim=True).clamp_min(1e-30)
-        nodes = torch.linspace(-6, 6, _NODES).to(factor)
+        nodes = torch.linspace(-6, 6, _NODES).to(root)
         weights = torch.exp(-nodes.square() / 2)
         weights, nodes = weights / weights.sum(), variance.sqrt() * nodes  # (F, nodes)
         acted = self.act(nodes)
@@ -184,25 +187,16 @@ class Mlp:
             square = (acted.square() * (slope.square() * nodes.square() + beside)) @ weights
         else:
             mean, square = acted @ weights, acted.square() @ weights
-        middle, spread = self.down @ mean, (square - mean.square()).clamp_min(0).sqrt()
-        return (gram(self.down * spread) + torch.outer(middle, middle)).cpu().double()
-
-
-def _sizes(rows: Tensor, lower: Tensor) -> Tensor:
-    """(n, D) @ (D, D) of a lower triangle L; of a wide one (n, `_PROBES`), the same by L R of random signs R, whose
-    products of one row with another are off by chance and right on average (Johnson and Lindenstrauss).
-    """
-    if len(lower) <= 2 * _PROBES:
-        return by_lower(rows, lower)
-    signs = torch.randint(2, (len(lower), _PROBES), generator=torch.Generator().manual_seed(0)).to(lower) * 2 - 1
-    found: Tensor = rows @ (lower @ signs / _PROBES**0.5)
-    return found
+        spread = (square - mean.square()).clamp_min(0).sqrt()
+        return torch.cat([self.down * spread, (self.down @ mean)[:, None]], 1)
 
 
 def by_lower(rows: Tensor, lower: Tensor) -> Tensor:
     """(n, D) @ (D, D) of a lower triangle, whose zeros are not multiplied."""
-    step = -(-len(lower) // _BLOCKS)
-    return torch.cat([rows[:, at:] @ lower[at:, at : at + step] for at in range(0, len(lower), step)], 1)
+    step, found = -(-len(lower) // _BLOCKS), torch.empty_like(rows)
+    for at in range(0, len(lower), step):
+        torch.mm(rows[:, at:], lower[at:, at : at + step], out=found[:, at : at + step])
+    return found
 
 
 def gram(rows: Tensor) -> Tensor:
