@@ -3,6 +3,7 @@
     python benchmarks/calibrate.py                       # a random model of SmolLM2-135M's shape, 3 -> 1 KV heads
     python benchmarks/calibrate.py --shape llama-7b-4    # four layers of Llama-2-7B's shape, 32 -> 8: memory
     python benchmarks/calibrate.py --model MODEL --groups 8
+    python benchmarks/calibrate.py --shape llama-7b-4 --aligned    # seconds of each layer of that method instead
 
 Each is a process of its own, both use the same dtype, batches and number of threads. `forward` is a pass with logits;
 its clock starts when the model is loaded, that of `calibrate` before any weights are read. Memory is the highest
@@ -12,6 +13,7 @@ resident set above imports; for `forward` with the model, for `calibrate` with w
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -51,6 +53,18 @@ def calibrate(options: dict[str, Any], blocks: Any) -> float:
     for layer in range(calibrator.layers):
         calibrator.run(layer)
     return time.perf_counter() - started
+
+
+def aligned(model: str, groups: int) -> list[float]:
+    """Seconds of each attention module; of the last one nothing is guessed that follows it."""
+    from gqa.checkpoint.read import read_checkpoint
+    from gqa.convert.align.aligned import from_weights
+    from gqa.convert.plan import make_plan
+
+    times = [time.perf_counter()]
+    for _ in from_weights(make_plan(read_checkpoint(Path(model)), groups, "aligned")):
+        times.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def estimated(options: dict[str, Any]) -> int:
@@ -97,10 +111,14 @@ def measure(name: str, options: dict[str, Any]) -> tuple[float, int]:
 @click.option("--dtype", default="float32")
 @click.option("--threads", type=int, default=2)
 @click.option("--rounds", type=int, default=3)
-def main(rounds: int, shape: str, **options: Any) -> None:
+@click.option("--aligned", "by_weights", is_flag=True, help="Seconds of each layer with --method aligned.")
+def main(rounds: int, shape: str, by_weights: bool, **options: Any) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         options["model"] = str(options["model"] or write_random(Path(scratch), shape, "bfloat16"))
         options["groups"] = options["groups"] or SHAPES[shape]
+        if by_weights:
+            print(*(f"{seconds:.1f} s" for seconds in aligned(options["model"], options["groups"])), sep="\n")
+            return
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in CONTESTANTS}
         for number in range(rounds):
             for name in CONTESTANTS:
