@@ -92,6 +92,12 @@ def shown(record: Any, columns: Iterable[str], missing: str = "") -> tuple[str, 
     return tuple(cells)
 
 
+def filled(columns: dict[str, str], records: Iterable[Any]) -> dict[str, str]:
+    """The columns in which any record has something."""
+    records = list(records)
+    return {name: form for name, form in columns.items() if any(shown(record, [form])[0] for record in records)}
+
+
 def number(value: float) -> str:
     """Five digits: more are not the same in every batch size."""
     if not 1 <= value < 1e5:

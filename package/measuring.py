@@ -91,19 +91,19 @@ def ablate(
         StoppedError: A signal asked for the end.
     """
     from gqa.eval.study.ablation import open_study
-    from gqa.eval.study.cli import command, measure, read_study
+    from gqa.eval.study.cli import command, measure, read_bounds, read_study
     from gqa.eval.study.directory import forget
     from gqa.eval.study.report import open_results, write_study_report
-    from gqa.eval.study.tradeoff import Bounds
 
     place = os.fspath(model)
     context, words = asked(command, {"model": place}, {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
     read = {name: value for name, value in context.params.items() if name not in ("model", "output", "quiet")}
     with undisturbed(), context.scope():
+        bounds = read_bounds(read)
         if read["overwrite"]:
             forget(Path(out))
         study = open_study(*read_study(place, Path(out), read), strict="methods" in options)
         measure(study, not progress, shlex.join(["gqa-ablate", *map(without_place, words)]))
     results = open_results(Path(out))
-    write_study_report(results, Bounds(read["max_loss_increase"], read["max_recall_loss"]))
+    write_study_report(results, bounds)
     return Study(path=Path(out), rows=results.rows)

@@ -203,15 +203,17 @@ class Study:
         """The table that gqa-ablate prints."""
         return self._table().text()
 
-    def recommend(self, max_loss_increase: float = 0.1, max_recall_loss: float = 5.0) -> str:
+    def recommend(
+        self, max_loss_increase: float = 0.1, max_recall_loss: float = 5.0, kv_bytes: int | None = None
+    ) -> str:
         """The smallest KV cache within so many nats per token above the base model and so many points of recall below
-        it, and the commands that make it.
+        it, and the commands that make it. With `kv_bytes` instead what loses least within so many bytes a token.
         """
         from gqa.eval.study.report import open_results
         from gqa.eval.study.tradeoff import Bounds, recommend
 
         results = open_results(self.path)
-        return recommend(results.points, results.source, Bounds(max_loss_increase, max_recall_loss)).text
+        return recommend(results.points, results.source, Bounds(max_loss_increase, max_recall_loss, kv_bytes)).text
 
     def __repr__(self) -> str:
         failed = sum(bool(row["error"]) for row in self.rows)

@@ -166,6 +166,9 @@ def test_a_study_is_that_of_the_command(given: Path, tmp_path: Path, alone: None
     shown = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9, program="gqa-ablate").out
     assert shown.startswith(found.text())
     assert shown.rstrip().endswith(found.recommend(max_loss_increase=9).rstrip())
+    least = run("-o", tmp_path / "study", "--recommend", "--kv-bytes", 99, program="gqa-ablate").out
+    assert least.rstrip().endswith(found.recommend(kv_bytes=99).rstrip())
+    assert "none has a KV cache of at most 99 bytes" in least
     assert found._repr_html_().startswith("<table><caption>Study of teacher")
     again = gqa.ablate(given / "teacher", str(rows), tmp_path / "study", progress=False, **how)
     assert again.rows == found.rows

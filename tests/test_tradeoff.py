@@ -86,6 +86,72 @@ def test_why() -> None:
     assert "closest     refined, 2 KV heads, alpha 0.1: +0.0400 nats per token" in nothing
 
 
+# The same source, with 25 bytes a head in 4 bits and 15 in 2.
+BITS = [
+    row("none", 4, 0.0, 2.01, bits=4, kv_bytes_per_token=100), row("none", 4, 0.0, 2.3, bits=2, kv_bytes_per_token=60),
+    row("refined", 2, 0.0, 2.1, bits=4, kv_bytes_per_token=50), row("refined", 1, 0.0, 2.2),
+    row("refined", 2, 0.1, 2.005), row("refined", 2, 0.0, 2.005),
+]  # fmt: skip
+WITHIN = {
+    "what loses least, not what is smallest": (BITS, Bounds(kv_bytes=150), ("none", 4, 4)),
+    "bits and fewer heads": (BITS, Bounds(kv_bytes=60), ("refined", 2, 4)),
+    "no worse, but heads instead of bits": (BITS, Bounds(kv_bytes=200), ("refined", 2, 0)),
+    "nothing is so small": (BITS, Bounds(kv_bytes=49), None),
+    "the base model is so small": (BITS, Bounds(kv_bytes=400), None),
+    "every seed counts": (RANDOM, Bounds(kv_bytes=200), ("random", 2, 0)),
+    "a bound of losses takes bits, too": (BITS, Bounds(0.05), ("none", 4, 4)),
+    "and both": (BITS, Bounds(0.15), ("refined", 2, 4)),
+    "the control: no bits": (BITS[3:], Bounds(0.15), ("refined", 2, 0)),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_heads_and_bits_are_recommended(name: str) -> None:
+    rows, bounds, expected = WITHIN[name]
+    chosen = recommend(points(rows), SOURCE, bounds).chosen
+    assert (None if chosen is None else (chosen.method, chosen.groups, chosen.bits)) == expected
+    assert chosen is None or chosen.alpha == (0.1 if rows is RANDOM else 0)  # of the same loss the least training
+
+
+def test_a_quantised_cache_alone_is_told() -> None:
+    alone = "a quantised cache alone does it: no heads need to be merged"
+    text = recommend(points(BITS), SOURCE, Bounds(kv_bytes=150)).text
+    assert "recommended base model, int4 cache, 4 KV heads, untrained: +0.0100 nats per token, with 100 bytes" in text
+    assert "it loses least of 4 combinations with a KV cache of at most 150 bytes a token" in text
+    assert alone in text
+    assert "gqa-convert" not in text
+    both = recommend(points(BITS), SOURCE, Bounds(0.15)).text
+    assert "recommended refined, int4 cache, 2 KV heads, untrained: +0.1000 nats per token, with 50 bytes" in both
+    assert "a quantised cache alone: base model, int4 cache, 4 KV heads, untrained: +0.0100" in both
+    assert "gqa-convert org/name --groups 2 --method refined" in both
+    assert alone not in both
+    assert "a quantised cache alone" not in recommend(points(BITS), SOURCE, Bounds(kv_bytes=59)).text
+    assert (
+        "of 6 combinations none has a KV cache of at most 9 bytes"
+        in recommend(points(BITS), SOURCE, Bounds(kv_bytes=9)).text
+    )
+    assert (
+        "nothing: the base model has a KV cache of at most 400 bytes"
+        in recommend(points(BITS), SOURCE, Bounds(kv_bytes=400)).text
+    )
+
+
+def test_the_frontier_is_drawn_where_there_are_bits(tmp_path: Path) -> None:
+    """Against KL, with the front of all points; other pictures, and claims of the paper, are of whole caches."""
+    source = {**SOURCE, "groups": 4}
+    told = [one | {"kl": one["loss"] - 2} for one in BITS]
+    assert [name for name, _ in draw_study(told, source, tmp_path)] == ["frontier", "tradeoff", "alphas", "groups"]
+    plain = [one for one in told if not one.get("bits")]
+    assert [name for name, _ in draw_study(plain, source, tmp_path)] == ["tradeoff", "alphas", "groups"]
+    assert [name for name, _ in draw_study(BITS, source, tmp_path)] == ["tradeoff", "alphas", "groups"]  # without KL
+    assert set(plots._Study(told, source, tmp_path).best.bits) == {0}
+    looks = plots._looks(points(told[2:]))
+    assert len({(one["linestyle"], one["fillstyle"], one["markerfacecolor"]) for one in looks.values()}) == len(looks)
+    quantised = [one | {"bits": 4} for one in TABLE]
+    assert not list(checks(points(quantised)))
+    assert list(checks(points(TABLE)))
+
+
 def recalling(*shares: float) -> pandas.DataFrame:
     """One conversion to a head each, that loses the more the more it recalls."""
     return points([row("refined", 1, 0.01 * n, 2.0 + share / 20, recall_text=share) for n, share in enumerate(shares)])

@@ -45,7 +45,7 @@ from gqa.eval.study.directory import (
 from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
-from gqa.eval.tables import Table, table
+from gqa.eval.tables import Table, filled, table
 from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_heldout
 from gqa.uptrain.options import TrainOptions, differences
@@ -104,6 +104,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
         raise RefusedError("no data is named: give text to train and calibrate on with --data, like stdlib:train")
     if any(source.partition(":")[0] == "self" for source in training.data):
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
+    evaluate.with_bits([subject], grid.cache_bits or ())
     config, grid, left_out = _settle(subject, grid, options.maps.grouping, strict)
     text = _text(subject, options)
     if options.recall:
@@ -219,8 +220,8 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         record = read_record(options.output) or {"schema": SCHEMA, "identity": study.identity, "runs": []}
         rows, speeds = Rows(options.output), read_speeds(options.output)
         left = study.left
-        counts = {study.heads, *study.grid.settled(study.heads)}
-        timed = [groups for groups in sorted(counts) if str(groups) not in speeds]
+        caches = {heads: (study.heads, None)} | {cell.cache: (cell.groups, cell.bits) for cell in study.cells}
+        timed = {name: cache for name, cache in caches.items() if name not in speeds}
         if not left and not timed:
             return rows
         this: Row = {"command": command, **evaluate.environment(options.devices[0]), "git": git(), "cells": 0}
@@ -234,7 +235,7 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
             write_json(options.output, RECORD, record)
 
         def keep(row: Row) -> None:
-            rows.add(row | speeds[str(row["groups"])] | constant)
+            rows.add(row | speeds[Cell.of(row).cache] | constant)
             this["cells"] += 1
             save()
             told(row)
@@ -270,7 +271,11 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
     )  # fmt: skip
     nats = evaluate.measure_quality([subject], study.text, how)
     key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
-    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, options.devices[0]), {}
+    layers = len(subject.cache.layers) if subject.cache else 0
+    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, options.devices[0], layers), {}
+    for bits in study.grid.cache_bits or ():  # refused before anything is converted and trained
+        with bench.cache_of(bench.load(subject.path, options.dtype), bits):
+            pass
     if options.recall is not False:
         try:
             bench.probe = evaluate.make_probe(subject, study.text, study.text.context, how)
@@ -354,4 +359,4 @@ def cost_table(study: Study) -> Table:
         f"{TEACHING:g} more), measuring 1, converting as gqa-convert --dry-run says"
     )
     columns = CELL | {"train tokens": "{tokens:,}", "seconds": "{seconds:,.0f}"}
-    return table(f"Study of {study.subject.name}", columns, records, note)
+    return table(f"Study of {study.subject.name}", filled(columns, records), records, note)

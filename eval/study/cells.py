@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +37,7 @@ from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
+from gqa.eval.cache_bits import quantise_cache, quantised_attention
 from gqa.eval.decode import measure_decode
 from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
 from gqa.eval.report import recalled
@@ -61,7 +62,8 @@ class Bench:
     teacher, and as what outputs are compared with.
 
     source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
-    `work`; steps: of each alpha; probe: what is asked about the context, if anything is.
+    `work`; steps: of each alpha; layers: how many have a KV cache; probe: what is asked about the context, if
+    anything is.
     """
 
     options: StudyOptions
@@ -71,6 +73,7 @@ class Bench:
     baseline_key: str
     steps: dict[float, int]
     device: str
+    layers: int = 0
     probe: Probe | None = None
 
     def load(self, path: Path | str, dtype: str) -> PreTrainedModel:
@@ -92,6 +95,27 @@ class Bench:
         if found is None:
             raise OutputError(f"{self.work} has lost the source's predictions; run the command again")
         return found
+
+    @contextmanager
+    def cache_of(self, model: PreTrainedModel, bits: int | None) -> Iterator[None]:
+        """Meanwhile attention reads a KV cache of `bits`, as in `gqa-eval --cache-bits`. Raises RefusedError."""
+        if bits is None:
+            yield
+            return
+        plain = model.config._attn_implementation
+        with quantised_attention([bits]):
+            try:
+                quantise_cache(model, bits, self.layers, self.options.model)
+                yield
+            finally:
+                model.set_attn_implementation(plain)
+
+    def qualities(self, model: PreTrainedModel, cells: Sequence[Cell]) -> Iterator[tuple[list[Cell], Row]]:
+        """For each number of bits the cells that have it, and columns of what a model predicts with it."""
+        for bits in dict.fromkeys(cell.bits for cell in cells):
+            with self.cache_of(model, bits):
+                found = self.quality(model)
+            yield [cell for cell in cells if cell.bits == bits], found
 
     def quality(self, model: PreTrainedModel) -> Row:
         """Columns of what a model predicts."""
@@ -174,9 +198,9 @@ def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Callable[[Ro
     with failing(cells):
         seconds = convert(bench, cells[0], work)
         model = bench.load(work / CONVERTED, bench.options.dtype)
-        if plain := [cell for cell in cells if not cell.alpha]:
-            found = bench.quality(model) | bench.merge_errors(model)
-            for cell in plain:
+        for some, found in bench.qualities(model, [cell for cell in cells if not cell.alpha]):
+            found |= {} if some[0].bits else bench.merge_errors(model)
+            for cell in some:
                 done(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
     for run in bench.options.runs(list(left)):
         with failing(run):
@@ -232,10 +256,11 @@ def train_along(
 
     def measure(due: Sequence[Cell], weights: Weights, tokens: int) -> None:
         model.load_state_dict(weights)
-        found, rate = bench.quality(model), last.get("tokens_per_second")
-        found |= {"train_tokens": tokens, "train_loss": last.get("loss"), "seconds_converting": seconds}
-        for cell in due:
-            done(cell, **found, seconds_training=tokens / rate if rate else None)
+        rate = last.get("tokens_per_second")
+        common = {"train_tokens": tokens, "train_loss": last.get("loss"), "seconds_converting": seconds}
+        for some, found in bench.qualities(model, due):
+            for cell in some:
+                done(cell, **found, **common, seconds_training=tokens / rate if rate else None)
 
     def after_step(step: int, record: dict[str, Any], weights: Callable[[], Weights]) -> None:
         last.update(record)
@@ -324,29 +349,34 @@ def _follow() -> None:
 
 
 def measure_speeds(
-    subject: Subject, options: StudyOptions, groups: Sequence[int], work: Path
+    subject: Subject, options: StudyOptions, sizes: Mapping[str, tuple[int, int | None]], work: Path
 ) -> dict[str, dict[str, Any]]:
-    """Columns by the number of groups, as neither the method nor the weights change them: KV bytes of a token, by
-    formula, and the time of decoding one. They are timed in turns, each as a conversion whose weights are means.
+    """Columns by `Cell.cache`, as neither the method nor the weights change them: KV bytes of a token, by formula, and
+    of those that are not quantised the time of decoding one. They are timed in turns, each as a conversion whose
+    weights are means.
+
+    sizes: the groups and the bits of each.
     """
     found: dict[str, dict[str, Any]] = {}
     caches = {}
-    for count in groups:
-        plan = make_plan(subject.checkpoint, count, "mean")
-        caches[str(count)] = plan.cache_after
-        after, before = plan.cache_after.bytes_per_token, plan.cache_before.bytes_per_token
-        found[str(count)] = {"kv_bytes_per_token": after, "kv_share": after / before}
-        if cross := plan.cache_after.cross_bytes_per_token:
-            found[str(count)]["cross_bytes_per_token"] = cross  # of each token of the source
-    if not (options.decode and groups):
+    for name, (groups, bits) in sizes.items():
+        plan = make_plan(subject.checkpoint, groups, "mean")
+        cache = plan.cache_after.quantised(bits) if bits else plan.cache_after
+        after, before = cache.bytes_per_token, plan.cache_before.bytes_per_token
+        found[name] = {"kv_bytes_per_token": after, "kv_share": after / before}
+        if cross := cache.cross_bytes_per_token:
+            found[name]["cross_bytes_per_token"] = cross  # of each token of the source
+        if not bits:
+            caches[name] = cache
+    if not (options.decode and caches):
         return found
     asked = (options.decode_context,) if options.decode_context else None
     context = decode_contexts([subject], asked, STEPS)[-1]
     models = {}
-    for count in groups:
-        place = work / f"speed-g{count}"
-        convert_checkpoint(options.model, count, place, overwrite=True, method="mean")
-        models[str(count)] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
+    for name in caches:
+        place = work / f"speed-g{name}"
+        convert_checkpoint(options.model, sizes[name][0], place, overwrite=True, method="mean")
+        models[name] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
         shutil.rmtree(place)
     timed = measure_decode(models, caches, [options.decode_batch], [context], STEPS, REPEATS)
     for name, (point,) in timed.items():

@@ -25,7 +25,8 @@ class Check(NamedTuple):
 
 
 def checks(points: pandas.DataFrame) -> Iterator[Check]:
-    """All claims that the points have numbers for."""
+    """All claims that the points have numbers for. They are about whole caches."""
+    points = points[points.bits == 0]
     pooled, paper = (points[points.method.isin(methods)] for methods in (POOLED, PAPER))
     for where, losses in _places(paper, [*_HOW, "groups", "alpha"], "method"):
         if len(losses) == len(PAPER):

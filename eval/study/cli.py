@@ -12,6 +12,7 @@ import click
 from gqa.checkpoint.console import (
     CONTEXT_SETTINGS,
     SHARED,
+    ByteSize,
     Command,
     Precision,
     fail,
@@ -22,7 +23,7 @@ from gqa.checkpoint.console import (
     version_option,
     with_options,
 )
-from gqa.checkpoint.errors import one_line
+from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.options import OptionsOf
 from gqa.convert.calibrate_cli import MapsWords
 from gqa.convert.method_option import OF_TEXT, is_given, refuse_unused
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gqa.eval.study.ablation import Study
     from gqa.eval.study.directory import Rows
     from gqa.eval.study.study import Grid, StudyOptions
+    from gqa.eval.study.tradeoff import Bounds
 
 _EPILOG = """\b
 Examples:
@@ -41,6 +43,7 @@ Examples:
   gqa-ablate MODEL --data stdlib:train --methods mean,first,random:3,refined --groups 1,2,4,8 \\
       --alphas 0,0.01,0.05,0.1 -o study
   gqa-ablate -o study --recommend --max-loss-increase 0.05
+  gqa-ablate -o study --recommend --kv-bytes 512
 """
 
 
@@ -60,8 +63,10 @@ _RUN = [
     option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
            "state of a training so often.  [default: only when it is stopped]"),
     option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase and "
-           "--max-recall-loss."),
-    option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1, help="Nats per token above MODEL's."),
+           "--max-recall-loss, or what loses least within --kv-bytes."),
+    option("--kv-bytes", type=ByteSize(), metavar="SIZE", help="At most so much KV cache a token."),
+    option("--max-loss-increase", aliases="--max-loss", type=click.FloatRange(min=0), default=0.1,
+           help="Nats per token above MODEL's."),
     option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
            "that MODEL gets right and the result does not, where MODEL recalls them."),
     option("--dry-run", help="List the cells and what they would cost, and stop."),
@@ -88,7 +93,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     from gqa.uptrain.loop import StoppedError
 
     transformers.utils.logging.set_verbosity_error()
-    failed = 0
+    failed, bounds = 0, read_bounds(options)
     if model is not None:
         if options["overwrite"] and not options["dry_run"]:
             forget(output)
@@ -105,7 +110,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
         failed = sum(bool(row["error"]) for row in rows)
-    _report(output, options, quiet)
+    _report(output, bounds, options["recommend"], quiet)
     if failed:
         told = f"{failed} of {len(rows)} cells failed, as {output}/report.html says; the same command tries them again"
         fail("gqa-ablate", told, 1)
@@ -133,6 +138,7 @@ def measure(study: Study, quiet: bool, words: str) -> Rows:
     def told(row: dict[str, Any]) -> None:
         bar.update()
         name = f"{row['method']}, {row['groups']} heads, alpha {row['alpha']:g}"
+        name += f", int{row['bits']} cache" if row["bits"] else ""
         text = f"{name}: {row['error'] or format(row['loss'], '.4f')}"
         bar.set_postfix_str(text)
         if not quiet and bar.disable:
@@ -142,16 +148,27 @@ def measure(study: Study, quiet: bool, words: str) -> Rows:
         return run_study(study, command=words, told=told)
 
 
-def _report(output: Path, options: dict[str, Any], quiet: bool) -> None:
-    from gqa.eval.study.report import open_results, short_table, write_study_report
-    from gqa.eval.study.tradeoff import Bounds, recommend
+def read_bounds(options: dict[str, Any]) -> Bounds:
+    """What is recommended within, of the command that runs. Raises RefusedError."""
+    from gqa.eval.study.tradeoff import Bounds
 
-    results, bounds = open_results(output), Bounds(options["max_loss_increase"], options["max_recall_loss"])
+    of_losses = ("max_loss_increase", "max_recall_loss")
+    if options["kv_bytes"] and (given := [name for name in of_losses if is_given(name)]):
+        flag = f"--{given[0].replace('_', '-')}"
+        raise RefusedError(f"--kv-bytes asks for what loses least within it, {flag} for the smallest cache: give one")
+    return Bounds(*(options[name] for name in (*of_losses, "kv_bytes")))
+
+
+def _report(output: Path, bounds: Bounds, recommends: bool, quiet: bool) -> None:
+    from gqa.eval.study.report import open_results, short_table, write_study_report
+    from gqa.eval.study.tradeoff import recommend
+
+    results = open_results(output)
     written = write_study_report(results, bounds)
     if not quiet:
         click.echo(short_table(results).text())
         click.echo(f"\nwritten to {output}: {', '.join(written)}")
-    if options["recommend"]:
+    if recommends:
         click.echo(recommend(results.points, results.source, bounds).text)
 
 

@@ -71,11 +71,11 @@ class Rows:
         self.rewrite({})
 
     def rewrite(self, columns: Mapping[str, Row]) -> None:
-        """With the columns of each row's number of heads anew. Durable when this returns; raises UnwrittenError, and
-        then the file is as it was.
+        """With the columns of each row's cache (`Cell.cache`) anew. Durable when this returns; raises UnwrittenError,
+        and then the file is as it was.
         """
-        for row in self._found.values():
-            row.update(finite(columns.get(str(row["groups"]), {})))
+        for cell, row in self._found.items():
+            row.update(finite(columns.get(cell.cache, {})))
         _replace(self._path, map(json.dumps, self))
 
 
@@ -95,7 +95,7 @@ def read_record(directory: Path) -> Row | None:
 
 
 def read_speeds(directory: Path) -> dict[str, Row]:
-    """speeds.json: columns by the number of heads; none where it is not there."""
+    """speeds.json: columns by `Cell.cache`; none where it is not there."""
     path = directory / SPEEDS
     known: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
     return known

@@ -29,8 +29,8 @@ def draw_study(rows: Iterable[Row], source: Row, directory: Path) -> list[tuple[
     """All pictures that there are numbers for, as (name, title)."""
     study = _Study(rows, source, directory)
     pictures = {
-        "tradeoff": study.tradeoff, "alphas": study.alphas, "recall": study.recall, "groups": study.groups,
-        "layers": study.layers,
+        "frontier": study.frontier, "tradeoff": study.tradeoff, "alphas": study.alphas, "recall": study.recall,
+        "groups": study.groups, "layers": study.layers,
     }  # fmt: skip
     return [(name, title) for name, draw in pictures.items() if (title := draw())]
 
@@ -38,16 +38,44 @@ def draw_study(rows: Iterable[Row], source: Row, directory: Path) -> list[tuple[
 class _Study:
     """What is drawn. Each picture is a method that returns its title; nothing where it has no numbers.
 
-    merged: points of fewer heads than the source's; best: of each series and number of heads, the training that loses
-    least; looks: of each series.
+    every: all points; points: those whose KV cache is not quantised; merged: of these, with fewer heads than the
+    source; best: of each series and number of heads, the training that loses least; looks: of each series.
     """
 
     def __init__(self, rows: Iterable[Row], source: Row, directory: Path) -> None:
-        self.rows, self.points, self.source, self.directory = measured(rows), points(rows), source, directory
+        self.rows, self.every, self.source, self.directory = measured(rows), points(rows), source, directory
+        self.points = self.every[self.every.bits == 0]
         self.merged = self.points[~self.points.method.isin(UNMERGED)]
-        self.looks = _looks(self.merged)
-        self.best = self.merged.loc[self.merged.groupby(["groups", "series"], sort=False).loss.idxmin()]
+        self.looks = _looks(self.every[~self.every.method.isin(UNMERGED)])
+        self.best = _best(self.merged, "loss")
         self.counts = sorted(self.merged.groups.unique())
+
+    def frontier(self) -> str:
+        """Heads and bits: what is lost for what is saved."""
+        smaller = self.every[self.every.kv_bytes_per_token < self.source["kv_bytes_per_token"]]
+        if not self.every.bits.any() or smaller.kl.isna().any():
+            return ""
+        source, asked, best = self.source, "recall_text" in self.source, _best(smaller, "kl")
+        base, kept = best[best.method.isin(UNMERGED)], source["kv_bytes_per_token"] / 1024
+        halves = [kept / 2**n for n in range(12) if kept / 2**n >= best.kv_bytes_per_token.min() / 1024]
+        lines = {series: best[best.series == series] for series in self.looks}
+        with panels(self.directory, "frontier", 1, 1 + asked, width=7 * (1 + asked), height=6.5, sharex=True) as axes:
+            for axis, column, unit in zip(axes[0], ("kl", "recall_text"), (1, 100), strict=False):
+                told = f"{BASE}, {', '.join(f'int{bits}' for bits in base.bits)} cache"
+                axis.plot(base.kv_bytes_per_token / 1024, base[column] * unit, "-*", color=_BLACK, label=told)
+                for series, own in lines.items():
+                    axis.plot(own.kv_bytes_per_token / 1024, own[column] * unit, label=series, **self.looks[series])
+                powers_of_two(axis, halves)
+                axis.set_xlabel("KV cache per token (KiB), scales included")
+            pairs = [*zip(best.kv_bytes_per_token / 1024, best.kl, strict=True)]
+            front = np.array([pairs[index] for index in pareto_front(pairs)])
+            axes[0, 0].step(*front.T, where="post", color=_GREY, linewidth=5, alpha=0.4, zorder=0, label="Pareto front")
+            axes[0, 0].set(ylabel="KL from the base model (nats per token)", yscale="log")
+            axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+            for axis in axes[0, 1:]:
+                axis.axhline(100 * source["recall_text"], color=_BLACK, linestyle=":", linewidth=1.5)
+                axis.set(ylabel="second copies of the text recalled (%)", ylim=(0, 102))
+        return "Heads and bits against the bytes of the KV cache, each method as it is trained best; dotted: base model"
 
     def tradeoff(self) -> str:
         """Figure 3: what is lost for what is saved."""
@@ -170,6 +198,11 @@ class _Study:
         return "What merging does to each layer's attention output, untrained"
 
 
+def _best(found: pandas.DataFrame, column: str) -> pandas.DataFrame:
+    """Of each series and number of heads what has the least of a column."""
+    return found.loc[found.groupby(["groups", "series"], sort=False)[column].idxmin()]
+
+
 def _above_base(axes: Sequence[Axes], increases: pandas.Series) -> None:
     """The y axes of panels side by side in nats above the base model, logarithmic from the smallest of the `increases`
     on, so that what has lost everything does not squeeze the rest; on the right the ratio of perplexities.
@@ -199,8 +232,8 @@ def _by_distance(found: Sequence[Row], kind: str) -> tuple[list[int], list[float
 
 
 def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
-    """Of each series: a colour and marker of its method, the same in every study; dashed and hollow where it is not the
-    first way to train it.
+    """Of each series: a colour and marker of its method, the same in every study; dashed, and hollow or half so, where
+    it is not the first way to train it or to keep its cache.
     """
     methods, found = list(dict.fromkeys([*_METHODS, *METHODS])), {}
     several = merged.drop_duplicates("series")
@@ -208,7 +241,8 @@ def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
         style = _method_look(methods.index(point.method))
         found[point.series] = style | {
             "linestyle": ("-", "--", ":", "-.")[way % 4], "markeredgecolor": "#333333", "markeredgewidth": 0.8,
-            "markerfacecolor": "#ffffff" if way else style["color"],
+            "markerfacecolor": "#ffffff" if way % 4 == 1 else style["color"], "markerfacecoloralt": "#ffffff",
+            "fillstyle": ("full", "full", "left", "bottom")[way % 4],
         }  # fmt: skip
     return found
 

@@ -17,13 +17,13 @@ from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, points, recommend
-from gqa.eval.tables import Table, shown, table
+from gqa.eval.tables import Table, filled, table
 
 BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
 CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
-        "alpha": "{alpha:g}"}  # fmt: skip
+        "alpha": "{alpha:g}", "cache bits": "{bits:d}"}  # fmt: skip
 _CELLS = {
     **CELL, "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}",
     "above base": "{loss_increase:+.4f}",
@@ -87,7 +87,8 @@ def _tables(results: Results) -> Iterator[Table]:
             "Where this agrees with the paper", ("claim of the GQA paper", "where", "this study", "numbers"), rows, note
         )
     if failed := results.failed:
-        yield table("Cells that failed", CELL | {"why": "{error}"}, failed, "the same command tries them again")
+        columns = filled(CELL | {"why": "{error}"}, failed)
+        yield table("Cells that failed", columns, failed, "the same command tries them again")
     yield _cells(results)
 
 
@@ -142,8 +143,7 @@ def _cells(results: Results) -> Table:
         batch = results.record["identity"]["decode_batch"]
         note += f"; tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
     rows = [Cell.of(row)._asdict() | {"loss": "failed"} if row["error"] else row for row in results.rows]
-    known = {name: form for name, form in _CELLS.items() if any(shown(row, [form])[0] for row in rows)}
-    return table("Cells", known, rows, note)
+    return table("Cells", filled(_CELLS, rows), rows, note)
 
 
 def _budgets(results: Results) -> Table:

@@ -44,7 +44,8 @@ class _Seeded(click.ParamType[tuple[str, int | None]]):
 
 class Cell(NamedTuple):
     """One measurement: a conversion, trained on a share `alpha` of the data. `train`: which weights; `teacher`: none or
-    source. The seed is that of the method and of the order of the data.
+    source. The seed is that of the method and of the order of the data. `bits`: of a number in the KV cache, where it
+    is quantised.
     """
 
     method: str
@@ -53,6 +54,7 @@ class Cell(NamedTuple):
     train: str
     teacher: str
     alpha: float
+    bits: int | None = None
 
     @property
     def conversion(self) -> str:
@@ -65,12 +67,19 @@ class Cell(NamedTuple):
         return f"{self.train}-{self.teacher}"
 
     @property
+    def cache(self) -> str:
+        """Cells with the same one have KV caches of the same size."""
+        return f"{self.groups}-int{self.bits}" if self.bits else str(self.groups)
+
+    @property
     def order(self) -> tuple[Any, ...]:
-        """By groups, methods from the plainest on, and alpha last: the same whatever was measured first."""
+        """By groups, methods from the plainest on, alpha, and whole caches before those of fewer and fewer bits: the
+        same whatever was measured first.
+        """
         names = (*UNMERGED, *METHODS)
         return (
             self.groups, names.index(self.method), self.seed, SCOPES.index(self.train), TEACHERS.index(self.teacher),
-            self.alpha,
+            self.alpha, bool(self.bits), -(self.bits or 0),
         )  # fmt: skip
 
     def row(self, error: str | None = None, **found: Any) -> dict[str, Any]:
@@ -79,7 +88,7 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Cell:
-        return cls(*(row[name] for name in cls._fields))
+        return cls(*(row[name] for name in cls._fields[:-1]), bits=row.get("bits"))  # rows of before there were bits
 
 
 @dataclass(frozen=True)
@@ -114,6 +123,11 @@ class Grid:
         "source: learn MODEL's predictions; none: learn from text alone.",
         aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="source",
     )  # fmt: skip
+    cache_bits: Sequence[int] | None = option_field(
+        None,
+        "Also measure every cell, and MODEL, with a KV cache of so many bits, like 8,4,2.",
+        type=Several(click.IntRange(2, 8)),
+    )
     seeds: int = option_field(
         1,
         "How many seeds of random and calibrated heads, and of the order of the data: 0 to N - 1.",
@@ -130,15 +144,19 @@ class Grid:
         return tuple(self.groups or sorted({*divisors[:1], *divisors[-2:], *control}))
 
     def cells(self, heads: int) -> list[Cell]:
-        """In order, for a source with so many key/value heads. Where none is merged all methods are the same one."""
-        found = set()
+        """In order, for a source with so many key/value heads. Where none is merged all methods are the same one. With
+        `cache_bits` the source itself is among them.
+        """
+        bits = self.cache_bits or ()
+        scope = self.train[0] if self.train[0] != AUTO else "all"
+        found = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, each) for each in bits}
         for groups in self.settled(heads):
             merged = groups < heads
             methods = self.methods if merged else {UNMERGED[groups > heads]: self.seeds}
             for method, seeds in methods.items():
                 usual = "attention" if method in METHODS and METHODS[method].aligns else "all"
                 trains = [usual if name == AUTO else name for name in self.train]
-                variants = product(range(seeds), trains, self.teachers, self.alphas)
+                variants = product(range(seeds), trains, self.teachers, self.alphas, (None, *bits))
                 found |= {Cell(method, groups, *variant) for variant in variants}
         return sorted(found, key=lambda cell: cell.order)
 

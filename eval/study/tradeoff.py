@@ -18,43 +18,47 @@ from gqa.uptrain.options import NO_TEACHER, TrainOptions
 
 BASE = "base model"  # the series of what is not converted
 Point = Any  # a line of `points`
-_POINT = ["groups", "method", "train", "teacher", "alpha"]
-_NUMBERS = ("loss", "loss_increase", "recall_text", "kv_bytes_per_token", "decode_seconds_per_token",
+_POINT = ["groups", "method", "train", "teacher", "alpha", "bits"]
+_NUMBERS = ("loss", "loss_increase", "kl", "recall_text", "kv_bytes_per_token", "decode_seconds_per_token",
             "decode_tokens_before")  # fmt: skip
 
 
 def measured(rows: Iterable[Row]) -> pandas.DataFrame:
-    """Rows without an error, in the order of the grid. `series`: the method, and what is unusual about its training.
-    The columns that are counted on are there though nothing was measured.
+    """Rows without an error, in the order of the grid. `series`: the method, what is unusual about its training, and
+    the `bits` of its KV cache, which are 0 where it is not quantised. The columns that are counted on are there though
+    nothing was measured.
     """
     found = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
     cells = [Cell.of(row) for row in found]
-    frame = pandas.DataFrame([row | {"series": _series(cell, cells)} for row, cell in zip(found, cells, strict=True)])
-    return frame.reindex(columns=list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns])))
+    more = [{"series": _series(cell, cells), "bits": cell.bits or 0} for cell in cells]
+    frame = pandas.DataFrame([row | own for row, own in zip(found, more, strict=True)])
+    columns = list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns]))
+    return frame.reindex(columns=columns).astype({"kl": float})
 
 
 def _series(cell: Cell, cells: Sequence[Cell]) -> str:
-    """The method, and its training where it is trained in several ways."""
+    """The method, its training where it is trained in several ways, and the bits of its cache."""
     own = [other for other in cells if other.method == cell.method]
     parts = [BASE if cell.method == "none" else cell.method]
     parts += [cell.train] * (len({other.train for other in own}) > 1)
     parts += ["taught"] * (cell.teacher != "none" and len({other.teacher for other in own}) > 1)
+    parts += [f"int{cell.bits} cache"] if cell.bits else []
     return ", ".join(parts)
 
 
 def points(rows: Iterable[Row]) -> pandas.DataFrame:
     """One line a combination, in the order of the grid: the row of its first seed, but over all `seeds`
 
-    `loss` (nats per token), `loss_increase` (above the source's) and `recall_text` are means, `lowest`, `highest`,
-    `worst` (of the increases) and `recall_worst` extremes.
+    `loss` (nats per token), `loss_increase` (above the source's), `kl` and `recall_text` are means, `lowest`,
+    `highest`, `worst` (of the increases) and `recall_worst` extremes.
     """
     frame = measured(rows)
     seeds = frame.groupby(_POINT, sort=False)
-    loss, increase, recall = seeds["loss"], seeds["loss_increase"], seeds["recall_text"]
+    loss, increase, recall, kl = (seeds[column] for column in ("loss", "loss_increase", "recall_text", "kl"))
     found = frame.drop_duplicates(_POINT).set_index(_POINT)
     return found.assign(
         seeds=seeds.size(), loss=loss.mean(), lowest=loss.min(), highest=loss.max(), loss_increase=increase.mean(),
-        worst=increase.max(), recall_text=recall.mean(), recall_worst=recall.min(),
+        worst=increase.max(), kl=kl.mean(), recall_text=recall.mean(), recall_worst=recall.min(),
     ).reset_index()  # fmt: skip
 
 
@@ -79,10 +83,13 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
 
 
 class Bounds(NamedTuple):
-    """How much worse than the source a result may be: nats per token, and points of recall (`recall_text`)."""
+    """How much worse than the source a result may be: nats per token, and points of recall (`recall_text`); or, instead
+    of both, how many bytes of KV cache a token may take.
+    """
 
     loss: float = 0.1
     recall: float = 5.0
+    kv_bytes: int | None = None
 
 
 class Recommendation(NamedTuple):
@@ -116,7 +123,7 @@ def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
 
 def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommendation:
     """The smallest KV cache of which every seed is within the bounds; of those with the same cache what trains on the
-    fewest tokens, and then what loses least.
+    fewest tokens, and then what loses least. Of a bound in bytes, what loses least within it.
     """
     kept = source["kv_bytes_per_token"]
     smaller = found[found.kv_bytes_per_token < kept]
@@ -124,6 +131,8 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
         return Recommendation(
             None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")], []
         )
+    if bounds.kv_bytes:
+        return _within_bytes(smaller, source, bounds.kv_bytes)
     least, recall = least_recall(source, bounds)
     fluent = smaller[smaller.worst <= bounds.loss]
     within = fluent[fluent.recall_worst >= least] if least else fluent
@@ -141,7 +150,8 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
             ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"), *recalls, ("", advice),
         ]  # fmt: skip
         return Recommendation(None, lines, [])
-    chosen = _best(within, "kv_bytes_per_token", "train_tokens", "loss")
+    order = ["kv_bytes_per_token", "train_tokens", "loss"]
+    chosen = _best(within, *order)
     below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
     same = within[within.kv_bytes_per_token == chosen.kv_bytes_per_token]
     none = "none has a smaller cache"
@@ -155,7 +165,41 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
         best = _best(same, "loss")
         better = f"; {_named(best)} is better" if best.loss < chosen.loss else ""
         lines.append(("", f"of {len(same)} with that cache it trains on the fewest tokens{better}"))
-    return Recommendation(chosen, [*lines, *recalls], commands(chosen))
+    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls], commands(chosen))
+
+
+def _within_bytes(smaller: pandas.DataFrame, source: Row, most: int) -> Recommendation:
+    """What loses least (its worst seed) with at most so many bytes of KV cache a token."""
+    kept, limit = source["kv_bytes_per_token"], f"a KV cache of at most {size(most)} a token"
+    if kept <= most:
+        return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")], [])
+    within, order = smaller[smaller.kv_bytes_per_token <= most], ["worst", "train_tokens", "kv_bytes_per_token"]
+    if within.empty:
+        closest = _best(smaller, "kv_bytes_per_token", "worst")
+        lines = [
+            ("recommended", f"nothing: of {len(smaller)} combinations none has {limit}"),
+            ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"),
+            ("", "allow more with --kv-bytes, or add smaller --groups or --cache-bits to the study"),
+        ]  # fmt: skip
+        return Recommendation(None, lines, [])
+    chosen = _best(within, *order)
+    lines = [
+        ("recommended", f"{_named(chosen)}, with {_cache(chosen, kept)}"),
+        ("why", f"it loses least of {len(within)} combinations with {limit}"),
+        *_bits_alone(chosen, within, order, kept),
+    ]  # fmt: skip
+    return Recommendation(chosen, lines, commands(chosen))
+
+
+def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], kept: int) -> list[tuple[str, str]]:
+    """How far the base model comes whose KV cache is quantised, where that was measured and is within the bound."""
+    alone = within[(within.method == UNMERGED[0]) & (within.alpha == 0)]
+    if alone.empty:
+        return []
+    best = _best(alone, *order)
+    if best.series == chosen.series and not chosen.alpha:
+        return [("", "a quantised cache alone does it: no heads need to be merged")]
+    return [("", f"a quantised cache alone: {_named(best)}, with {_cache(best, kept)}")]
 
 
 def _best(found: pandas.DataFrame, *by: str, highest: bool = False) -> Point:
@@ -184,8 +228,10 @@ _FLAGS = {
 
 
 def commands(point: Point) -> list[str]:
-    """What makes the checkpoint of a point again."""
+    """What makes the checkpoint of a point again; nothing where it is the base model."""
     model, method = point["model"], point["method"]
+    if method == UNMERGED[0] and not point["alpha"]:
+        return []
     out = f"{model.split('/')[-1]}-gqa{point['groups']}"
     words = ["gqa-convert", model, "--groups", point["groups"]]
     if method not in UNMERGED:
