@@ -88,7 +88,8 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Cell:
-        return cls(*(row[name] for name in cls._fields[:-1]), bits=row.get("bits"))  # rows of before there were bits
+        found: dict[str, Any] = {name: row.get(name) for name in cls._fields}  # older rows have no bits
+        return cls(**found)
 
 
 @dataclass(frozen=True)
