@@ -240,6 +240,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "[default: sdpa where the model has it]",
     },
     "--trust-remote-code": {"is_flag": True, "help": "Run code that a checkpoint brings (dangerous)."},
+    "--cache-bits": {"type": click.IntRange(2, 8)},
     "--seed": {"type": int, "default": 0},
     "--revision": {"metavar": "NAME", "help": "The branch, tag or commit of a hub id."},
     "--tensor-parallel": {"type": _POSITIVE, "metavar": "N"},

@@ -1,6 +1,6 @@
 """A basis in which a KV cache of few bits loses less, of a model that stays what it is.
 
-A cache rounds the numbers of a key or a value in steps of their range (`gqa.eval.cache_bits`). Values are rotated, so
+A cache rounds a key or a value in steps of its range (`gqa.convert.align.rounding`). Values are rotated, so
 that no dimension alone decides the range, and W_O undoes it (QuaRot, arXiv 2404.00456, section 4). The two dimensions
 of a frequency of a key are multiplied by s = (E|q|^2 / E|k|^2)^(1/4) and those of its queries divided, so that what is
 rounded weighs as much in scores wherever it is; s commutes with the rotary embedding. E is what the weights give to

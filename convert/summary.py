@@ -196,6 +196,7 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
         words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]
         words += ["--refine-learning-rate", str(how["learning_rate"])]
         words += ["--refine-precision", "bfloat16" if how["autocast"] else "float32"]
+        words += ["--cache-bits", str(how["cache_bits"])] if how.get("cache_bits") else []
     return words
 
 

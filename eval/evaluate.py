@@ -23,11 +23,11 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import asked, versions
+from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
 from gqa.convert.align.self_samples import sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
-from gqa.eval.cache_bits import quantise_cache, quantised_attention
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.options import EvaluateOptions
@@ -102,8 +102,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
 def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
     """These and, of each number of `bits`, all of them with a KV cache of it. Raises RefusedError for other caches."""
     for subject in subjects if bits else ():
-        if subject.config.is_encoder_decoder or not subject.cache:
-            raise RefusedError(f"--cache-bits is for decoders with key/value heads, and {subject.name} is none")
+        layers_with_cache(subject.checkpoint)  # refuses
     return [*subjects, *(subject.quantised(each) for each in bits for subject in subjects)]
 
 
@@ -142,8 +141,8 @@ def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
             attention=options.attn_implementation, trust_remote_code=subject.trust_remote_code,
             host_memory=options.host_memory,
         )  # fmt: skip
-        if subject.cache_bits and subject.cache:
-            quantise_cache(model, subject.cache_bits, len(subject.cache.layers), subject.name)
+        if subject.cache_bits:
+            quantise_cache(model, subject.cache_bits, layers_with_cache(subject.checkpoint), subject.name)
         return model
 
 

@@ -16,11 +16,11 @@ from tiny_models import QUERY_HEADS, TINY, build, inputs, logits
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import cache_basis, convert_checkpoint
+from gqa.convert.align.rounding import rounded
 from gqa.convert.cache_basis import balance, cache_bases, spread
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import CacheBasis
 from gqa.convert.plan import Plan, make_plan
-from gqa.eval.cache_bits import rounded
 
 IDS = torch.arange(10, 40)[None]
 # Kinds of layouts, rotary embeddings, norms and biases.

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     "refine_steps": (REFINED, ("--refine-steps", 30)),
     "refine_batch": (REFINED, ("--refine-batch", 4)),
     "refine_learning_rate": (REFINED, ("--refine-learning-rate", 0.0123456789)),
+    "cache_bits": (REFINED, ("--cache-bits", 2)),
     "refine_precision": ((*REFINED, "--refine-precision", "float32"), ("--refine-precision", "bfloat16")),
 }
 # What is computed is the same with and without them, but for rounding on another device; `maps` are made by options

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from gqa.convert.align.rounding import reading
+
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]
 
@@ -50,13 +52,15 @@ def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, 
     return output
 
 
-def watchable(always_masked: bool = False) -> Any:
+def watchable(always_masked: bool = False, bits: int | None = None) -> Any:
     """A context in which models may be made and run whose attention is called `gqa_sdpa` or `gqa_eager`;
-    `always_masked`: with a mask also where it hides nothing that attention would see.
+    `always_masked`: with a mask also where it hides nothing that attention would see. `bits`: attention that is not
+    watched reads a KV cache of so many.
     """
     masks = {"gqa_sdpa": sdpa_mask, "gqa_eager": eager_mask}
+    plain: dict[str, Attend] = {"gqa_sdpa": attend_sdpa, "gqa_eager": attend_eager}
     return registered(
-        {"gqa_sdpa": _unless_watched(attend_sdpa), "gqa_eager": _unless_watched(attend_eager)},
+        {name: _unless_watched(reading(attend, bits) if bits else attend) for name, attend in plain.items()},
         {name: _unskipped(mask) for name, mask in masks.items()} if always_masked else masks,
     )
 

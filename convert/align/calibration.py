@@ -76,8 +76,8 @@ class Calibrator:
             self.streams = pair.decode(self._inputs, pair.encode(self._inputs, self.streams))
         streams, modules, own = self.streams, pair.modules_of(layer), pair.original(layer)
         if not modules:
-            for stream in (streams.source, streams.converted):
-                own.pass_through(stream)
+            own.pass_through(streams.source)
+            replace(own, bits=pair.bits).pass_through(streams.converted)
             check_finite(layer, streams.source.hidden, streams.converted.hidden)
             pair.source.release(layer)
             return []
@@ -167,6 +167,8 @@ class Calibrator:
         merged = task.merged(found.maps)
         attention = merged.attention
         assert attention
+        if merged.bits:
+            next(merged.observe(task.streams.converted, "heads"))  # refuses a module that would not read rounded ones
         names = self.pair.trainable(found.module, attention)
         start = {name: attention.get_parameter(name).detach() for name in names}
         calls, how = Calls.of(merged, task.streams.converted), self.pair.options.training
