@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from checkpoints import run
 from embedded import SOURCE, UNIFORM_VOCABULARY
+from markdown_it import MarkdownIt
 from training import fresh_accelerator, tiny_checkpoint, write_corpus
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = {
     "gqa-convert": "convert.cli", "gqa-calibrate": "convert.calibrate_cli", "gqa-uptrain": "uptrain.cli",
-    "gqa-eval": "eval.cli", "gqa-ablate": "eval.study.cli",
+    "gqa-eval": "eval.cli", "gqa-ablate": "eval.study.cli", "gqa-run": "recipe",
 }  # fmt: skip
 # Query and KV heads of the stand-ins; what is not here (hub ids, other families) has its options read only.
 MODELS = {
@@ -56,17 +57,20 @@ LENGTHS = {"--steps", "--tokens", "--alpha"}  # of a training: one of them
 
 def fenced(page: Path) -> Iterator[str]:
     """The lines of a page's blocks that are commands, without comments, continued lines as one."""
-    for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.M | re.S):
-        yield from block.replace("\\\n", " ").splitlines()
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type == "fence" and token.info in ("", "sh", "bash"):
+            yield from token.content.replace("\\\n", " ").splitlines()
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str], bool]]:
     """Program, words, and whether it is started as it stands, not through a launcher of many processes."""
     for line in fenced(page):
-        words = shlex.split(line, comments=True) if re.match(r"\S*(gqa-\w+|accelerate|torchrun) ", line) else []
+        words = shlex.split(line, comments=True) if re.match(r"(\S*/)?(gqa(-\w+)?|accelerate|torchrun) ", line) else []
         if not words or "..." in words:  # `...` stands for the words of the line before
             continue
         program, rest = words[0].rpartition("/")[2], words[1:]
+        if program == "gqa":
+            program, rest = f"gqa-{rest[0]}", rest[1:]
         if program in MODULES:
             yield program, rest, True
         elif "-m" in rest:
@@ -97,6 +101,14 @@ def test_an_option_that_does_not_exist_is_seen() -> None:
         command.make_context("gqa-convert", ["MODEL", "--groups", "8", "--gruops", "8"])
 
 
+def test_every_fence_of_commands_is_seen(tmp_path: Path) -> None:
+    """And no other: what closes a block of Python opens none."""
+    page = tmp_path / "page.md"
+    python = "```python\nimport gqa\n```\n\ngqa-convert is a command.\n\n"
+    page.write_text(f"{python}```\ngqa eval A \\\n  B  # told\n```\n\n{python}- a list\n  ```sh\n  gqa run R\n  ```\n")
+    assert list(commands(page)) == [("gqa-eval", ["A", "B"], True), ("gqa-run", ["R"], True)]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models and texts by the names that the pages use."""
@@ -120,6 +132,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(world / "t5-small")
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
     tokenizer.save_pretrained(world / "t5-small")
+    shutil.copytree(world / "t5-small", world / "stdlib-t5")
+    renamed = [json.dumps({"source": row["article"], "target": row["summary"]}) + "\n" for row in rows]
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (world / "stdlib-t5" / name).write_text("".join(renamed))
     for name in TEXTS[2:]:
         shutil.copyfile(ROOT / "README.md", world / name)
     for source, groups in (("SRC", 8), ("SRC", 1), ("MODEL", 8), ("MODEL", 2), ("t5-small", 2)):
