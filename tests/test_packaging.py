@@ -72,6 +72,19 @@ def test_workflows_run_what_is_there(path: Path) -> None:
         assert all((ROOT / word).exists() for word in words if word.startswith(("tests/", ".ci/"))), command
 
 
+def test_the_workflow_runs_without_root_and_several_tests_at_a_time() -> None:
+    """What .ci/run would install is there before; tests of many processes or much memory do not run in parallel."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    *before, last = [step["run"] for step in jobs["check"]["steps"] if "run" in step]
+    assert last == ".ci/run"
+    needed = re.findall(r"^command -v (\S+)", (ROOT / last).read_text(), re.MULTILINE)
+    assert needed == ["espeak-ng"]
+    assert all(re.search(rf"sudo apt-get install --yes .*{name}", " ".join(before)) for name in needed)
+    parallel = [step["run"] for job in jobs.values() for step in job["steps"] if "-n auto" in step.get("run", "")]
+    assert len(parallel) == 1
+    assert all("not real and not scale" in command for command in parallel)
+
+
 def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
     found = Path(sysconfig.get_path("scripts")) / "hadolint"
     if not found.exists():
