@@ -103,8 +103,7 @@ Examples:
 def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
     """Find out how the heads of MODEL are best merged into G, and write that as maps that gqa-convert applies.
 
-    Finished layers of calibrated and refined are kept: the same command continues a run that was stopped. Methods that
-    look at weights alone start over.
+    Finished layers are kept: the same command continues a run that was stopped.
     """
     from gqa.checkpoint.hub import open_model
     from gqa.checkpoint.processes import share_work
@@ -134,8 +133,7 @@ def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    goes_on = f"the same command continues after the last finished layer of {' and '.join(LAYERWISE)}"
-    console.run(command, "gqa-calibrate", f"{goes_on}; other methods start over")
+    console.run(command, "gqa-calibrate", "the same command continues after the last finished layer")
 
 
 if __name__ == "__main__":

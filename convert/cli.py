@@ -19,7 +19,7 @@ from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
 from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
 from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
-from gqa.convert.methods import AUTO, AUTOMATIC, LAYERWISE, MEASURING, METHODS
+from gqa.convert.methods import ALIGNING, AUTO, AUTOMATIC, LAYERWISE, MEASURING, METHODS
 
 if TYPE_CHECKING:
     from gqa.convert.api import Conversion, Plan
@@ -277,7 +277,7 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    kept = f"finished layers of {' and '.join(LAYERWISE)} are kept"
+    kept = f"finished layers of {', '.join(ALIGNING)} are kept"
     console.run(command, "gqa-convert", f"nothing half-written is left, {kept}")
 
 

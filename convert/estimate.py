@@ -68,7 +68,7 @@ def estimates(plan: Plan, how: MapsOptions) -> list[Estimate]:
     speed, found = products_a_second(how.device, width), []
     for method in allowed(plan):
         seconds = operations(plan, method, how) / speed + written / _BYTES_A_SECOND
-        kept = 8 * how.text.tokens * width if method.reads_text else 0  # both streams, to go on with
+        kept = 8 * width * (how.text.tokens if method.reads_text else width if method.guesses else 0)  # to go on with
         found.append(Estimate(method, seconds, memory(plan, method, how), written + kept))
     return found
 

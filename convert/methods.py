@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gqa.convert.maps_file import MapsFile
 
 Pooling = Callable[[int, int], HeadMaps]
+Finder = Callable[..., "Iterator[tuple[str, HeadMaps, dict[str, Tensor]]]"]
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,12 @@ class Method:
         return self.redraws or self.reads_text
 
     @property
-    def find(self) -> Callable[..., Iterator[tuple[str, HeadMaps]]]:
-        """A plan, whether to search for the best groups, a device -> the maps of each attention module by its path."""
+    def find(self) -> Finder:
+        """A plan, whether to search for the best groups, a device, how many modules are done, what was to be kept with
+        the last of them -> of each attention module yet to come its path, its maps, and what is to be kept to go on.
+        """
         module, _, function = self.finder.partition(":")
-        found: Callable[..., Iterator[tuple[str, HeadMaps]]] = getattr(import_module(module), function)
+        found: Finder = getattr(import_module(module), function)
         return found
 
 
@@ -121,7 +124,7 @@ register("refined", "text", "calibrated, and minutes a layer", _TRAINED, refines
 MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
 AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
-LAYERWISE = tuple(method.name for method in METHODS.values() if method.reads_text)  # finished layers are kept
+LAYERWISE = tuple(method.name for method in METHODS.values() if method.reads_text)  # which processes share
 
 
 def best(fits: Callable[[Method], bool]) -> list[str]:

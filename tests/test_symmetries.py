@@ -168,7 +168,7 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     plan = plan_conversion(directory, kv, method="aligned")
     assert relative(merged_logits(tiny, by(plan, "mean")), expected) > CONTROL
     check_gains(tiny, model, plan)
-    assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan))), expected) < RECOVERED
+    assert relative(merged_logits(tiny, plan, aligned(plan)), expected) < RECOVERED
     plan = by(plan, "calibrated")
     if tiny.model_type in UNSERVED:
         with pytest.raises(RefusedError, match="cannot be run layer by layer"):
@@ -189,6 +189,10 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     symmetry = plan.config.symmetry
     if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text):
         check_places(tiny, directory, expected)
+
+
+def aligned(plan: Plan, search: bool = False) -> dict[str, HeadMaps]:
+    return {path: maps for path, maps, _ in plan.merging.how.find(plan, search)}
 
 
 def calibrated(given: dict[str, Tensor], plan: Plan, **options: Any) -> tuple[Calibrator, dict[str, HeadMaps]]:
@@ -228,11 +232,11 @@ def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
     moved = load(tiny, directory, attention(tiny))
     assert relative(logits(tiny, moved, inputs(tiny)), expected) < SAME, "something that belongs to a head stayed"
     plan = plan_conversion(directory, 2, method="aligned")
-    found = dict(plan.merging.how.find(plan, search=True))
+    found = aligned(plan, search=True)
     assert relative(merged_logits(tiny, plan, found), expected) < RECOVERED
     assert any(maps.order for maps in found.values())
     if tiny.name in SEVERAL:
-        assert relative(merged_logits(tiny, plan, dict(plan.merging.how.find(plan))), expected) > CONTROL
+        assert relative(merged_logits(tiny, plan, aligned(plan)), expected) > CONTROL
         maps = calibrated(text_of(tiny), by(plan, "calibrated"), grouping="search")[1]
         assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
 

@@ -6,7 +6,7 @@ those that the layers before it write (`Stream`). `calibrated` measures instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -25,23 +25,29 @@ from gqa.convert.maps import HeadMaps, query_order
 from gqa.convert.plan import Plan
 
 
-def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Iterator[tuple[str, HeadMaps]]:
+def from_weights(
+    plan: Plan, search: bool = False, device: str = "cpu", done: int = 0, kept: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, HeadMaps, dict[str, Tensor]]]:
     """The maps of one attention module after another; `search` for the best groups. Where the method guesses what
     layers are given, by the closed form on that; else, on independent inputs, heads are turned to agree and averaged.
     Large products are made on `device`. Raises RefusedError where weights are no numbers.
+
+    With each come the tensors by which another call goes on after it: as `kept`, and how many are `done`.
     """
     checkpoint, text, symmetry = plan.checkpoint, plan.config.text, plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
     guess, free_keys, stream = plan.merging.how.guesses, symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
     found = [(m, module_changes(m, plan.config, plan.groups, symmetry.rules)) for m in modules]
-    last = max(number for number, (_, changes) in enumerate(found) if changes[0].merges)
-    for number, (module, changes) in enumerate(found[: last + 1]):
+    merging = [number for number, (_, changes) in enumerate(found) if changes[0].merges]
+    last, first = merging[-1], merging[done - 1] + 1 if done else 0
+    before = modules[first - 1].layer + 1 if done else 0
+    for number, (module, changes) in enumerate(found[first : last + 1], first):
         heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
         if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
             raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
         width = stored["key"].shape[-1]
-        stream = stream or Stream(checkpoint, text, symmetry, width, guess, device)
+        stream = stream or Stream(checkpoint, text, symmetry, width, guess, device, before, kept)
         gain, inputs = norm_gain(checkpoint, module, symmetry, width).float(), stream.given(module)
         for role in ("query", "key", "value") if changes[0].merges else ("value",):
             rows = inputs.through((stored[role] * gain).flatten(0, 1))
@@ -64,7 +70,7 @@ def from_weights(plan: Plan, search: bool = False, device: str = "cpu") -> Itera
         else:
             keys = [procrustes_key(of, rotary, m) for of in moments.keys]
             values = [procrustes_value(of, m, heads.query // heads.kv) for of in moments.values]
-        yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order)
+        yield module.path, head_maps(heads, groups, keys if free_keys else (), values, order), stream.keep()
 
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:

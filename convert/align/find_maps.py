@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gqa.checkpoint.devices import out_of_memory
@@ -36,8 +37,7 @@ def find_maps(
 ) -> MapsFile:
     """Write the maps of `plan` to `path` and open them. Raises RefusedError and CorpusError, with nothing at `path`.
 
-    What a layer gave on text is kept beside `path` until all are done; the same call then goes on after the last layer.
-    What weights alone gave is not.
+    What a layer gave is kept beside `path` until all are done; the same call then goes on after the last layer.
     """
     if path.exists() and not overwrite:
         raise RefusedError(f"{path} exists; give another name or --overwrite")
@@ -51,8 +51,8 @@ def with_maps(
 ) -> Iterator[Plan]:
     """`with with_maps(...) as plan`: the plan with the maps that it lacks, which are found now and gone afterwards.
 
-    What would refuse `out` later does so before they are sought. Where the block fails those found on text are kept
-    beside `out`. Several processes seek them together; the main one is the first in the block, and the others wait.
+    What would refuse `out` later does so before they are sought. Where the block fails they are kept beside
+    `out`. Several processes seek them together; the main one is the first in the block, and the others wait.
     """
     OutputDirectory(out, plan.checkpoint.directory, overwrite)
     with _found(plan, out, options, watcher, overwrite) as work:
@@ -74,12 +74,25 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
         if blocks is not None:
             _run_layers(plan, work, blocks, options, watcher)
         elif not how.reads_text and ranks().is_main_process:
-            watcher.stage(plan.merging.method, plan.config.layers, "layer")
-            for number, (module, maps) in enumerate(how.find(plan, search, options.device)):
-                work.keep(number, module, maps, {})
-                watcher.update(1)
-                watcher.layer(number + 1, plan.config.layers, float("nan"))
+            _look_at_weights(plan, work, search, options, watcher)
         yield work
+
+
+def _look_at_weights(plan: Plan, work: _Work, search: bool, options: MapsOptions, watcher: Watcher) -> None:
+    """Module after module, from the first that is not finished on, in one process."""
+    first, layers = work.layers, plan.config.layers
+    kept = {name: rows[:] for name, rows in work.kept().items()}
+    watcher.stage(plan.merging.method, layers - first, "layer")
+    try:
+        found = plan.merging.how.find(plan, search, options.device, first, kept)
+        for number, (module, maps, kept) in enumerate(found, first):
+            work.keep(number, module, maps, {})
+            work.finish_alone(number, layers, kept)
+            watcher.update(1)
+            watcher.layer(number + 1, layers, float("nan"))
+    except RefusedError:  # it would be again
+        work.remove()
+        raise
 
 
 def _run_layers(plan: Plan, work: _Work, blocks: Inputs, options: MapsOptions, watcher: Watcher) -> None:
@@ -121,9 +134,11 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
         "name": plan.checkpoint.hub_id or plan.checkpoint.name,
         "model": fingerprint(plan.checkpoint, attention_modules(plan.checkpoint, plan.config)),
     }
-    if plan.merging.how.needs == "text":
+    if plan.merging.how.aligns:
+        told["device"] = options.device
+    if plan.merging.how.reads_text:
         told |= {"text": asdict(options.text), "content": options.text.identify()}
-        told |= {name: getattr(options, name) for name in ("ridge", "dtype", "device", "batch")}
+        told |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch")}
     if plan.merging.how.refines:
         told["refinement"] = asdict(options.training)
     return dict(json.loads(json.dumps(told)))
@@ -134,8 +149,7 @@ class _Work:
     several processes the main one writes, but for the rows of streams that each has.
 
     `told` decides the maps. A run that stops, in whatever way, leaves the directory; one that finished no layer removes
-    it, and so does one that looks at weights alone: what it kept of layers is not finished. Layers of a run that was
-    told otherwise are refused, or forgotten with `overwrite`.
+    it. Layers of a run that was told otherwise are refused, or forgotten with `overwrite`.
     """
 
     def __init__(self, output: Path, told: Mapping[str, Any], overwrite: bool) -> None:
@@ -187,10 +201,9 @@ class _Work:
         has `kept` its rows.
         """
         count = int(total(len(kept["source"])))
-        done = json.dumps({"told": self._told, "layers": layer + 1, "of": layers})
         temporary, names = self._state.with_suffix(".partial"), {of: name for name, of in TORCH_DTYPES.items()}
         shapes = {name: (names[str(of.dtype)[6:]], (count, *of.shape[1:])) for name, of in kept.items()}
-        header = format_header(shapes, {"done": done})
+        header = format_header(shapes, self._word(layer, layers))
         with main_first():
             if self._main:
                 temporary.write_bytes(header)
@@ -203,6 +216,12 @@ class _Work:
         wait_for_everyone()
         if self._main:
             temporary.replace(self._state)
+
+    def finish_alone(self, layer: int, layers: int, kept: Mapping[str, Tensor]) -> None:
+        """`finish` where one process works and the others wait: all of what is needed to go on is its own."""
+        temporary = self._state.with_suffix(".partial")
+        save_file(dict(kept), temporary, self._word(layer, layers))
+        temporary.replace(self._state)
 
     def kept(self) -> dict[str, Any]:
         """What is needed to go on after the last finished layer, of which rows can be taken."""
@@ -221,6 +240,9 @@ class _Work:
     def remove(self) -> None:
         if self._main:  # of the others each may be the first that stops
             shutil.rmtree(self.place, ignore_errors=True)
+
+    def _word(self, layer: int, layers: int) -> dict[str, str]:
+        return {"done": json.dumps({"told": self._told, "layers": layer + 1, "of": layers})}
 
     def _done(self) -> dict[str, Any]:
         """What is finished, of whatever run."""
