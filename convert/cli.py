@@ -105,7 +105,7 @@ _WRITING = [
 @click.argument("model", metavar="MODEL")
 @with_options(_MERGING, MAPS.decorators, TARGET, _WRITING)
 @version_option
-def command(model: str, groups: Groups | None, **options: Any) -> None:
+def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]:
     """Rewrite the checkpoint MODEL (a directory, a hub id or an address like s3://) with G key/value heads.
 
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
@@ -141,9 +141,9 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     )  # fmt: skip
     _announce(plan, options)
     if options["dry_run"]:
-        _report(plan, None, options)
-    else:
-        _convert(plan, options, main)
+        return _report(plan, None, options)
+    _convert(plan, options, main)
+    return {}
 
 
 def _address(options: dict[str, Any]) -> str | None:
@@ -229,7 +229,8 @@ def _announce(plan: Plan, options: dict[str, Any]) -> None:
         _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
 
 
-def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> None:
+def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> dict[str, Any]:
+    """Says what was done, or of a dry run what would be, and returns that, JSON-ready."""
     from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
 
     _say(plan_text(plan, tensors=options["dry_run"] or options["verbose"]), options)
@@ -249,6 +250,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         _say("dry run     nothing was written", options)
     if options["as_json"]:
         click.echo(json.dumps(record | {"dry_run": result is None}))
+    return record
 
 
 def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:

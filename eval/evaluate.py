@@ -68,7 +68,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "models": [subject.record for subject in subjects],
     }
-    recall_context = _recall_context(subjects, options)
+    recall_context = find_recall_context(subjects, options)
     contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
     if options.memory:
         context = choose_context(subjects, options.context, options.beyond_positions)
@@ -106,7 +106,7 @@ def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
     return [*subjects, *(subject.quantised(each) for each in bits for subject in subjects)]
 
 
-def _recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -> int | None:
+def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -> int | None:
     """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
     if not (options.output if options.recall is None else options.recall):
         return None

@@ -73,6 +73,11 @@ def make_questions(
     return found
 
 
+def tokens_read(context: int) -> int:
+    """About how many all kinds take: three of copies, of which a distance is asked in READ tokens or little more."""
+    return 3 * READ * len(_distances(context, context))
+
+
 def _distances(context: int, longest: int) -> list[int]:
     """Those of DISTANCES that fit into the context with the second copy behind, and the largest of all that fits."""
     fitting = [d for d in DISTANCES if d + min(d, COPIED) <= context and d <= longest]

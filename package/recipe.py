@@ -24,6 +24,8 @@ import yaml
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, near, option, run, version_option
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, asked, key_of
+from gqa.convert.estimate import duration
+from gqa.convert.summary import size
 from gqa.uptrain.options import differences
 
 from .given import words_of
@@ -164,7 +166,7 @@ def command(recipe: Path, output: Path | None, dry_run: bool, overwrite: bool, v
 
     steps = make_steps(read_recipe(recipe), output or Path(recipe.stem), str(recipe))
     left = left_to_do(steps, overwrite or dry_run)
-    flags = {"verbose": verbose or None, "quiet": quiet or None}
+    flags, taken = {"verbose": verbose or None, "quiet": quiet or None}, list[tuple[float, int]]()
     for number, step in enumerate(steps, 1):
         options = flags | {"overwrite": overwrite or None}
         if step not in left:
@@ -177,14 +179,40 @@ def command(recipe: Path, output: Path | None, dry_run: bool, overwrite: bool, v
             told = "gqa " + shlex.join([step.name, *step.words(**options)])
         if not quiet:
             click.echo(one_line(f"recipe      {number} of {len(steps)}: {told}"), err=True)
-        if step in left and not (dry_run and step.name == "eval"):  # which estimates nothing
+        if step in left and not dry_run:
             call(step.name, step.words(**options))
+        elif step in left:
+            taken.append(_estimated(step, options))
+    if dry_run and not quiet:
+        seconds, disk = (sum(each[index] for each in taken) for index in (0, 1))
+        click.echo(f"recipe      all of it: about {duration(seconds)} here, {size(disk)} of disk", err=True)
+
+
+def _estimated(step: Step, options: Mapping[str, Any]) -> tuple[float, int]:
+    """Seconds and bytes on the disk that it would take, after what it says of itself."""
+    if step.name == "eval":  # which has nothing to say before it reads the text
+        from gqa.eval.estimate import seconds
+        from gqa.eval.options import EVALUATION
+
+        context = step.command.make_context("gqa-eval", step.words())
+        read, models = EVALUATION.read(context.params), context.params["models"]
+        takes = seconds(context.params["baseline"], models, read)
+        if not options["quiet"]:
+            click.echo(f"time        about {duration(takes)}")
+        return takes, 0
+    record = step.command.main(step.words(**options), f"gqa-{step.name}", standalone_mode=False)
+    found = record.get("estimates", {}).get(record["method"], {}) if step.name == "convert" else record
+    return found.get("seconds", 0.0), found.get("disk_bytes", 0)
 
 
 def _instead(step: Step, first: Step) -> dict[str, Any]:
-    """What a dry run looks at where the model is not made yet: the one that it is made of, which is as large."""
+    """What a dry run looks at where the model is not made yet: the one that it is made of, which is as large, and
+    which is the teacher where none is named.
+    """
     base, model = first.options.get("model"), step.options.get("model")
-    return {} if step is first or Path(str(model)).is_dir() else {"model": base}
+    if step is first or step.name == "eval" or Path(str(model)).is_dir():
+        return {}
+    return {"model": base, "teacher": step.options.get("teacher") or base}
 
 
 def main() -> None:

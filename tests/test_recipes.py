@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,31 @@ def test_a_dry_run_checks_all_and_writes_nothing(here: Path) -> None:
     assert "2 -> 1 key/value" in result.out
     assert "steps       2" in result.out
     assert "recipe      3 of 3: gqa eval" in result.err
+    assert result.out.count("time        about") == 2
+    assert re.fullmatch(r"recipe      all of it: about \d+ s here, \S+ \S+ of disk", result.err.splitlines()[-1])
     assert sorted(here.rglob("*")) == sorted([*before, here / "r.yaml"])
+
+
+def test_a_dry_run_adds_up_what_the_steps_take(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe without evaluation takes less, and one whose first step is done too. The base model is the teacher."""
+    for module in ("gqa.convert.estimate", "gqa.uptrain.summary", "gqa.eval.estimate"):
+        monkeypatch.setattr(f"{module}.products_a_second", lambda device, width: 1e5)
+
+    def seconds(steps: dict[str, Any]) -> float:
+        told = done(write(steps), "--dry-run").err.splitlines()[-1].removeprefix("recipe      all of it: about ")
+        number, unit = told.split(" here")[0].split()
+        return float(number) * {"s": 1, "min": 60, "h": 3600}[unit]
+
+    slow = STEPS | {"convert": {"model": "model", "groups": 1, "method": "calibrated"}}
+    whole = seconds(slow)
+    parts = [seconds({"convert": slow["convert"]})]
+    parts += [seconds({name: STEPS[name] | {"model": "model"}}) for name in ("uptrain",)]
+    parts += [seconds({"eval": STEPS["eval"] | {"baseline": "model", "models": ["a", "b"]}})]
+    assert min(parts) > 1
+    assert sum(parts) < 1.3 * whole
+    assert whole < 1.3 * sum(parts)
+    uptrain = UPTRAIN | {"data": "self:1K", "heldout-fraction": 0}
+    assert "teacher     model" in done(write(STEPS | {"uptrain": uptrain}), "--dry-run").out
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
-from gqa.uptrain import setup
+from gqa.uptrain import setup, summary
 from gqa.uptrain.loop import TrainingProgress
 from gqa.uptrain.options import TrainOptions
 
@@ -95,6 +95,30 @@ def test_dry_run_writes_nothing(place: Path, tmp_path: Path) -> None:
     assert snapshot(place) == before
 
 
+def test_a_dry_run_estimates_time_and_disk(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the tokens take twice as long, a teacher and text that it writes longer; states take more of the disk."""
+    monkeypatch.setattr(summary, "products_a_second", lambda device, width: 1e5)
+
+    def estimated(**told: Any) -> tuple[float, int]:
+        options = {"tokens": "16K", "heldout_tokens": 64, "dry_run": True, "json": True} | told
+        done = command(tmp_path / "out", **options)
+        assert done.code == 0, done.err
+        record = json.loads(done.out)
+        return record["seconds"], record["disk_bytes"]
+
+    seconds, disk = estimated()
+    assert estimated(tokens="32K")[0] == pytest.approx(2 * seconds, rel=0.05)
+    taught = estimated(teacher=place / "teacher")[0]
+    assert 1.2 * seconds < taught < 1.5 * seconds
+    written = estimated(teacher=place / "teacher", data="self")[0]
+    assert 1.3 * taught < written < 2 * taught
+    kept = estimated(save_every=1, keep_last=3)[1]
+    parameters = json.loads(command(tmp_path / "out", dry_run=True, json=True).out)["parameters"]
+    stored = sum(path.stat().st_size for path in (place / "model").glob("*.safetensors"))
+    assert disk == pytest.approx(stored + 4 * parameters, rel=0.1)
+    assert kept - disk == 4 * 12 * parameters  # three and one that is written, of weights and two moments
+
+
 @pytest.mark.parametrize("train", ["all", "attention", "lora"])
 def test_dry_run_reads_no_weights(train: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor has a teacher written text yet; the plan is that of a run that does both, which cannot do without."""
@@ -107,7 +131,10 @@ def test_dry_run_reads_no_weights(train: str, place: Path, tmp_path: Path, monke
     run, plan = (done.out.splitlines() for done in plans)
     assert [done.code for done in plans] == [0, 0], plans[1].err
     assert plan[0].startswith("model ")
+    *plan, time, disk = plan
     assert plan == run[: len(plan)]
+    assert re.fullmatch(r"time        about \d+ s on cpu", time)
+    assert disk.endswith("for the result and what a run keeps on its way")
     assert "cannot load" in command(tmp_path / "run", **told).err
 
 

@@ -59,7 +59,7 @@ _HOW = [
 def command(
     model: str, dry_run: bool, record_teacher: Path | None, record_mass: float, push_to_hub: str | None, public: bool,
     as_json: bool, quiet: bool, **options: Any,
-) -> None:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     Without options it learns the predictions of the base model that it was converted from, on text that this one writes
@@ -76,7 +76,7 @@ def command(
     from gqa.uptrain.recording import record_teacher as record_predictions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
-    from gqa.uptrain.summary import plan_record, plan_text, recorded_text, result_text
+    from gqa.uptrain.summary import estimate, plan_record, plan_text, recorded_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
     main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
@@ -90,9 +90,10 @@ def command(
             click.echo(text, err=as_json)
 
     say_device(setup.accelerator.device, quiet or not main)
-    say(plan_text(setup))
+    record = plan_record(setup) | (estimate(setup) if dry_run else {})
+    say(plan_text(setup, record))
     if dry_run:
-        record = plan_record(setup)
+        pass
     elif record_teacher:
         with Bar(quiet or not main) as bar:
             record = record_predictions(setup, record_teacher, record_mass, bar)
@@ -110,6 +111,7 @@ def command(
             say(push_result("gqa-uptrain", setup.options.output, push_to_hub, public))
     if main and as_json:
         click.echo(json.dumps(record))
+    return record
 
 
 def _leave(main: bool, message: str, code: int) -> NoReturn:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,14 @@ from gqa.checkpoint.provenance import (
     without_place,
 )
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.estimate import TRAINING, WRITING, duration, forward, products_a_second
 from gqa.convert.summary import size
-from gqa.uptrain.loop import TrainingProgress
+from gqa.corpus.sources import is_self
+from gqa.uptrain.loop import EVALUATIONS, TrainingProgress
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Setup
+
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}  # of a weight, its gradient, and either moment of AdamW
 
 
 def plan_record(setup: Setup) -> dict[str, Any]:
@@ -51,6 +55,30 @@ def plan_record(setup: Setup) -> dict[str, Any]:
     }
 
 
+def estimate(setup: Setup) -> dict[str, Any]:
+    """What it would take here: `seconds`, meant to be right within a factor of 2 (the device is timed for half a
+    second), and `disk_bytes`, of the result, the best state and those that are saved to continue from.
+    """
+    options, model, dataloader = setup.options, setup.model, setup.dataloader
+    tokens, evaluations = dataloader.steps * dataloader.tokens_per_step, EVALUATIONS + 1
+    if options.eval_every:
+        evaluations = dataloader.steps // options.eval_every + 1
+    own = forward(model.num_parameters(), model.config, setup.block_size)
+    taught = forward(setup.teacher.num_parameters(), model.config, setup.block_size) if setup.teacher else 0.0
+    writes = WRITING * tokens if is_self(options.data[0]) and not setup.targets else 0.0
+    operations = tokens * ((TRAINING + options.checkpointing) * own + taught) + writes * taught
+    operations += dataloader.tokens(len(setup.heldout)) * evaluations * (own + taught)
+    width = int(model.config.get_text_config(decoder=True).hidden_size)
+    speed = products_a_second(str(setup.accelerator.device), width) * setup.accelerator.num_processes
+    parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    states = 1 + options.keep_last if options.save_every or options.save_minutes else 0  # one more while it is written
+    disk = setup.checkpoint.nbytes + _WEIGHT_BYTES[options.weights] * trained
+    disk += states * (
+        _WEIGHT_BYTES[options.weights] * parameters + _moments(options.optimizer, options.weights) * trained
+    )
+    return {"seconds": round(operations / speed, 1), "disk_bytes": disk}
+
+
 def memory_bytes(
     parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1, weights: str = "float32"
 ) -> int:
@@ -58,14 +86,18 @@ def memory_bytes(
     optimiser keeps (of Adafactor rows and columns only, which are counted as a byte), and the bytes of a `teacher`.
     Activations come on top.
     """
-    each = 2 if weights == "bfloat16" else 4  # of a weight, its gradient, and either moment of AdamW
-    kept = {"adamw": 2 * each, "adamw-8bit": 2, "muon": 4, "adafactor": 1}[optimizer]
-    return (each * parameters + (each + kept) * trained + teacher) // shares
+    each = _WEIGHT_BYTES[weights]
+    return (each * parameters + (each + _moments(optimizer, weights)) * trained + teacher) // shares
 
 
-def plan_text(setup: Setup) -> str:
-    """The same for people."""
-    options, record = setup.options, plan_record(setup)
+def _moments(optimizer: str, weights: str) -> int:
+    """Bytes for each weight that trains."""
+    return {"adamw": 2 * _WEIGHT_BYTES[weights], "adamw-8bit": 2, "muon": 4, "adafactor": 1}[optimizer]
+
+
+def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
+    """The same for people, with what it takes where the record has the `estimate`."""
+    options = setup.options
     forwards = options.blocks_per_step // (setup.micro * record["processes"])
     processes = f"{record['processes']} process{'es' if record['processes'] > 1 else ''}"
     lines = [
@@ -85,6 +117,11 @@ def plan_text(setup: Setup) -> str:
         if setup.heldout
         else "held out    nothing, as the data is short: the last state is written (see --heldout)",
     ]
+    if "seconds" in record:
+        lines += [
+            f"time        about {duration(record['seconds'])} on {setup.accelerator.device}",
+            f"disk        {size(record['disk_bytes'])} for the result and what a run keeps on its way",
+        ]
     return "\n".join(lines)
 
 
