@@ -61,18 +61,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_sound(found / "speech" / f"{number}.wav", seed=number)
     write_sound(found / "slow.wav", rate=8000)
     write_sound(found / "coarse.wav", width=1)
+    write_sound(found / "long.wav", samples=16_160)
+    write_sound(found / "whole.wav", samples=16_000)
     (found / "broken.wav").write_bytes(b"RIFF")
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (found / "text.txt").write_text("What was said was meant. " * 300)
     return found
 
 
-def write_sound(path: Path, rate: int = 16_000, width: int = 2, seed: int = 0) -> None:
+def write_sound(path: Path, rate: int = 16_000, width: int = 2, seed: int = 0, samples: int = 4000) -> None:
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(width)
         file.setframerate(rate)
-        file.writeframes(np.random.default_rng(seed).bytes(8000))
+        file.writeframes(np.random.default_rng(seed).bytes(samples * width))
 
 
 def inputs(place: Path, name: str, source: str, count: int = 12, **how: str) -> dict[str, Tensor]:
@@ -157,6 +159,7 @@ def test_recordings(place: Path, tmp_path: Path) -> None:
     assert torch.equal(fewer["input_features"], given["input_features"][:4])
     assert all(row[0] == START and END not in row for row in rows(given, "decoder_"))
     assert len({tuple(row) for row in rows(given, "decoder_")}) > 1
+    assert bool(inputs(place, "whisper", "whole.wav")["input_features"][0, :, -1].any()), "the whole window is heard"
     words = ("--groups", 2, "--method", "calibrated", "--data", place / "speech", "--context", 24, "--tokens", 240)
     done = run(place / "whisper", *words, "-o", tmp_path / "out", "-q")
     assert (done.code, done.err.count("\n")) == (0, 1), done.err
@@ -206,6 +209,11 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
             "8,000 Hz of 16 bits; the model hears 16-bit PCM at 16,000 Hz: ffmpeg -i IN -ar 16000",
         ),
         ("whisper", "--data coarse.wav", "16,000 Hz of 8 bits; the model hears 16-bit PCM"),
+        (
+            "whisper",
+            "--data long.wav",
+            "long.wav has 1.01 s; whisper hears 1 s: cut it into such pieces, or leave it out",
+        ),
         ("whisper", "--data broken.wav", "broken.wav is no WAV file that can be read"),
         (
             "marian",

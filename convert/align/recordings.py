@@ -76,8 +76,14 @@ class RecordingMaker(PairMaker):
 
     def features(self, path: Path) -> Tensor:
         """What the encoder is given of a recording, without a batch. Raises RefusedError."""
-        rate = int(self._extractor.sampling_rate)
-        heard: Tensor = self._extractor(_samples(path, rate), sampling_rate=rate, return_tensors="pt")[self.reads][0]
+        rate, longest = int(self._extractor.sampling_rate), getattr(self._extractor, "n_samples", None)
+        samples = _samples(path, rate)
+        if longest and len(samples) > longest:  # the extractor would leave out the rest
+            raise RefusedError(
+                f"{path} has {len(samples) / rate:,.2f} s; {self.name} hears {longest / rate:g} s: cut it into such "
+                "pieces, or leave it out"
+            )
+        heard: Tensor = self._extractor(samples, sampling_rate=rate, return_tensors="pt")[self.reads][0]
         return heard
 
     def written(self, files: Sequence[Path], write: bool = True) -> SampledBlocks:
