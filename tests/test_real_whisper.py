@@ -10,10 +10,27 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from published import published
-from real_whisper import END, LONGEST, SENTENCES, WHISPER, Heard, divergence, hear, logits, record, words_wrong, written
+from real_whisper import (
+    END,
+    LONGEST,
+    NO_TIMESTAMPS,
+    ORIGINAL,
+    SENTENCES,
+    START,
+    WHISPER,
+    Heard,
+    divergence,
+    features,
+    hear,
+    logits,
+    record,
+    words_wrong,
+    written,
+)
 from scrambled import relative
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -69,6 +86,20 @@ def test_it_understands(heard: Heard, texts: Callable[[Tensor], list[str]]) -> N
     said = texts(heard.ids)
     assert words_wrong(said, SENTENCES) < 0.25
     assert words_wrong(said, SENTENCES[::-1]) > 0.8
+
+
+def test_as_ctranslate2_writes(heard: Heard, source: Path) -> None:
+    """The same greedy tokens as CTranslate2 of the file in the wheel, of the same features; of others it has others."""
+    of = pytest.importorskip("ctranslate2", reason="it needs ctranslate2, which the extra dev has")
+    few = 8
+    with published(ORIGINAL) as directory:
+        model = of.models.Whisper(str(directory), compute_type="float32", intra_threads=1)
+    given = of.StorageView.from_array(np.ascontiguousarray(features(source, SENTENCES[:few]).numpy()))
+    plain = {"beam_size": 1, "suppress_tokens": [], "suppress_blank": False, "max_length": LONGEST}
+    written = [found.sequences_ids[0] for found in model.generate(given, [[START, NO_TIMESTAMPS]] * few, **plain)]
+    ours = [[token for token in row if token != END] for row in heard.ids[:few, 2:].tolist()]
+    assert written == ours
+    assert all(one != other for one, other in zip(written, ours[1:] + ours[:1], strict=True))
 
 
 def test_identity(source: Path, converted: Callable[..., Path], heard: Heard) -> None:
