@@ -24,7 +24,7 @@ def rounded(heads: Tensor, bits: int) -> Tensor:
     least, most = (edge.half().float() for edge in (grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)))
     step = ((most - least) / (2**bits - 1)).half().float().clamp_min(2.0**-24)  # the smallest number of 16 bits
     codes = ((grouped - least) / step).round().clamp(0, 2**bits - 1)
-    found = (codes * step + least).flatten(-2).to(heads.dtype)
+    found: Tensor = (codes * step + least).flatten(-2).to(heads.dtype)
     return found + (heads - heads.detach()) if heads.requires_grad else found
 
 

@@ -32,12 +32,12 @@ from gqa.checkpoint.errors import OutputError, RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
+from gqa.convert.align.cache_bits import quantise_cache, quantised_attention
 from gqa.convert.align.find_maps import find_maps
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.attention_error import attention_errors
-from gqa.eval.cache_bits import quantise_cache, quantised_attention
 from gqa.eval.decode import measure_decode
 from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
 from gqa.eval.report import recalled
