@@ -253,7 +253,7 @@ def test_padding_in_some_batches_only(place: Path, name: str, monkeypatch: pytes
     def noted(*given: Any) -> Calls:
         found = plain(*given)
         given = [*found.args, *found.kwargs.values()]
-        masks.extend(each.tensor for each in given if isinstance(each, Rows) and each.tensor.ndim == 4)
+        masks.extend(each.tensor for each in given if isinstance(each, Rows) and each.tensor.ndim == 5)
         return found
 
     monkeypatch.setattr(Calls, "of", noted)

@@ -61,12 +61,14 @@ class Stream:
     """Hidden states (N, T, D) between two layers, which go through them `batch` at a time.
 
     given: What layers are given beside, by their index, of each batch.
+    other: The same of another number of blocks than the first batch's, where there are more than one; and that number.
     real: (N, T) which positions are text, where some are padding.
     """
 
     hidden: Tensor
     batch: int
     given: list[dict[int, Given]]
+    other: tuple[dict[int, Given], int]
     real: Tensor | None = None
 
     def batches(self, layer: int) -> Iterator[tuple[slice, Given]]:
@@ -348,6 +350,13 @@ class Layerwise:
         finally:
             for layer in layers.values():
                 del layer.forward
+
+
+def is_by_block(value: Tensor, blocks: int, other: Tensor, others: int) -> bool:
+    """Whether an argument of so many blocks has rows for each, one or several (BLOOM's slopes, one a head): it is as
+    much longer than that of `others`. What is of all blocks has its own length, which may be any number (MPT's heads).
+    """
+    return value.ndim > 0 and blocks != others and len(value) * others == len(other) * blocks
 
 
 def send(value: Any, device: str | torch.device, known: dict[int, Any] | None = None) -> Any:

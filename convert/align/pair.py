@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_parts, stored_tensors
-from gqa.convert.align.layerwise import Given, Layer, Layerwise, Stream, send
+from gqa.convert.align.layerwise import Given, Layer, Layerwise, Stream, is_by_block, send
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import KINDS
@@ -159,10 +159,11 @@ class Pair:
         """
         batch, hidden, found = self.options.at_once, list[Tensor](), list[dict[int, Given]]()
         known: dict[int, dict[int, Given]] = {}  # by the number of rows
+        few, other = self.source.arrive(next(_batches(inputs, 1 if batch > 1 else 2)), stack)
         for part in _batches(inputs, batch):
             first, given = self.source.arrive(part, stack)
             before = known.setdefault(len(first), given)
-            alike = _alike(given, before, len(first))
+            alike = _alike(given, before, len(first), other, len(few))
             if not alike and not self.source.first:
                 raise RefusedError(
                     f"layers of {type(self.source.model).__name__} are given more than hidden states of the text; "
@@ -170,7 +171,7 @@ class Pair:
                 )
             found.append(before if alike else send(given, "cpu"))
             hidden.append(first.cpu())
-        return Stream(torch.cat(hidden), batch, found, None if real is None else real.bool())
+        return Stream(torch.cat(hidden), batch, found, (other, len(few)), None if real is None else real.bool())
 
     def looking_at(self, module: AttentionModule, layer: Layer, of: Layerwise | None = None) -> Layer:
         """A layer of the source, or `of` the other, whose attention is that at the end of the module's stored path."""
@@ -200,13 +201,15 @@ def _batches(inputs: Mapping[str, Any], batch: int) -> Iterator[dict[str, Any]]:
         yield {name: of[rows] if isinstance(of, Tensor) else of for name, of in inputs.items()}
 
 
-def _alike(given: Any, before: Any, rows: int) -> bool:
-    """Whether what layers are given is what they were given before, and the same in all rows of a batch."""
+def _alike(given: Any, before: Any, rows: int, other: Any, others: int) -> bool:
+    """Whether what layers are given is what they were given before, and the same in all rows of a batch. `other` is
+    what they are given of `others` rows.
+    """
     if isinstance(given, Tensor):
-        by_row = given.ndim > 1 and len(given) == rows
-        return torch.equal(given, before) and not (by_row and bool((given != given[:1]).any()))
+        own = given.unflatten(0, (rows, -1)) if is_by_block(given, rows, other, others) else given[None]
+        return torch.equal(given, before) and bool((own == own[:1]).all())
     if isinstance(given, dict):
-        return all(_alike(value, before[key], rows) for key, value in given.items())
+        return all(_alike(value, before[key], rows, other[key], others) for key, value in given.items())
     if isinstance(given, tuple | list):
-        return all(_alike(value, other, rows) for value, other in zip(given, before, strict=True))
+        return all(_alike(*of, rows, one, others) for *of, one in zip(given, before, other, strict=True))
     return True

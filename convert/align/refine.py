@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gqa.checkpoint.processes import add_up, as_first, mean_of_all, place_of, total
 from gqa.convert.align.attention import watchable
 from gqa.convert.align.closed_form import mean_squares
-from gqa.convert.align.layerwise import Given, Layer, Stream
+from gqa.convert.align.layerwise import Given, Layer, Stream, is_by_block
 from gqa.convert.align.options import AT_ONCE, Refinement
 
 _CHECKS = 8  # times that the held-out error is looked at
@@ -24,7 +24,7 @@ _CHECKS = 8  # times that the held-out error is looked at
 
 @dataclass(frozen=True)
 class Rows:
-    """What is of single blocks: (N, ...), or (1, ...) where all are given the same."""
+    """What is of single blocks: (N, n, ...), n rows for each, or (1, n, ...) where all are given the same."""
 
     tensor: Tensor
 
@@ -51,7 +51,9 @@ class Calls:
     def of(cls, layer: Layer, stream: Stream) -> Calls:
         """Of the attention of a layer that `stream` is given to."""
         batches = list(stream.batches(layer.index))
-        args, kwargs = _by_row([given for _, given in batches], [rows.stop - rows.start for rows, _ in batches])
+        other, others = stream.other
+        sizes = [rows.stop - rows.start for rows, _ in batches]
+        args, kwargs = _by_row([given for _, given in batches], sizes, other[layer.index], others)
         return cls(stream.hidden, args, kwargs, layer.called, layer.bits)
 
     def given(self, rows: Tensor, device: torch.device) -> Given:
@@ -60,7 +62,8 @@ class Calls:
         def fit(value: Any) -> Any:
             if isinstance(value, Rows):
                 tensor = value.tensor
-                return (tensor.expand(len(rows), *tensor.shape[1:]) if len(tensor) == 1 else tensor[rows]).to(device)
+                own = tensor.expand(len(rows), *tensor.shape[1:]) if len(tensor) == 1 else tensor[rows]
+                return own.flatten(0, 1).to(device)
             if isinstance(value, dict):
                 return {name: fit(part) for name, part in value.items()}
             return tuple(fit(part) for part in value) if isinstance(value, tuple) else value
@@ -78,19 +81,20 @@ def called(module: nn.Module, weights: Mapping[str, Tensor], given: Given, bits:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def _by_row(values: list[Any], rows: list[int]) -> Any:
-    """The same argument of all batches, of so many blocks, as one."""
+def _by_row(values: list[Any], rows: list[int], other: Any, others: int) -> Any:
+    """The same argument of all batches, of so many blocks, as one; it is `other` where they are `others`."""
     first = values[0]
     if isinstance(first, dict):
-        return {name: _by_row([value[name] for value in values], rows) for name in first}
+        return {name: _by_row([value[name] for value in values], rows, other[name], others) for name in first}
     if isinstance(first, tuple):
-        return tuple(_by_row(list(parts), rows) for parts in zip(*values, strict=True))
-    if not isinstance(first, Tensor) or first.ndim < 2 or any(len(v) != n for v, n in zip(values, rows, strict=True)):
+        parts = zip(other, *values, strict=True)
+        return tuple(_by_row(list(of), rows, one, others) for one, *of in parts)
+    if not isinstance(first, Tensor) or not is_by_block(first, rows[0], other, others):
         return first
-    alike = all(value is first or bool((value == first[:1]).all()) for value in values) and bool(
-        (first == first[:1]).all()
-    )
-    return Rows(first[:1] if alike else torch.cat([value.cpu() for value in values]))
+    own = [value.unflatten(0, (n, -1)) for value, n in zip(values, rows, strict=True)]
+    distinct = {id(value): part for value, part in zip(values, own, strict=True)}  # most are the same of all batches
+    alike = all(bool((part == own[0][:1]).all()) for part in distinct.values())
+    return Rows(own[0][:1] if alike else torch.cat([value.cpu() for value in own]))
 
 
 def refine(
