@@ -211,5 +211,6 @@ def _alike(given: Any, before: Any, rows: int, other: Any, others: int) -> bool:
     if isinstance(given, dict):
         return all(_alike(value, before[key], rows, other[key], others) for key, value in given.items())
     if isinstance(given, tuple | list):
-        return all(_alike(*of, rows, one, others) for *of, one in zip(given, before, other, strict=True))
+        parts = zip(given, before, other, strict=True)
+        return all(_alike(value, old, rows, one, others) for value, old, one in parts)
     return True
