@@ -186,7 +186,7 @@ def test_trained_for_a_cache_of_2_bits_is_better_with_one(tmp_path: Path) -> Non
     """The embedded model learns its own predictions, in which a whole cache leaves nothing to learn."""
     found = {}
     how = {"model": SOURCE, "teacher": str(SOURCE), "train": "attention", "steps": 12, "batch_size": 4,
-           "block_size": 64, "learning_rate": 4e-4, "heldout_fraction": 0.2, "heldout_tokens": 512}  # fmt: skip
+           "block_size": 64, "learning_rate": 2e-4, "heldout_fraction": 0.2, "heldout_tokens": 512}  # fmt: skip
     for bits in (2, None):
         _, progress, _ = trained(tmp_path / str(bits), cache_bits=bits, **how)
         found[bits] = progress.heldout_before["distillation"], progress.heldout_after["distillation"]
