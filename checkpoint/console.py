@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -21,6 +22,8 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _PRECISIONS = {"no": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ACCELERATE = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+WIDTH = 80  # characters of a line in a terminal
+_LABEL = 12  # of them before what a line says
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
@@ -292,6 +295,19 @@ def progress_bar(total: int, unit: str, description: str, quiet: bool, done: int
         total=total, initial=done, unit=unit, unit_scale=True, desc=description, file=sys.stderr, leave=False,
         dynamic_ncols=True, bar_format=_BAR if total else None, disable=quiet or not watched(),
     )  # fmt: skip
+
+
+def labelled(text: str) -> str:
+    """Lines that each begin with a label, in the width of a terminal; no word is broken. What is indented (rows of
+    tables, commands to copy) stays as it is.
+    """
+    lines = []
+    for line in text.splitlines():
+        if len(line) > WIDTH and not line.startswith(" "):
+            told = textwrap.wrap(line[_LABEL:], WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False)
+            line = line[:_LABEL] + ("\n" + _LABEL * " ").join(told)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def say_device(name: object, quiet: bool) -> None:

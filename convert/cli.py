@@ -44,14 +44,13 @@ def _one_of_both(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 def _methods() -> str:
     """One line for each, with what it needs and costs."""
-    lines = [f"  {AUTO:12}weights; seconds to minutes: the best of those that need only them"]
-    needs = {"nothing": "nothing", "weights": "weights", "text": "text, its own samples if none is given"}
-    lines += [f"  {name:12}{needs[how.needs]}; {how.cost}: {how.result}" for name, how in METHODS.items()]
+    lines = [f"  {AUTO:12}weights; seconds to minutes: the best that reads no text"]
+    lines += [f"  {name:12}{how.needs}; {how.cost}: {how.result}" for name, how in METHODS.items()]
     return "\n".join(lines)
 
 
 _EPILOG = f"""\b
-Methods, what they need, cost and do:
+Methods, what they need (text: --data, or the model's own), cost and do:
 {_methods()}
 \b
 Examples:
@@ -212,7 +211,7 @@ def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
 
 def _say(text: str, options: dict[str, Any]) -> None:
     if not options["quiet"]:
-        click.echo(text, err=options["as_json"])
+        click.echo(console.labelled(text), err=options["as_json"])
 
 
 def _warn(warnings: Sequence[str]) -> None:
@@ -265,12 +264,15 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         _say(f"estimate    {each.method.name:12}{takes}", options)
     best = found[-1]
     if result and not options["address"] and best.method.name == plan.method:
-        _say(f"better      training it on text that the base model writes: gqa-uptrain {result.out}", options)
+        _say(
+            f"better      training it on text that the base model writes:\n            gqa-uptrain {result.out}",
+            options,
+        )
     elif result:
         kept = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
         command = f"gqa-convert --groups {kept} --method {best.method.name} {options['model']}"
         about = f"about {duration(best.seconds)} on {device}"
-        _say(f"better      {best.method.name}, {best.method.result}: {about}: {command}", options)
+        _say(f"better      {best.method.name}, {best.method.result}: {about}:\n            {command}", options)
     return {
         each.method.name: {"seconds": round(each.seconds, 1), "memory_bytes": each.memory, "disk_bytes": each.disk}
         for each in found

@@ -113,13 +113,13 @@ def first(kv: int, groups: int) -> HeadMaps:
 
 
 _FROM_WEIGHTS = "gqa.convert.align.aligned:from_weights"
-register("random", "nothing", "seconds", "drawn at random: a control, of no use untrained", redraws=True)(mean)
+register("random", "nothing", "seconds", "drawn at random, a control of no use untrained", redraws=True)(mean)
 register("procrustes", "weights", "seconds", "rotated to agree, then the mean", finder=_FROM_WEIGHTS)(mean)
-_EXPECTED = "the closed form on what the weights make layers expect"
+_EXPECTED = "the closed form on inputs guessed from weights"
 register("aligned", "weights", "minutes", _EXPECTED, guesses=True, finder=_FROM_WEIGHTS)(mean)
-register("calibrated", "text", "three forward passes", "the closed form on what layers are given by text")(mean)
+register("calibrated", "text", "three forward passes", "the closed form on inputs from text")(mean)
 _TRAINED = "calibrated, then trained layer by layer"
-register("refined", "text", "calibrated, and minutes a layer", _TRAINED, refines=True)(mean)
+register("refined", "text", "minutes a layer", _TRAINED, refines=True)(mean)
 
 MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
 AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be

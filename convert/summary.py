@@ -120,7 +120,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: Plan, tensors: bool = True) -> str:
+def plan_text(plan: Plan, tensors: bool) -> str:
     """The same for people, every changed tensor with its shapes listed or only counted."""
     told, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
     heads, saved = told["heads"], told["parameters"]["saved"]

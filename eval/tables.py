@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gqa.checkpoint.console import WIDTH
 from gqa.convert.summary import size
 
-WIDTH = 80  # characters of a line in a terminal
 _NAME, _LEAST = 32, 16  # characters of a name in a table that is cut, and the fewest
 
 

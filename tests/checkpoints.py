@@ -211,6 +211,11 @@ class Result:
     out: str
     err: str
 
+    @property
+    def said(self) -> str:
+        """What it printed, each line whole again, however narrow a terminal is."""
+        return self.out.replace("\n            ", " ")
+
 
 def run(*words: object, program: str = "gqa-convert") -> Result:
     """`PROGRAM WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""

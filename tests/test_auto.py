@@ -56,10 +56,10 @@ def test_a_layer_unlike_the_others_ends_the_guess(tmp_path: Path) -> None:
 def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
     done = run("--groups", 2, model)
-    lines = done.out.splitlines()
+    lines = done.said.splitlines()
     assert lines[0] == "method      aligned (--method auto): what its layers are given can be guessed from the weights"
-    assert lines[-1].startswith("better      refined")
-    assert lines[-1].endswith(f": gqa-convert --groups 2 --method refined {model}")
+    assert lines[-1].startswith("better      refined, calibrated, then trained layer by layer: about ")
+    assert done.out.endswith(f":\n            gqa-convert --groups 2 --method refined {model}\n"), "to copy"
     named = convert_checkpoint(model, 2, tmp_path / "named", method="aligned").out
     record, other = (
         json.loads((out / "gqa_conversion.json").read_text()) | {"created": "", "recipe": {}}

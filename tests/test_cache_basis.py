@@ -125,6 +125,6 @@ def test_the_plan_says_what_changes(tmp_path: Path) -> None:
     for name, says in (("llama", "values rotated, keys scaled; the same logits"), ("qwen3", "keys stay, a norm")):
         source = write_checkpoint(build(TINY[name], QUERY_HEADS), tmp_path / name)
         told = checkpoints.run(source, "-g", QUERY_HEADS, "--for-cache-bits", "--dry-run")
-        assert says in told.out
+        assert says in told.said
         made = convert_checkpoint(source, QUERY_HEADS, for_cache_bits=True)
         assert made.out.name == f"{name}-gqa{QUERY_HEADS}-for-cache-bits"

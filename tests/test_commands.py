@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 from checkpoints import run
-from training import tiny_checkpoint
+from training import tiny_checkpoint, write_corpus
 
 from gqa.checkpoint import console
 from gqa.checkpoint.console import Option
@@ -219,6 +219,44 @@ def test_help_is_in_sentences(program: str) -> None:
         assert told, name
         assert told[-1] in ".?" or told.endswith("..."), (name, told)
         assert not re.search(r"\b(INTEGER|FLOAT|RANGE|LIST)\b", found.make_metavar(click.Context(command_of(program))))
+
+
+def too_wide(text: str) -> list[str]:
+    return [line for line in text.splitlines() if len(line) > 80]
+
+
+@pytest.mark.parametrize("program", [*ROOMS, "gqa", "gqa-run"])
+def test_help_fits_a_terminal_of_80_columns(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for examples, which are whole commands."""
+    monkeypatch.setenv("COLUMNS", "80")
+    told, _, examples = run("--help", program=program).out.partition("Examples:")
+    assert too_wide(told) == []
+    assert "gqa" in examples or program == "gqa-run"
+
+
+def test_a_conversion_and_a_training_fit_a_terminal_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they say, with the errors of many layers, every changed tensor and a line of status; as a control, a line
+    that is too wide is seen, and cut between words.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    tiny_checkpoint(Path("model"), kv_heads=4, num_hidden_layers=12)
+    text = ("--data", write_corpus(Path("text.jsonl")), "--context", 64)
+    made = run("model", "-g", 2, "--method", "calibrated", *text, "--tokens", 512, "--tensor-parallel", 16, "-v")
+    assert made.code == 0, made.err
+    assert made.out.count("squared error of attention outputs") == made.out.count("\nbetter ") == 1
+    trained = run(
+        "model-gqa2-calibrated", *text, "--tokens", 1024, "--batch-size", 4, "--teacher", "model", "-o", "out",
+        program="gqa-uptrain",
+    )  # fmt: skip
+    assert trained.code == 0, trained.err
+    assert " | held-out " in trained.err.splitlines()[-1]
+    for done in (made, trained):
+        assert too_wide(f"{done.out}\n{done.err}") == []
+        assert too_wide(done.said) != []
+        assert [line for line in done.out.splitlines() if line.rstrip() != line] == []
 
 
 def test_gqa_has_all_commands_and_imports_none_to_say_so() -> None:

@@ -123,9 +123,9 @@ def test_methods_that_look_at_the_whole_model_say_so(
 ) -> None:
     source = in_order(tmp_path / "source")
     hub.repo(NAME, source)
-    plan = machine.run("--groups", 2, "--method", "aligned", "--dry-run", NAME).out
+    plan = machine.run("--groups", 2, "--method", "aligned", "--dry-run", NAME).said
     assert "all of it first: method aligned looks at the whole model" in plan
-    assert "at a time where there is no space for all" in machine.run(*MERGED, "--dry-run", NAME).out
+    assert "at a time where there is no space for all" in machine.run(*MERGED, "--dry-run", NAME).said
     told = json.loads(machine.run(*MERGED, "--dry-run", "--json", NAME).out)["fetched"]
     assert told == {"bytes": sum(sizes(source)), "whole_model_first": False, "bytes_at_once": sizes(source)[-1]}
     Disk(machine, 3 * sum(sizes(source)) // 2, monkeypatch)

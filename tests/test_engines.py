@@ -92,7 +92,7 @@ def test_command_shows_them(words: list[str], tmp_path: Path) -> None:
     model = llama(tmp_path / "m", hidden_size=64, head_dim=4)
     shown = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", *words, model)
     assert (shown.code, shown.err) == (0, "")
-    assert f"\nnote        {expected}\n" in shown.out
+    assert f"\nnote        {expected}\n" in shown.said
     record = json.loads(run("--groups", 2, "--method", "mean", "-o", tmp_path / "out2", "--json", *words, model).out)
     assert record["engine_notes"] == [expected]
     assert record["warnings"] == []

@@ -155,7 +155,7 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     directory = source(tmp_path, "gpt_neox")
     (directory / "notes.txt").write_bytes(b"\x00\xff carried along")
     planned = run("--groups", 2, "--method", "mean", "--dry-run", directory)
-    assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in planned.out
+    assert "class       gpt_neox (GPTNeoXForCausalLM) -> phi (PhiForCausalLM), native" in planned.said
     done = run("--groups", 2, "--method", "mean", "--json", directory)
     both = {
         "from": {"model_type": "gpt_neox", "architecture": "GPTNeoXForCausalLM"},

@@ -55,7 +55,7 @@ def test_what_is_said(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = command(out, alpha=0.5, teacher=place / "teacher", heldout_fraction=0.2, batch_size=4, quiet=False)
     assert done.code == 0, done.err
-    lines = done.out.splitlines()
+    lines = done.said.splitlines()
     starts = ["model", "teacher", "data", "steps", "rate", "memory", "held out", "held out", "written"]
     assert [line[:10].rstrip() for line in lines] == starts
     assert lines[1] == f"teacher     {place / 'teacher'}"
@@ -63,7 +63,8 @@ def test_what_is_said(place: Path, tmp_path: Path) -> None:
     status = done.err.splitlines()[-1]
     steps = metrics(out / "gqa_uptraining.jsonl")
     assert status.startswith(f"step {len(steps)}/{len(steps)} | eta 0:00 | loss ")
-    for part in ("| kl ", "| held-out ", "| lr 1.25e-04", " tok/s", " GiB", f"| {256 * len(steps):,} tokens"):
+    assert len(status) <= 80
+    for part in ("| kl ", "| held-out ", " tok/s"):
         assert part in status
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     assert {"tokens", "loss", "distillation", "gradient_norm", "learning_rate", "skipped"} <= steps[0].keys()

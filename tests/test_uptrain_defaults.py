@@ -51,7 +51,7 @@ def test_nothing_is_said(converted: Path, tmp_path: Path, monkeypatch: pytest.Mo
     done = uptrain(converted, "--steps", 2, "--batch-size", 2)
     assert done.code == 0, done.err
     assert "base writes | 64 tok" in done.err
-    told = {line[:10].rstrip(): line[12:] for line in done.out.splitlines()}
+    told = {line[:10].rstrip(): line[12:] for line in done.said.splitlines()}
     assert told["teacher"] == f"{tmp_path / 'base'}, the base model; --teacher none is without"
     assert told["data"] == "self: 4 blocks of 64 that base writes"
     assert told["held out"].startswith("0."), "the distance from the teacher, before and after"
@@ -89,7 +89,7 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
     assert f"no --data is given, and there is no teacher that could write it ({missing}); give text, or" in done.err
     done = uptrain(converted, "--steps", 1, "--batch-size", 2, "--data", material() / "data.jsonl")
     assert done.code == 0, done.err
-    assert f"no teacher  {missing}" in done.out
+    assert f"no teacher  {missing}" in done.said
     record = json.loads((tmp_path / "converted-uptrained" / "gqa_uptraining.json").read_text())
     assert record["teacher"] is None
 

@@ -258,7 +258,7 @@ def test_dry_run(
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", None)
     done = run(*words(made_of, name, tmp_path / "out", quiet=False, **given), "--dry-run", program="gqa-uptrain")
     assert done.code == 0, done.err
-    lines = done.out.splitlines()
+    lines = done.said.splitlines()
     assert [line.split()[0] for line in lines] == ["model", "teacher", "data", "steps", "rate", "memory", "held"]
     if given is PAIRS:
         assert "16 pairs out of 79, of " in lines[2]

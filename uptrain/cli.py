@@ -14,6 +14,7 @@ from gqa.checkpoint.console import (
     Command,
     check_pushing,
     fail,
+    labelled,
     option,
     push_result,
     run,
@@ -87,7 +88,7 @@ def command(
 
     def say(text: str) -> None:
         if main and not quiet:
-            click.echo(text, err=as_json)
+            click.echo(labelled(text), err=as_json)
 
     say_device(setup.accelerator.device, quiet or not main)
     record = plan_record(setup) | (estimate(setup) if dry_run else {})

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gqa.checkpoint.console import progress_bar, watched
+from gqa.checkpoint.console import WIDTH, progress_bar, watched
 from gqa.checkpoint.write import finite, replacing
 from gqa.uptrain.setup import Setup
 
@@ -76,25 +76,28 @@ class Log:
         left = (now - self._began) / self._done * (self._steps - step)
         told = self._told(record)
         if self._terminal:
-            self._bar.set_postfix_str(told)
+            self._bar.set_postfix_str(" | ".join(told))
         elif step == self._steps or now - self._said > 5:  # a file gets a line every few seconds
             self._said = now
-            eta = f"eta {int(left // 60)}:{int(left % 60):02d}"
-            print(f"step {step}/{self._steps} | {eta} | {told}", file=sys.stderr, flush=True)  # noqa: T201
+            line = f"step {step}/{self._steps} | eta {int(left // 60)}:{int(left % 60):02d}"
+            for part in told:  # those that fit; all of them are in the metrics
+                line += f" | {part}" if len(line) + 3 + len(part) <= WIDTH else ""
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
 
-    def _told(self, record: dict[str, Any]) -> str:
+    def _told(self, record: dict[str, Any]) -> list[str]:
+        """From what is most important on."""
         parts = [f"loss {record['loss']:.4f}"]
         if "distillation" in record:
             parts.append(f"kl {record['distillation']:.4f}")
         if self._heldout is not None:
             parts.append(f"held-out {self._heldout:.4f}")
-        parts.append(f"lr {record['learning_rate']:.2e}")
         if rate := record["tokens_per_second"]:
             parts.append(f"{rate:,.0f} tok/s")
+        parts.append(f"lr {record['learning_rate']:.2e}")
         if "mfu" in record:
             parts.append(f"mfu {record['mfu']:.0%}")
         parts += [f"{record['memory_bytes'] / 2**30:.1f} GiB", f"{record['tokens']:,} tokens"]
-        return " | ".join(parts)
+        return parts
 
     def _peak(self) -> float | None:
         """The device's peak FLOP/s, of all ranks, where it is known."""
