@@ -263,6 +263,10 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         takes = f"{duration(each.seconds)} on {device}, {size(each.memory)} of memory, {size(each.disk)} of disk"
         _say(f"estimate    {each.method.name:12}{takes}", options)
     best = found[-1]
+    if result and not plan.merging.how.reads_text:
+        until = f"{best.method.name} or training" if best.method.reads_text else "training"
+        doubt = "with few heads, above all of a rotary model, text is often not sensible"
+        _say(f"expect      {doubt} before {until}", options)
     if result and not options["address"] and best.method.name == plan.method:
         _say(
             f"better      training it on text that the base model writes:\n            gqa-uptrain {result.out}",
