@@ -232,7 +232,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
     """Says what was done, or of a dry run what would be, and returns that, JSON-ready."""
     from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
 
-    _say(plan_text(plan, tensors=options["dry_run"] or options["verbose"]), options)
+    _say(plan_text(plan, tensors=options["verbose"]), options)
     record = plan_record(plan) | ({"allotment": told} if (told := options["allotment"]) else {})
     if ranks := options["tensor_parallel"]:
         fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)

@@ -123,6 +123,8 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     assert found["mean"] < found["procrustes"] < found["aligned"] < found["calibrated"] < found["refined"]
     assert memory["mean"] < memory["aligned"] < memory["calibrated"] < memory["refined"]
     assert done.err.count("estimate    ") == len(found)
+    assert "tensors     8 changed\n" in done.err, "and which, with -v"
+    assert "tensor      model.layers.0.self_attn.k_proj" in run("--groups", 2, "--dry-run", "-v", model).out
     more = run("--groups", 2, "--dry-run", "--json", "--method", "refined", "--refine-steps", 400, model)
     assert json.loads(more.out)["estimates"]["refined"]["seconds"] > 1.5 * found["refined"]
     longer = run("--groups", 2, "--dry-run", "--json", "--method", "calibrated", "--tokens", "128k", model)
