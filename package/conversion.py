@@ -45,7 +45,7 @@ def convert_model(
     max_shard_bytes: int | None = None,
     revision: str | None = None,
     for_cache_bits: bool = False, overwrite: bool = False, checksums: bool = False,
-    verify_load: bool = False, jobs: int = DEFAULT_JOBS,
+    verify_load: bool = False, jobs: int = DEFAULT_JOBS, tensor_parallel: int | None = None,
 ) -> ConvertedModel:  # fmt: skip
     """A checkpoint with `kv_heads` key/value heads, made of `model`.
 
@@ -72,6 +72,8 @@ def convert_model(
         overwrite: Replace a checkpoint that is at `out`, once the new one is complete.
         checksums: Compare every untouched byte and record the SHA-256 of all shards. jobs: Shards written at a time.
         verify_load: Load the result with transformers, too, and run it once.
+        tensor_parallel: Ranks that shall hold it: with `kv_budget` layers keep numbers of heads that they can share;
+            the result says whether they can.
 
     Raises:
         RefusedError: The model or an option cannot be used; before anything is written.
@@ -79,6 +81,8 @@ def convert_model(
     """
     began, asked = time.monotonic(), _asked(kv_heads, kv_budget)
     _check_counts(jobs=jobs, max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
+    ranks = 1 if tensor_parallel is None else tensor_parallel
+    _check_counts(tensor_parallel=ranks)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         own = scratch() if out is None and in_memory(model) else None
@@ -86,7 +90,7 @@ def convert_model(
         how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision, "maps": maps}
         output = partial(_output, place, Path(own.name) if own else None, out)
         plan = _planned(
-            place, asked, method, _with_text(options, data, seed), progress, target=target,
+            place, asked, method, _with_text(options, data, seed), progress, ranks, target=target,
             for_cache_bits=for_cache_bits, output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
         )  # fmt: skip
         goal = output(plan)
@@ -95,7 +99,7 @@ def convert_model(
         made, layers = _write(plan, goal, calibration, progress, writing)
     return ConvertedModel(
         path=made.out, plan=made.plan, warnings=made.warnings, layer_errors=layers, checksums=made.checksums,
-        seconds=time.monotonic() - began, _kept=own,
+        seconds=time.monotonic() - began, tensor_parallel=tensor_parallel, _kept=own,
     )  # fmt: skip
 
 
@@ -163,7 +167,9 @@ def calibrate(
     return FoundMaps(path=Path(out), layer_errors=bar.errors, method=plan.method, groups=plan.groups)
 
 
-def _planned(place: str, asked: Groups | float, method: str, options: MapsOptions, progress: bool, **how: Any) -> Plan:
+def _planned(
+    place: str, asked: Groups | float, method: str, options: MapsOptions, progress: bool, ranks: int, **how: Any
+) -> Plan:
     """For the heads that were asked for, or those that leave a share of the cache."""
     from gqa.checkpoint.hub import open_model
     from gqa.convert.align.allot import heads_within
@@ -174,7 +180,7 @@ def _planned(place: str, asked: Groups | float, method: str, options: MapsOption
         raise RefusedError(f"method {method!r} and maps {os.fspath(how['maps'])!r} are two ways; give one of them")
     if isinstance(asked, float):
         with Bar(not progress) as bar:
-            asked, _ = heads_within(open_model(place, how["revision"]), asked, options, watcher=bar)
+            asked, _ = heads_within(open_model(place, how["revision"]), asked, options, ranks, bar)
         method = MEASURING if method == AUTO else method
     how["target"] = how["target"] or ANY
     return plan_conversion(place, asked, grouping=options.grouping, method=method, headers_only=False, **how)

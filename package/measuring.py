@@ -6,11 +6,12 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import without_place
-from gqa.eval.options import EVALUATION
+from gqa.eval.options import EVALUATION, EvaluateOptions
 
 from .given import Model, asked, in_memory, name_of, stored, undisturbed
 from .results import Evaluation, Study
@@ -26,7 +27,8 @@ def evaluate(
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
     tokenizer: Any = None,
-    **options: Any,
+    options: EvaluateOptions | None = None,
+    **named: Any,
 ) -> Evaluation:
     """Compare models on the same text: quality, memory and speed side by side.
 
@@ -38,7 +40,8 @@ def evaluate(
         out: Directory for a report; `overwrite=True` replaces an earlier one.
         progress: Show bars.
         tokenizer: Of the models that are loaded.
-        options: The options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), those of
+        options: All that is asked for as `EvaluateOptions`, and nothing beside it but `progress` and `tokenizer`.
+        named: Or the options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), those of
             `EvaluateOptions`; numbers of tokens and sizes also as the command reads them (`64k`, `80GB`).
 
     Raises:
@@ -50,7 +53,15 @@ def evaluate(
     from gqa.eval.evaluate import measure
     from gqa.eval.report import check_output, write_report
 
-    given = {name: value for name, value in {"data": data, **options}.items() if value is not None}
+    if options is not None:
+        if named or data is not None or out is not None:
+            raise TypeError("EvaluateOptions say everything: leave out what stands beside them, or change it in them")
+        said = {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
+        shown = progress and not said.pop("quiet", False)
+        return evaluate(
+            baseline, *models, out=said.pop("output", None), progress=shown, tokenizer=tokenizer, **said
+        )  # fmt: skip
+    given = {name: value for name, value in {"data": data, **named}.items() if value is not None}
     path = None if out is None else Path(out)
     with ExitStack() as stack:
         stack.enter_context(undisturbed())

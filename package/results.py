@@ -95,7 +95,7 @@ class ConvertedModel(_Checkpoint):
     """What `convert_model` wrote.
 
     layer_errors: by layer, the squared error of its attention outputs relative to the base model's on the calibration
-    text; empty where the method looks at no text. seconds: of all of it.
+    text; empty where the method looks at no text. seconds: of all of it. tensor_parallel: the ranks asked for.
     """
 
     plan: Plan
@@ -103,11 +103,12 @@ class ConvertedModel(_Checkpoint):
     layer_errors: Mapping[int, float] = field(default_factory=dict)
     checksums: Mapping[str, Mapping[str, str]] | None = None
     seconds: float = 0.0
+    tensor_parallel: int | None = None
 
     def facts(self) -> dict[str, str]:
         """What a notebook shows, by name."""
         from gqa.convert.heads.layout import groups_text
-        from gqa.convert.summary import kv_line
+        from gqa.convert.summary import kv_line, tensor_parallel
 
         plan = self.plan
         kept = groups_text(plan.groups)
@@ -122,6 +123,9 @@ class ConvertedModel(_Checkpoint):
         if self.layer_errors:
             worst = max(self.layer_errors, key=lambda layer: self.layer_errors[layer])
             told["largest error of a layer"] = f"{self.layer_errors[worst]:.4f} (layer {worst})"
+        if self.tensor_parallel:
+            _, text = tensor_parallel(plan.groups, plan.config.main.query, self.tensor_parallel)
+            told["tensor parallel"] = text.removeprefix("tensor parallel ")
         return told | ({"warnings": "; ".join(self.warnings)} if self.warnings else {})
 
     def _line(self) -> str:
@@ -163,6 +167,23 @@ class TrainedModel(_Checkpoint):
         before, after = self.heldout
         told = "" if before is None else f", held-out loss {before:.4f} -> {after:.4f}"
         return f"{self.path}: {self.record['steps']:,} steps, {self.record['tokens']:,} tokens{told}"
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class RecordedTeacher:
+    """What `record_teacher` wrote: a directory that `uptrain_model` takes as `teacher`. `record` says what is in it."""
+
+    path: Path
+    record: Mapping[str, Any]
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def __repr__(self) -> str:
+        return f"<RecordedTeacher {self.path}: {self.record['blocks']:,} blocks, {self.record['kept_mass']:.2%} kept>"
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self)[1:-1], [(name, str(value)) for name, value in self.record.items()])
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gqa.checkpoint.errors import RefusedError
+
 from .given import Model, asked, in_memory, name_of, scratch, stored, undisturbed
-from .results import TrainedModel
+from .results import RecordedTeacher, TrainedModel
 
 if TYPE_CHECKING:
     from gqa.uptrain.options import TrainOptions
+    from gqa.uptrain.setup import Setup
 
 _OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run", "record_teacher", "record_mass", "push_to_hub", "public")
 
@@ -49,32 +52,78 @@ def uptrain_model(
         OutputError: The result could not be written or did not verify.
     """
     from gqa.checkpoint.hub import beside
-    from gqa.convert.align.watcher import Bar
-    from gqa.uptrain.cli import command
-    from gqa.uptrain.options import TRAINING, TrainOptions
+    from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
-    from gqa.uptrain.setup import prepare
 
     if isinstance(model, TrainOptions):
         if options or any(given is not None for given in (data, teacher, out, tokenizer)):
             raise TypeError("TrainOptions say everything: leave out what stands beside them, or change it in them")
         said = {f.name: getattr(model, f.name) for f in fields(TrainOptions) if getattr(model, f.name) != f.default}
         return uptrain_model(out=said.pop("output"), progress=progress, **said)
-    with ExitStack() as stack:
-        stack.enter_context(undisturbed())
+    with undisturbed():
         kept = scratch() if out is None and in_memory(model) else None
         name = name_of(model)
         goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else beside(name, "-uptrained")
-        given = {"data": data, "teacher": None if teacher is None else name_of(teacher), **options}
-        context, words = asked(command, {"model": name}, given, _OF_TERMINALS, output=goal)
+        with _prepared(model, teacher, goal, progress, tokenizer, {"data": data, **options}) as (setup, words):
+            _, record = uptrain(setup, quiet=not progress, words=words)
+    return TrainedModel(path=goal, record=record, _kept=kept)
+
+
+def record_teacher(
+    model: Model,
+    out: str | os.PathLike[str],
+    data: str | Sequence[str] | None = None,
+    teacher: Model | None = None,
+    progress: bool = True,
+    *,
+    mass: float = 0.99,
+    tokenizer: Any = None,
+    **options: Any,
+) -> RecordedTeacher:
+    """Keep what the teacher predicts for the text of a run in the directory `out`, which `uptrain_model` takes as
+    `teacher` (gqa-uptrain --record-teacher).
+
+    Args:
+        mass: How much of each prediction is kept, the most probable tokens first.
+
+    The other arguments are those of `uptrain_model`. A recording that was stopped goes on when it is called again.
+    Raises RefusedError, TypeError and OutputError as that does.
+    """
+    from gqa.checkpoint.hub import beside
+    from gqa.convert.align.watcher import Bar
+    from gqa.uptrain.recording import record_teacher as record
+
+    if not 0 < mass <= 1:
+        raise RefusedError(f"mass is {mass!r}; give a share above 0, at most 1")
+    goal = beside(name_of(model), "-uptrained")  # of a run that would train: nothing is written there
+    given = {"data": data, **options}
+    prepared = _prepared(model, teacher, goal, progress, tokenizer, given, recording=True)
+    with undisturbed(), prepared as (setup, _), Bar(not progress) as bar:
+        found = record(setup, Path(out), mass, bar)
+    return RecordedTeacher(path=Path(out), record=found)
+
+
+@contextmanager
+def _prepared(
+    model: Model, teacher: Model | None, goal: Path, progress: bool, tokenizer: Any, options: Mapping[str, Any],
+    recording: bool = False,
+) -> Iterator[tuple[Setup, list[str]]]:  # fmt: skip
+    """A run that is ready to start, and the words of the command that would have said it."""
+    from gqa.convert.align.watcher import Bar
+    from gqa.uptrain.cli import command
+    from gqa.uptrain.options import TRAINING
+    from gqa.uptrain.setup import prepare
+
+    with ExitStack() as stack:
+        given = {**options, "teacher": None if teacher is None else name_of(teacher)}
+        context, words = asked(command, {"model": name_of(model)}, given, _OF_TERMINALS, output=goal)
         places = {"model": stack.enter_context(stored(model, tokenizer))}
         if teacher is not None and in_memory(teacher):
             places["teacher"] = stack.enter_context(stored(teacher, tokenizer))
         stack.enter_context(_own_accelerator())
         with Bar(not progress) as bar:
-            setup = prepare(TRAINING.read(context.params, output=goal, **places), watcher=bar)
-        _, record = uptrain(setup, quiet=not progress, words=words)
-    return TrainedModel(path=goal, record=record, _kept=kept)
+            setup = prepare(TRAINING.read(context.params, output=goal, **places), watcher=bar, recording=recording)
+        yield setup, words
 
 
 @contextmanager

@@ -248,6 +248,65 @@ def test_training_options_say_everything(given: Path, tmp_path: Path, alone: Non
         gqa.uptrain_model(gqa.TrainOptions(str(given / "model"), tmp_path / "two", batch_size=0))
 
 
+def test_evaluation_options_say_everything(given: Path, tmp_path: Path) -> None:
+    data = str(given / "data.jsonl")
+    told = gqa.EvaluateOptions(data=data, context=32, tokens=200, recall=False, output=tmp_path / "out", quiet=True)
+    found = gqa.evaluate(given / "teacher", options=told)
+    named = gqa.evaluate(given / "teacher", data=data, context=32, tokens=200, recall=False, progress=False)
+    assert found.models[0]["quality"] == named.models[0]["quality"]
+    assert (found.results["text"], found.path) == (named.results["text"], tmp_path / "out")
+    assert found.results["text"]["context"] == 32
+    for beside in ({"data": data}, {"out": tmp_path}, {"context": 64}):
+        with pytest.raises(TypeError, match="EvaluateOptions say everything"):
+            gqa.evaluate(given / "teacher", options=told, **beside)
+
+
+def test_a_teacher_is_recorded_and_taught_from(given: Path, loaded: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """The same as what the command records; a run from it learns what one with the teacher beside it learns."""
+    how: dict[str, Any] = {
+        "steps": 2,
+        "batch_size": 2,
+        "block_size": 32,
+        "progress": False,
+        "teacher": given / "teacher",
+    }
+    data = str(given / "data.jsonl")
+    with fresh_accelerator():
+        recorded = gqa.record_teacher(given / "model", tmp_path / "a", data, mass=1.0, **how)
+        words = ("--data", data, "--steps", 2, "--batch-size", 2, "--context", 32, "--record-mass", 1.0)
+        words += ("--teacher", given / "teacher", "--record-teacher", tmp_path / "b", "-q")
+    with fresh_accelerator():
+        assert run(given / "model", *words, program="gqa-uptrain").code == 0
+    assert contents(recorded.path).keys() == contents(tmp_path / "b").keys()
+    assert recorded.record["kept_mass"] > 0.99
+    assert f"{recorded.record['blocks']} blocks" in repr(recorded)
+    assert str(recorded.record["bytes"]) in recorded._repr_html_()
+    with fresh_accelerator():
+        taught = gqa.uptrain_model(given / "model", out=tmp_path / "t", **{**how, "teacher": recorded})
+        live = gqa.uptrain_model(given / "model", data, out=tmp_path / "l", **how)
+    assert taught.record["losses"]["training"] == pytest.approx(live.record["losses"]["training"], rel=1e-2)
+    with pytest.raises(gqa.RefusedError, match="mass is 0; give a share above 0, at most 1"):
+        gqa.record_teacher(given / "model", tmp_path / "c", data, mass=0)
+    with pytest.raises(TypeError, match="'record_mass' is no option"):
+        gqa.uptrain_model(given / "model", data, record_mass=0.5)
+
+
+def test_ranks_share_the_heads_that_a_budget_leaves(given: Path, tmp_path: Path) -> None:
+    made = gqa.convert_model(given / "teacher", 2, "mean", out=tmp_path / "two", tensor_parallel=4, progress=False)
+    assert "4: the 2 KV heads are replicated" in made.facts()["tensor parallel"]
+    options = gqa.MapsOptions(gqa.CalibrationText((str(given / "data.jsonl"),), tokens=256, length=16))
+    how: dict[str, Any] = {"kv_budget": 0.8, "options": options, "progress": False}
+    free, shared = (
+        gqa.convert_model(given / "teacher", out=tmp_path / str(ranks), tensor_parallel=ranks, **how).plan.groups
+        for ranks in (1, 2)
+    )
+    assert isinstance(free, tuple)
+    assert isinstance(shared, tuple)
+    assert all(heads % 2 == 0 for heads in shared)
+    with pytest.raises(gqa.RefusedError, match="tensor_parallel is 0; give a whole number from 1 on"):
+        gqa.convert_model(given / "teacher", 2, tensor_parallel=0)
+
+
 @pytest.mark.parametrize("name", ["contxt", "quiet", "json"])
 def test_options_that_are_none_are_told(given: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"'{name}' is no option; (did you mean 'context'|choose .*context)"):
