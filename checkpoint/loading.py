@@ -164,6 +164,13 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     return getattr(transformers, name, None) or default
 
 
+def positions(config: Any) -> int | None:
+    """Positions that the model of transformers' `config` was made for; None where it states none."""
+    text = config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")  # most, Whisper, MPT
+    return next((found for name in names if (found := getattr(text, name, None))), None)
+
+
 def ranks() -> PartialState:
     """accelerate's view of the processes that work together; one where nothing launched several.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import read_auto_config
+from gqa.checkpoint.loading import positions, read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -64,7 +64,7 @@ class Subject:
     @property
     def positions(self) -> int | None:
         """Positions that the model was made for; None where its config states none."""
-        return getattr(self.text_config, "max_position_embeddings", None)
+        return positions(self.config)
 
     def check_reads_text(self, option: str) -> None:
         """Raises RefusedError for a model whose encoder is given something else."""

@@ -205,16 +205,16 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
         ),
         (
             "whisper",
-            "--data slow.wav",
+            "--data slow.wav --context 24",
             "8,000 Hz of 16 bits; the model hears 16-bit PCM at 16,000 Hz: ffmpeg -i IN -ar 16000",
         ),
-        ("whisper", "--data coarse.wav", "16,000 Hz of 8 bits; the model hears 16-bit PCM"),
+        ("whisper", "--data coarse.wav --context 24", "16,000 Hz of 8 bits; the model hears 16-bit PCM"),
         (
             "whisper",
-            "--data long.wav",
+            "--data long.wav --context 24",
             "long.wav has 1.01 s; whisper hears 1 s: cut it into such pieces, or leave it out",
         ),
-        ("whisper", "--data broken.wav", "broken.wav is no WAV file that can be read"),
+        ("whisper", "--data broken.wav --context 24", "broken.wav is no WAV file that can be read"),
         (
             "marian",
             "--data text.txt --context 24",
@@ -226,6 +226,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
             "has no field 'nothing'; it has 'meant'",
         ),
         ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
+        ("whisper", "--data speech/0.wav --context 65", "whisper has 64 positions, --context is 65; give at most 64"),
         ("bart", "--data text.txt --context 65", "bart has 64 positions, --context is 65; give at most 64"),
         ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
     ],

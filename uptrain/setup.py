@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import load_model, ranks
+from gqa.checkpoint.loading import load_model, positions, ranks
 from gqa.checkpoint.names import stored_shapes, tied_names
 from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
@@ -354,12 +354,10 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
             f"the tokenizer of {checkpoint.name} has {len(tokenizer):,} tokens, its embedding only "
             f"{config.vocab_size:,}; give the tokenizer that belongs to the model"
         )
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
-    if positions and options.block_size and options.block_size > positions:
-        raise RefusedError(
-            f"--context {options.block_size} is more than the {positions} positions of {checkpoint.name}"
-        )
-    return options.block_size or min(positions or most, MAX_BLOCK)
+    longest = positions(config)
+    if longest and options.block_size and options.block_size > longest:
+        raise RefusedError(f"--context {options.block_size} is more than the {longest} positions of {checkpoint.name}")
+    return options.block_size or min(longest or most, MAX_BLOCK)
 
 
 def _check_teacher(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -73,6 +73,17 @@ class CalibrationText:
                 f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
             )
 
+    def check(self, config: Any, name: str, option: str = "--context") -> None:
+        """Raises RefusedError where blocks are longer than an encoder-decoder takes; `option` is what they come from.
+
+        Of a decoder transformers' class says it, or takes them.
+        """
+        from gqa.checkpoint.loading import positions
+
+        longest = positions(config) if config.is_encoder_decoder else None
+        if longest and self.length > longest:
+            raise RefusedError(f"{name} has {longest} positions, {option} is {self.length}; give at most {longest}")
+
     def inputs(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments. Raises RefusedError and CorpusError."""
         from gqa.convert.heads.config import transformers_config
@@ -90,8 +101,10 @@ class CalibrationText:
             from gqa.convert.align.recordings import INSTEAD, RecordingMaker, find_recordings
 
             files = find_recordings(self.sources, checkpoint.name, INSTEAD)
+            self.check(config, checkpoint.name)
             hearing = RecordingMaker(*how_made)
             return hearing.inputs(hearing.hear(files, max(1, self.tokens // self.length)))
+        self.check(config, checkpoint.name)
         maker, pairs = PairMaker(*how_made), []
         for source, tokens in self._shares():
             if is_self(source):

@@ -44,9 +44,6 @@ class PairMaker:
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         config, self.name = transformers_config(checkpoint.config), checkpoint.name
-        longest = getattr(config, "max_position_embeddings", None)
-        if longest and length > longest:
-            raise RefusedError(f"{self.name} has {longest} positions, --context is {length}; give at most {longest}")
         self._checkpoint, self._config, self._device, self._watcher = checkpoint, config, device, watcher
         self.length, self._seed, self._trusted = length, seed, trust_remote_code
         self._model: Any = None  # once it is to write
