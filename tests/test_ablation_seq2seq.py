@@ -45,6 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
     tokenizer.save_pretrained(model)
     write_checkpoint(build(TINY["gqa_whisper"], 4), found / "whisper")
+    tiny_checkpoint(found / "bart", "gqa_bart", 4)
     tiny_checkpoint(found / "decoder", kv_heads=4)
     write_pairs(found / "train.jsonl", 12, 80)
     write_pairs(found / "heldout.jsonl", 0, 8)  # as many as attention outputs are compared of
@@ -154,6 +155,10 @@ REFUSED = {
     "one column twice": ({"target_field": "said"}, ["are the same text"]),
     "nothing held out": ({"heldout": None}, ["nothing is held out"]),
     "a share of no pair": ({"heldout": None, "heldout_fraction": 1e-9}, ["holds out no"]),
+    "calibration beyond the positions": (
+        {"model": "bart", "methods": "mean,calibrated", "calibration_context": 128},
+        ["bart has 64 positions, --calibration-context is 128; give at most 64"],
+    ),
     "no whole step": ({"alphas": "0.01"}, ["--alpha 0.01 of 80 pairs is none"]),
 }
 

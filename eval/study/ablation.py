@@ -106,6 +106,8 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
     evaluate.with_bits([subject], grid.cache_bits or ())
     config, grid, left_out = _settle(subject, grid, options.maps.grouping, strict)
+    if any(METHODS[method].reads_text for method in grid.methods):
+        options.maps.text.check(subject.config, subject.name, "--calibration-context")
     text = _text(subject, options)
     if options.recall:
         evaluate.check_recall(subject, text.context)
