@@ -133,10 +133,13 @@ _METAVARS = {click.types.IntRange: "N", click.types.IntParamType: "N", click.typ
 
 
 class Option(click.Option):
-    """An option that may have `aliases`: other names that mean the same and that --help does not show."""
+    """An option that may have `aliases`: other names that mean the same and that --help does not show. A name that it
+    had `formerly`, and that means something else in another command, is refused with the name that it has.
+    """
 
-    def __init__(self, *declared: Any, aliases: str = "", **how: Any) -> None:
+    def __init__(self, *declared: Any, aliases: str = "", formerly: str = "", **how: Any) -> None:
         super().__init__(*declared, **how)
+        self.formerly = formerly.split()
         pairs = [alias.partition("/") for alias in aliases.split()]
         self.aliases = [name for name, _, _ in pairs]
         self.secondary_aliases = [name for _, _, name in pairs if name]
@@ -200,7 +203,7 @@ class Command(click.Command):
             shown = {name: name for found in self.params for name in (*found.opts, *found.secondary_opts)}
             for found in self.params:
                 if isinstance(found, Option):
-                    shown |= dict.fromkeys((*found.aliases, *found.secondary_aliases), found.opts[-1])
+                    shown |= dict.fromkeys((*found.aliases, *found.secondary_aliases, *found.formerly), found.opts[-1])
             like = "".join(f"; did you mean {shown[name]}?" for name in get_close_matches(error.option_name, shown, 1))
             raise click.UsageError(f"No such option {error.option_name}{like}") from None
 
@@ -238,7 +241,7 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--precision": {"type": Precision("float32", "bfloat16", "float16")},
     "--attn-implementation": {
-        "aliases": "--attention", "metavar": "NAME",
+        "formerly": "--attention", "metavar": "NAME",
         "help": "How transformers computes attention: sdpa, eager, flash_attention_2 ...  "
         "[default: sdpa where the model has it]",
     },

@@ -96,7 +96,7 @@ class EvaluateOptions:
         None, "Exit with 3 where a perplexity is more than RATIO x the baseline's.", type=ratio, metavar="RATIO")
     batch_size: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     precision: str = option_field(
-        "auto", "What is computed in; auto: as stored.", aliases="--dtype",
+        "auto", "What is computed in; auto: as stored.", formerly="--dtype",
         type=Precision("auto", "float32", "bfloat16", "float16"))
     device: str | None = option_field(
         None, "Where models run: cpu, cuda, cuda:1, mps, or auto: on all devices, then in the host's memory and on "

@@ -67,16 +67,12 @@ OLD = [
     ("gqa-calibrate", "--data", "--calibration", "notes.txt"),
     ("gqa-uptrain", "--context", "--block-size", "64"),
     ("gqa-uptrain", "--learning-rate", "--lr", "0.5"),
-    ("gqa-uptrain", "--attn-implementation", "--attention", "eager"),
     ("gqa-eval", "--tokens", "--max-tokens", "640"),
-    ("gqa-eval", "--precision", "--dtype", "float16"),
-    ("gqa-eval", "--attn-implementation", "--attention", "eager"),
     ("gqa-eval", "--decode-batches", "--batches", "2,3"),
     ("gqa-eval", "--decode-contexts", "--contexts", "2,3"),
     ("gqa-eval", "--decode-steps", "--steps", "3"),
     ("gqa-eval", "--decode-repeats", "--repeats", "3"),
     ("gqa-ablate", "--train-context", "--block-size", "64"),
-    ("gqa-ablate", "--eval-precision", "--dtype", "float16"),
     ("gqa-ablate", "--calibration-context", "--calibration-length", "64"),
     ("gqa-ablate", "--calibration-precision", "--calibration-dtype", "float16"),
     ("gqa-ablate", "--device", "--devices", "cuda:0,cuda:1"),
@@ -93,6 +89,23 @@ def test_old_names_mean_the_same_and_are_not_shown(program: str, name: str, old:
         shown = ctx.get_help().replace(",", " ").split()
     assert name in shown
     assert old not in shown
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "formerly"),
+    [
+        ("gqa-uptrain", "--attn-implementation", "--attention"),
+        ("gqa-eval", "--attn-implementation", "--attention"),
+        ("gqa-eval", "--precision", "--dtype"),
+        ("gqa-ablate", "--eval-precision", "--dtype"),
+    ],
+)
+def test_one_name_means_one_thing(program: str, name: str, formerly: str) -> None:
+    """Names that gqa-convert has for other things are refused with the name that is meant."""
+    assert formerly in options_of("gqa-convert")
+    assert name in options_of(program)
+    with pytest.raises(click.UsageError, match=f"No such option {formerly}; did you mean {name}\\?"):
+        parsed(program, formerly, "float16")
 
 
 def test_every_alias_is_tested() -> None:
@@ -135,8 +148,8 @@ def test_fields_are_options_under_other_names_too() -> None:
         ("gqa-eval", "--precision bf16", "precision", "bfloat16"),
         ("gqa-eval", "--decode-contexts 1k,2k", "decode_contexts", (1000, 2000)),
         ("gqa-ablate", "--eval-tokens 0.5M", "eval_tokens", 500_000),
-        ("gqa-ablate", "--precision bf16 --dtype bf16", "dtype", "bfloat16"),
-        ("gqa-ablate", "--precision bf16 --dtype bf16", "precision", "bf16"),
+        ("gqa-ablate", "--precision bf16 --eval-precision bf16", "dtype", "bfloat16"),
+        ("gqa-ablate", "--precision bf16 --eval-precision bf16", "precision", "bf16"),
         ("gqa-ablate", "--context 64 --train-context 32", "context", 64),
         ("gqa-ablate", "--context 64 --train-context 32", "train_context", 32),
     ],

@@ -182,7 +182,7 @@ class StudyOptions:
     eval_batch: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     dtype: str = option_field(
         "auto", "What is measured in; auto: as stored.", "--eval-precision",
-        aliases="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"),
+        formerly="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
     kl: bool = option_field(
         True, "Compare predictions with MODEL's, which are kept meanwhile (2 bytes x vocabulary x tokens).",
