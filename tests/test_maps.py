@@ -21,7 +21,7 @@ from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert.align.find_maps import describe, find_maps
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.api import convert_plan
-from gqa.convert.maps_file import MapsFile
+from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.summary import _calibration, _told_of_maps
 
 KEY = "model.layers.0.self_attn/key"
@@ -51,6 +51,15 @@ def test_what_a_file_holds(made: tuple[Path, Path]) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
     (told,) = metadata(file).values()
     assert {"format", "method", "groups", "model", "name", "text", "ridge"} <= json.loads(told).keys()
+
+
+def test_a_file_says_what_was_asked_for(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """By a command its own options, without what is of one machine; from Python none."""
+    words = ("--groups", 2, "--method", "procrustes", "--grouping", "contiguous", "-q", "-o", tmp_path / "maps")
+    assert checkpoints.run(made[0], *words, program="gqa-calibrate").code == 0
+    recipe = {"groups": 2, "method": "procrustes", "grouping": "contiguous", "model": made[0].name}
+    assert open_maps(tmp_path / "maps").description["recipe"] == {"calibrate": recipe}
+    assert open_maps(made[1]).description["recipe"] == {}
 
 
 @pytest.mark.parametrize("method", ["refined", "aligned"])

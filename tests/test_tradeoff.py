@@ -259,6 +259,9 @@ def test_the_report_has_everything_in_it() -> None:
     run = json.loads((study() / "study.json").read_text())["runs"][0]
     assert (run["cells"], run["command"].split()[0]) == (9, "gqa-ablate")
     assert {"torch", "transformers", "gqa"} <= set(run["versions"])
+    (recipe,) = run["recipe"].values()
+    assert (run["recipe"].keys(), recipe["model"], recipe["groups"]) == ({"ablate"}, "model", [1, 4])
+    assert str(study().parent) not in str(recipe)
     html = (study() / "report.html").read_text()
     assert unescape(html).count(run["command"]) == 1
     assert "9 cells, measured in" in html

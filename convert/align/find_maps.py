@@ -19,6 +19,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.headers import format_header
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.processes import main_first, place_of, total, wait_for_everyone
+from gqa.checkpoint.provenance import asked
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.checkpoint.write import OutputDirectory, locked, write_tensor
 from gqa.convert.align.cache_bits import layers_with_cache
@@ -42,7 +43,7 @@ def find_maps(
     if path.exists() and not overwrite:
         raise RefusedError(f"{path} exists; give another name or --overwrite")
     with _found(plan, path, options, watcher, overwrite) as work:
-        return work.join(path)
+        return work.join(path, recipe=asked())
 
 
 @contextmanager
@@ -230,11 +231,11 @@ class _Work:
         stream: Any = safe_open(self._state, framework="pt")
         return {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
 
-    def join(self, path: Path) -> MapsFile:
-        """One file of what was kept."""
+    def join(self, path: Path, **told: Any) -> MapsFile:
+        """One file of what was kept, which says how it was made and whatever else is `told`."""
         with main_first():
             if self._main:
-                join_maps(path, sorted(self.place.glob("[0-9]*.safetensors")), self._told)
+                join_maps(path, sorted(self.place.glob("[0-9]*.safetensors")), {**self._told, **told})
         return open_maps(path)
 
     def remove(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.provenance import without_place
+from gqa.checkpoint.provenance import asked, without_place
 from gqa.convert.estimate import TRAINING, operations
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import attention_modules
@@ -226,7 +226,13 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         timed = {name: cache for name, cache in caches.items() if name not in speeds}
         if not left and not timed:
             return rows
-        this: Row = {"command": command, **evaluate.environment(options.devices[0]), "git": git(), "cells": 0}
+        this: Row = {
+            "command": command,
+            "recipe": asked(),
+            **evaluate.environment(options.devices[0]),
+            "git": git(),
+            "cells": 0,
+        }
         record["runs"].append(this)
         constant = {name: value for name, value in study.identity.items() if not name.startswith("content")}
         versions = {f"version_{name.replace('-', '_')}": number for name, number in this["versions"].items()}
