@@ -42,8 +42,7 @@ def convert_model(
     target: Target | None = None,
     seed: int = 0,
     dtype: str | None = None,
-    max_shard_bytes: int | None = None,
-    revision: str | None = None,
+    max_shard_bytes: int | None = None, revision: str | None = None,
     for_cache_bits: bool = False, overwrite: bool = False, checksums: bool = False,
     verify_load: bool = False, jobs: int = DEFAULT_JOBS, tensor_parallel: int | None = None,
 ) -> ConvertedModel:  # fmt: skip
@@ -72,17 +71,15 @@ def convert_model(
         overwrite: Replace a checkpoint that is at `out`, once the new one is complete.
         checksums: Compare every untouched byte and record the SHA-256 of all shards. jobs: Shards written at a time.
         verify_load: Load the result with transformers, too, and run it once.
-        tensor_parallel: Ranks that shall hold it: with `kv_budget` layers keep numbers of heads that they can share;
-            the result says whether they can.
+        tensor_parallel: Ranks that shall hold it: the result says if they can; with `kv_budget` every layer fits them.
 
     Raises:
         RefusedError: The model or an option cannot be used; before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
     began, asked = time.monotonic(), _asked(kv_heads, kv_budget)
-    _check_counts(jobs=jobs, max_shard_bytes=1 if max_shard_bytes is None else max_shard_bytes)
-    ranks = 1 if tensor_parallel is None else tensor_parallel
-    _check_counts(tensor_parallel=ranks)
+    counts = {"jobs": jobs, "max_shard_bytes": max_shard_bytes, "tensor_parallel": tensor_parallel}
+    _check_counts(**{name: number for name, number in counts.items() if number is not None or name == "jobs"})
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         own = scratch() if out is None and in_memory(model) else None
@@ -90,13 +87,12 @@ def convert_model(
         how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision, "maps": maps}
         output = partial(_output, place, Path(own.name) if own else None, out)
         plan = _planned(
-            place, asked, method, _with_text(options, data, seed), progress, ranks, target=target,
+            place, asked, method, _with_text(options, data, seed), progress, tensor_parallel or 1, target=target,
             for_cache_bits=for_cache_bits, output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
         )  # fmt: skip
         goal = output(plan)
-        calibration = _maps_options(plan, data, options, seed)
         writing = {"overwrite": overwrite, "checksums": checksums, "load": verify_load, "jobs": jobs}
-        made, layers = _write(plan, goal, calibration, progress, writing)
+        made, layers = _write(plan, goal, _maps_options(plan, data, options, seed), progress, writing)
     return ConvertedModel(
         path=made.out, plan=made.plan, warnings=made.warnings, layer_errors=layers, checksums=made.checksums,
         seconds=time.monotonic() - began, tensor_parallel=tensor_parallel, _kept=own,
