@@ -37,6 +37,13 @@ _DISTRIBUTIONS = {
     "RMS dp": "{delta_p_percent[rms]:.2f} %",
     "RMS dlnp": "{log_probability_rms:.3f}", "corr": "{log_probability_correlation:.4f}",
 }  # fmt: skip
+_MEANINGS = {
+    "acceptance": "acceptance: of tokens that the model drafts for the baseline in speculative decoding, sampled at "
+    "temperature 1",
+    "tokens/round": "tokens/round: what it gives where 2, 4 and 8 are drafted",
+    "RMS dp": "dp: change of the true token's probability",
+    "RMS dlnp": "dlnp: change of its logarithm",
+}
 _CACHE = {
     "model": "{name}", "weights": "{weight_bytes:size}", "KV/token": "{bytes_per_token:size}",
     "of baseline": "{share}", "KV at context": "{at_context}", "context": "{context}",
@@ -139,14 +146,11 @@ def _quality(models: list[Record], text: Record) -> Table:
 
 def _distributions(models: list[Record]) -> Table:
     compared = [model["against_baseline"] | {"name": model["name"]} for model in models[1:]]
-    note = (
-        "KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in speculative "
-        "decoding, sampled at temperature 1; tokens/round: what it gives where 2, 4 and 8 are drafted; dp, dlnp: "
-        "change of the true token's probability and its logarithm"
-    )
+    note = "KL(baseline || model) in nats"
     if lost := compared[0].get("stored_baseline"):
         note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"
-    return table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note, short=4)
+    title = f"Next-token distributions against {models[0]['name']}"
+    return table(title, _DISTRIBUTIONS, compared, note, short=4, meanings=_MEANINGS)
 
 
 def _recall(models: list[Record], settings: Record) -> Table:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import string
 import textwrap
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gqa.checkpoint.console import WIDTH
@@ -18,19 +18,26 @@ _NAME, _LEAST = 32, 16  # characters of a name in a table that is cut, and the f
 @dataclass(frozen=True)
 class Table:
     """Cells as text; the first column is left-aligned, the others right. `short`: how many columns are enough for a
-    glance, from the left.
+    glance, from the left. `meanings`: of columns by their names; they follow the `remark` where the column is there.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    note: str = ""
+    remark: str = ""
     short: int | None = None
+    meanings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def note(self) -> str:
+        """What stands below: the remark and the meanings of columns that are shown."""
+        meanings = (told for name, told in self.meanings.items() if name in self.header)
+        return "; ".join(filter(None, [self.remark, *meanings]))
 
     def brief(self) -> Table:
         """With the columns that are enough."""
         rows = tuple(row[: self.short] for row in self.rows)
-        return Table(self.title, self.header[: self.short], rows, self.note, self.short)
+        return replace(self, header=self.header[: self.short], rows=rows)
 
     def text(self) -> str:
         """Lines of at most WIDTH characters: columns that do not fit beside each other stand below, the first again;
@@ -106,8 +113,8 @@ def number(value: float) -> str:
 
 
 def table(
-    title: str, columns: dict[str, str], records: Iterable[Any], note: str, missing: str = "", short: int | None = None
+    title: str, columns: dict[str, str], records: Iterable[Any], note: str, missing: str = "", **told: Any
 ) -> Table:
-    """A line for each record, by the format strings of the `columns`."""
+    """A line for each record, by the format strings of the `columns`; `told` are further fields of the table."""
     rows = tuple(shown(record, columns.values(), missing) for record in records)
-    return Table(title, tuple(columns), rows, note, short)
+    return Table(title, tuple(columns), rows, note, **told)

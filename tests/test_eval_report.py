@@ -251,6 +251,18 @@ def test_a_table_is_aligned_and_goes_on_below() -> None:
     assert Table("T", table.header, table.rows, "n", short=2).brief().header == ("model", "number 0")
 
 
+def test_only_columns_that_are_shown_are_explained() -> None:
+    table = Table("T", ("a", "b"), (("1", "2"),), "note", 1, {"a": "a: x", "b": "b: y"})
+    assert (table.note, table.brief().note) == ("note; a: x; b: y", "note; a: x")
+    assert {*report._MEANINGS} <= {*report._DISTRIBUTIONS}
+    model = {"name": "m", "against_baseline": {"kl": {"mean": 0.1, "mean_error": 0.01}, "acceptance": 0.5}}
+    whole = report._distributions([{"name": "base"}, model])
+    assert "dlnp: change of its logarithm" in whole.text()
+    brief = " ".join(whole.brief().text().split())
+    assert brief.endswith("KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in "
+                          "speculative decoding, sampled at temperature 1")  # fmt: skip
+
+
 def test_names_tell_checkpoints_apart(tmp_path: Path) -> None:
     for parent, source in (("a", SOURCE), ("b", place() / "gqa2")):
         shutil.copytree(source, tmp_path / parent / "m")

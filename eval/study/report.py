@@ -134,16 +134,19 @@ def _cells(results: Results) -> Table:
     source, text = results.source, results.source["text"]
     note = (
         f"base model: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
-        f"documents, rolling windows of {text['context']:,}; KL in nats top-1 agreement "
-        "with the base model, and how many of the tokens drafted by the result it accepts"
+        f"documents, rolling windows of {text['context']:,}"
     )
+    meanings = {
+        "KL": "KL from the base model in nats",
+        "accepted": "accepted: share of the tokens that the result drafts for the base model",
+    }
     if lost := source.get("kl_lost_to_rounding"):
-        note += f" (rounding its predictions alone is a KL of {lost:.1g})"
+        meanings["KL"] += f" (rounding its predictions alone is {lost:.1g})"
     if "decode_tokens_before" in source:
         batch = results.record["identity"]["decode_batch"]
-        note += f"; tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
+        meanings["tokens/s"] = f"tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
     rows = [Cell.of(row)._asdict() | {"loss": "failed"} if row["error"] else row for row in results.rows]
-    return table("Cells", filled(_CELLS, rows), rows, note)
+    return table("Cells", filled(_CELLS, rows), rows, note, meanings=meanings)
 
 
 def _budgets(results: Results) -> Table:
