@@ -42,9 +42,11 @@ def panels(
         figure = Figure(figsize=(width, height), layout="constrained")
         yield (axes := figure.subplots(rows, columns, squeeze=False, **more))
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        if handles:
-            lines = math.ceil(len(handles) / max(2, int(width / (2.2 if columns > 1 else 4))))
-            figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
+        for lines in range(1, 1 + len(handles)):
+            legend = figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
+            if lines == len(handles) or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
         figure.savefig(directory / f"{name}.svg", metadata={"Date": None})
         figure.savefig(directory / f"{name}.png")
 
