@@ -257,6 +257,22 @@ def test_held_out_blocks_are_not_trained_on() -> None:
     assert heldout[0] != heldout[1]
 
 
+@pytest.mark.parametrize("method", ["refined", "calibrated"])
+def test_held_out_blocks_are_new_to_the_start(source: Path, method: str) -> None:
+    """Refinement starts from what other blocks say alone; without it there are none held out."""
+    ids, found = Ids().ids(), []
+    (heldout,) = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))[:1].tolist()
+    for _ in range(2):
+        options = on_ids(refinement=Refinement(steps=1, learning_rate=1e-9, heldout=1 / len(ids)))
+        (result,) = Calibrator(plan_of(source, method), ids, options).run(0)
+        found.append(result.maps)
+        ids = ids.clone()
+        ids[heldout] = ids[heldout].flip(0)
+    for part in ("key", "query", "value", "output"):
+        one, other = (getattr(maps, part) for maps in found)
+        assert torch.equal(one, other) is (method == "refined"), part
+
+
 @pytest.mark.parametrize("counted", [0.0, 1.0])
 def test_the_closed_form_looks_where_errors_count(
     source: Path, monkeypatch: pytest.MonkeyPatch, counted: float

@@ -259,8 +259,10 @@ def test_only_columns_that_are_shown_are_explained() -> None:
     whole = report._distributions([{"name": "base"}, model])
     assert "dlnp: change of its logarithm" in whole.text()
     brief = " ".join(whole.brief().text().split())
-    assert brief.endswith("KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in "
-                          "speculative decoding, sampled at temperature 1")  # fmt: skip
+    assert brief.endswith(
+        "KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in speculative "
+        "decoding, sampled at temperature 1"
+    )
 
 
 def test_names_tell_checkpoints_apart(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gqa.convert.align.closed_form import LayerResult, Task, closed_form, positi
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.pair import Inputs, Pair, check_finite
-from gqa.convert.align.refine import Calls, refine
+from gqa.convert.align.refine import Calls, refine, seen_of
 from gqa.convert.maps import HeadMaps
 from gqa.convert.plan import Plan
 
@@ -83,15 +83,16 @@ class Calibrator:
             return []
         scale = self._scale([pair.looking_at(module, own) for module in modules])
         counts = position_weights(streams.converted.hidden, streams.converted.real)
-        positions, missed = int(total(counts.numel())), None
+        refines, positions, missed = pair.plan.merging.how.refines, int(total(counts.numel())), None
+        fitted = seen_of(counts, pair.options.training) if refines else counts
         found, done = list[LayerResult](), dict[str, Tensor]()
         for module in modules:
             own, last = pair.looking_at(module, pair.original(layer, done) if done else own), module == modules[-1]
-            task = Task(pair, module, own, streams, positions, scale, counts, done, missed)
+            task = Task(pair, module, own, streams, positions, scale, fitted, done, missed)
             result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
             result = replace(result, maps=_agreed(result.maps))
-            if pair.plan.merging.how.refines:
-                result = self._refined(result, task, last, progress)
+            if refines:
+                result = self._refined(result, replace(task, counts=counts), last, progress)
             elif last:
                 task.true().pass_through(streams.source)
                 check_finite(layer, streams.source.hidden)

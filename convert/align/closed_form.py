@@ -200,7 +200,8 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
         scaling = seen.options.get("scaling") or q.shape[-1] ** -0.5
         significance = significance_of(q, k, v, mask, scaling, roots, seen.options.get("position_bias"))
         significance = significance * task.counts[seen.rows][:, None].to(q.device)
-        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(mask))
+        counted = task.counts[seen.rows].any(1, keepdim=True).to(q.device)  # blocks
+        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(mask) * counted)
     add_up(moments.keys, moments.key_means, moments.queries, moments.values)
     moments.counted = int(total(moments.counted))
     return moments.averaged(task.positions)

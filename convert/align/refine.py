@@ -113,12 +113,8 @@ def refine(
     energy at the start and at the best.
     """
     device, length = next(iter(start.values())).device, calls.hidden.shape[1]
-    generator = torch.Generator().manual_seed(how.seed)
-    blocks = int(total(len(calls.hidden)))
-    own = place_of(len(calls.hidden))
-    order = torch.randperm(blocks, generator=generator)
-    kept_out = max(1, round(blocks * how.heldout)) if blocks > 1 else 0
-    heldout, train = order[:kept_out] if kept_out else order, order[kept_out:] if kept_out else order
+    own, generator = place_of(len(calls.hidden)), torch.Generator().manual_seed(how.seed)
+    heldout, train = _split(int(total(len(calls.hidden))), how, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), how.learning_rate)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / how.steps) for each in optimizers]
@@ -161,6 +157,23 @@ def refine(
         if ((step + 1) % every == 0 or step + 1 == how.steps) and (found := error()) < least:
             best, least = copy(), found
     return as_first(best), first, least
+
+
+def seen_of(counts: Tensor, how: Refinement) -> Tensor:
+    """What positions (N, T) of this process' blocks count before `refine` holds some of these out: those count nothing.
+    A start that had seen them would be better there than on new text, and hardly any step would be kept.
+    """
+    heldout, train = _split(int(total(len(counts))), how, torch.Generator().manual_seed(how.seed))
+    own, seen = place_of(len(counts)), counts.new_empty(int(total(len(counts))))
+    seen[heldout], seen[train] = 0, 1  # in this order: a single block is both
+    return counts * seen[own].unsqueeze(1)
+
+
+def _split(blocks: int, how: Refinement, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The numbers of those held out and of the others; a single block is both."""
+    order = torch.randperm(blocks, generator=generator)
+    kept_out = max(1, round(blocks * how.heldout)) if blocks > 1 else 0
+    return (order[:kept_out], order[kept_out:]) if kept_out else (order, order)
 
 
 def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optimizer]:
