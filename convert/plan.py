@@ -139,6 +139,12 @@ def make_plan(
     modules = attention_modules(checkpoint, config)
     merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
     method, why = _choose(checkpoint, config, modules) if method == AUTO else (method, "")
+    if merges and METHODS[method].reads_text and config.not_layerwise:
+        plainer = instead(lambda other: other.needs == "weights" and isinstance(config.symmetry, Symmetry))
+        raise RefusedError(
+            f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {config.not_layerwise}; "
+            f"use --method {plainer}"
+        )
     beside = _rules_beside(config, method, checkpoint.name) if merges else ()
     if for_cache_bits:
         beside = _rules_of_basis(config, checkpoint.name)

@@ -12,7 +12,8 @@ _PAGE = """# Models
 
 How heads are stored, which model types, and what is refused and why. `--method procrustes`, `aligned` and `calibrated`
 align the heads of all model types but those that a note excepts; `refined` trains the heads of those unaligned.
-`calibrated` and `refined` run layers one by one; of models that are given sound (Whisper) on recordings.
+`calibrated` and `refined` run layers one by one, where no note says that it cannot be done; of models that are given
+sound (Whisper) on recordings.
 `gqa-convert --families` prints the same; `python tests/test_structure.py` writes this page.
 
 | how heads are stored | model types | note |
@@ -43,6 +44,10 @@ def _rows() -> Iterator[tuple[str, str, str]]:
             if why := found if isinstance(found, str) else found.unless and found.unless[0]:
                 reasons[why].append(name)
         notes += [f"not aligned: {', '.join(names)} ({why})" for why, names in reasons.items()]
+        layerwise = defaultdict(list)
+        for name, why in family.not_layerwise.items():
+            layerwise[why].append(name)
+        notes += [f"neither calibrated nor refined: {', '.join(names)} ({why})" for why, names in layerwise.items()]
         yield family.name, ", ".join(sorted(family.model_types)), "; ".join(notes)
     yield "text part of a larger model", ", ".join(sorted(NESTED)), "towers are left alone"
     for recasting in RECASTINGS:

@@ -193,11 +193,22 @@ def test_steps_of_refinement(steps: int, batch: int) -> None:
         Refinement(steps=steps, batch=batch)
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "falcon", "mllama_text_model"])
+NEEDY = ["embedding_gemma2_text", "gemma3n_text", "gemma4_text", "inkling2_text", "qwen4_exp_text", "zamba", "zamba2"]
+
+
+@pytest.mark.parametrize("name", NEEDY)
 def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> None:
-    """Embeddings of each layer's own, layers that read others' keys, other attention functions: refused in one line."""
+    """Embeddings of each layer's own, other streams, layers that read others' keys: refused in one line, by the entry
+    of the model type before a model is built where it knows the reason, and then that is true.
+    """
     directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
-    with pytest.raises(RefusedError, match=r"cannot be run layer by layer|several attention modules") as told:
+    plan = plan_conversion(directory, 2, method="mean")
+    known = plan.config.not_layerwise
+    plan = replace(plan, merging=replace(plan.merging, method="refined"))
+    with pytest.raises(RefusedError, match=r"cannot be run layer by layer|several attention modules"):
+        Calibrator(plan, Ids().ids(), on_ids(refinement=SHORT))
+    says = f"cannot be run layer by layer: {known}; use --method mean" if known else "cannot be run layer by layer"
+    with pytest.raises(RefusedError, match=says) as told:
         convert_checkpoint(directory, 2, tmp_path / "out", method="refined", calibration=on_ids(refinement=SHORT))
     assert "\n" not in str(told.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -160,6 +160,7 @@ def test_models_page_shows_every_model_type() -> None:
     assert stated | set(NESTED) | set(REFUSED) | {"gpt2", "gpt_neox", "opt"} <= shown
     assert {family.name for family in FAMILIES} <= {row[0] for row in cells}
     reasons = {found for family in FAMILIES for found in family.symmetries.values() if isinstance(found, str)}
+    reasons |= {found for family in FAMILIES for found in family.not_layerwise.values()}
     assert all(any(reason in row[2] for row in cells) for reason in reasons)
 
 

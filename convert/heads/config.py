@@ -54,6 +54,11 @@ class ModelConfig:
         """How its heads can be changed, or why they cannot."""
         return self.family.symmetry(self.text)
 
+    @property
+    def not_layerwise(self) -> str | None:
+        """Why the model cannot be run layer by layer on text, where that is known."""
+        return self.family.not_layerwise.get(listed_as(self.text.model_type))
+
     def heads(self, layer: int) -> LayerHeads:
         """Heads of one layer; a layer beyond the last (multi-token prediction) is like the main type's."""
         return self.family.heads(self.text, layer) if layer < self.layers else self.main

@@ -67,6 +67,7 @@ class Family:
     edits: Of (G, heads, config), what is written instead of `kv_fields`, or None where there cannot be G heads.
     when: Values of config fields that tell it from other families of its model types.
     refusal: Why a config of these types cannot be converted, or None.
+    not_layerwise: Model type -> why models of it cannot be run layer by layer on text, where that is known.
     caches_all_heads: Whether transformers' cache holds all H heads.
     """
 
@@ -83,6 +84,7 @@ class Family:
     edits: Callable[[int, LayerHeads, Any], Edits | None] | None = None
     when: Mapping[str, Any] = field(default_factory=dict)
     refusal: Callable[[Any], str | None] = lambda config: None
+    not_layerwise: Mapping[str, str] = field(default_factory=dict)
     caches_all_heads: bool = False
 
     @property

@@ -7,6 +7,7 @@ from gqa.convert.heads.layout import Fused, LayerHeads, Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer, unless_alibi
 
 FALCON = Symmetry(unless_alibi, query=None, output="dense", norms=("ln_attn", "input_layernorm"), places="alibi")
+_OWN_ATTENTION = {"falcon": "its class computes attention itself, and on keys and values repeated for all query heads"}
 
 
 def _multi_query_heads(config: Any, layer: int) -> LayerHeads:
@@ -59,6 +60,7 @@ FAMILIES: tuple[Family, ...] = (
         when={"new_decoder_architecture": True},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
+        not_layerwise=_OWN_ATTENTION,
         kv_fields=("num_kv_heads",),
         heads=lambda config, layer: uniform_heads(config, config.num_kv_heads),
         caches_all_heads=True,
@@ -70,6 +72,7 @@ FAMILIES: tuple[Family, ...] = (
         when={"new_decoder_architecture": False},
         attention=("self_attention",),
         rules=(Rule("query_key_value", Fused("grouped")),),
+        not_layerwise=_OWN_ATTENTION,
         heads=_multi_query_heads,
         edits=_falcon_old_edits,
     ),

@@ -5,6 +5,7 @@ from gqa.convert.heads.layout import Rule, Separate
 from gqa.convert.heads.symmetries import Symmetry, no_layer
 
 _ADAPTERS = "its shared attention adapters keep full-size keys and values, which transformers cannot run with fewer"
+_HEARS = "its encoder is given sound, and convolutions are part of its layers"
 _SHARED = "several layers share one block, which reads their streams side by side with the embeddings"
 
 
@@ -17,11 +18,13 @@ FAMILIES: tuple[Family, ...] = (
             "zamba": _SHARED,
         },
         attention=("mixer", "temporal_block", "shared_transf.self_attn"),
+        not_layerwise={"zamba": _SHARED},
     ),
     Family(
         "shared transformer blocks",
         {"zamba2": _SHARED},
         attention=("shared_transformer.self_attn",),
+        not_layerwise={"zamba2": _SHARED},
         refusal=lambda config: _ADAPTERS if getattr(config, "use_shared_attention_adapter", False) else None,
     ),
     Family(
@@ -31,6 +34,7 @@ FAMILIES: tuple[Family, ...] = (
             Symmetry(query="q_proj.linear", output="o_proj.linear"),
         ),
         rules=(Rule("k_proj.linear", Separate("key")), Rule("v_proj.linear", Separate("value"))),
+        not_layerwise={"kyutai_speech_to_text": "its tokens are those of several codebooks"},
     ),
     Family(
         "key_net and value_net",
@@ -38,6 +42,7 @@ FAMILIES: tuple[Family, ...] = (
         note="self- and cross-attention of the decoder",
         attention=("first_sub_layer",),
         cross_attention=("second_sub_layer",),
+        not_layerwise={"cohere_asr": _HEARS},
         rules=(Rule("key_net", Separate("key")), Rule("value_net", Separate("value"))),
     ),
     Family(
@@ -58,10 +63,16 @@ FAMILIES: tuple[Family, ...] = (
         },
         note="of the decoder; encoders stay as they are",
         cross_attention=("cross_attn", "encoder_attn"),
+        not_layerwise={
+            "mllama_text_model": "some of its layers read an image",
+            "t5gemma2_decoder": "its encoder is one of text and images",
+            "canary_decoder": _HEARS,
+        },
     ),
     Family(
         "global transformer of a byte model",
         {"blt_global_transformer": Symmetry(pairing="interleaved")},
         note="the local encoder, decoder and patcher stay as they are",
+        not_layerwise={"blt_global_transformer": "it is given patches of bytes, which other models make"},
     ),
 )

@@ -18,6 +18,7 @@ CLIPPED = "where clip_qkv is set, values are clipped one dimension at a time", l
 GATED = "a gate scales every dimension of what its heads compute"
 GATED_IF = f"where gating is not per head, {GATED}", lambda config: config.gating not in (True, "per-head")
 CONVOLVED = "convolutions take every dimension of its keys and values apart"
+EMBEDS_EACH = "each of its layers is given embeddings of its own"
 VALUE_NORM = "a norm of its values leaves their dimensions no more than rotations"
 
 
@@ -107,6 +108,11 @@ FAMILIES: tuple[Family, ...] = (
             "step3p5": replace(ONE_PLUS, keys=False, per_query=per_head("g_proj"), unless=GATED_IF),
         },
         kv_fields=("num_key_value_heads", "num_attention_groups"),
+        not_layerwise={
+            "csm": "its backbone takes the embeddings of several codebooks",
+            "gemma3n_text": EMBEDS_EACH,
+            "voxtral_realtime_text": "transformers has no model of it alone, and the whole one is given sound",
+        },
     ),
     Family(
         "separate, with tensors of their own beside",
@@ -118,6 +124,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         note="attn_sub_norm, softmax_offset and the sparse indexer do not depend on KV heads",
         unchanged=("attn_sub_norm", "indexer.*"),
+        not_layerwise={"qwen4_exp_text": "several streams run through its layers, which are mixed after the last"},
     ),
     Family(
         "k norm per head",
@@ -193,6 +200,7 @@ FAMILIES: tuple[Family, ...] = (
                    "rel_logits_proj.proj"),
         kv_fields=("num_key_value_heads", "swa_num_key_value_heads"),
         heads=_inkling_heads,
+        not_layerwise={"inkling2_text": "its layers read the streams of several layers before them"},
     ),
     Family(
         "sliding layers with twice the KV heads",
@@ -213,5 +221,6 @@ FAMILIES: tuple[Family, ...] = (
         note="G is that of the sliding layers; K = V layers have keys only",
         kv_fields=("num_key_value_heads", "num_global_key_value_heads"),
         heads=_gemma4_heads,
+        not_layerwise={"embedding_gemma2_text": EMBEDS_EACH},
     ),
 )  # fmt: skip
