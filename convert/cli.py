@@ -285,7 +285,7 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
 
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    kept = f"finished layers of {', '.join(ALIGNING)} are kept"
+    kept = f"finished layers of {', '.join(ALIGNING[:-1])} and {ALIGNING[-1]} are kept"
     console.run(command, "gqa-convert", f"nothing half-written is left, {kept}")
 
 

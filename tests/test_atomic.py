@@ -23,7 +23,8 @@ from gqa.convert import convert_checkpoint
 from gqa.convert import merge as rewrite
 
 INTERRUPTED = (
-    "gqa-convert: interrupted; nothing half-written is left, finished layers of calibrated and refined are kept"
+    "gqa-convert: interrupted; nothing half-written is left, "
+    "finished layers of procrustes, aligned, calibrated and refined are kept"
 )
 
 

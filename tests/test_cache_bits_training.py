@@ -230,7 +230,11 @@ def test_shards_read_it_too(runs: Runs, tmp_path: Path) -> None:
     [
         ("llama", {"cache_bits": 1}, "1 is not in the range"),
         ("llama", {"cache_bits": 16}, "16 is not in the range"),
-        ("llama", {"cache_bits": 4, "attention": "flex_attention"}, "goes with sdpa and eager attention, m has flex"),
+        (
+            "llama",
+            {"cache_bits": 4, "attn_implementation": "flex_attention"},
+            "goes with sdpa and eager attention, m has flex",
+        ),
         ("falcon", {"cache_bits": 4}, "0 of 2 layers of m call transformers' attention functions"),
         ("gqa_t5", {"cache_bits": 4}, "--cache-bits is for decoders with key/value heads, and m is none"),
     ],

@@ -260,7 +260,7 @@ def test_from_one_address_to_another(tmp_path: Path, bucket: str, place: Path, h
     assert run(*words, source, "-o", tmp_path / "local").code == 0
     result = run(*words, copied(source, f"{bucket}/tiny"), "-o", f"{bucket}/made/out")
     assert result.code == 0, result
-    assert f"written     {bucket}/made/out: " in result.out
+    assert f"written {bucket}/made/out: " in " ".join(result.out.split())
     ours, theirs = below(f"{bucket}/made/out"), below(f"file://{tmp_path}/local")
     differ = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}
     assert differ <= {"gqa_conversion.json", "README.md"}

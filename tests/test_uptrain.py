@@ -260,7 +260,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
         ({"output": place / "model"}, "is the model itself or inside it"),
         ({"output": Path("/")}, "is the root of a file system"),
         ({"context": 65}, "--context 65 is more than the 64 positions of model"),
-        ({"attention": "magic"}, "magic"),
+        ({"attn_implementation": "magic"}, "magic"),
         ({"model": odd, "mask_documents": True}, "does not keep documents apart"),
         ({"precision": "fp16"}, "--precision fp16 needs a GPU; on a CPU use bf16"),
         ({"device": "nowhere"}, "--device nowhere cannot be used"),

@@ -259,7 +259,9 @@ def test_dry_run(
     done = run(*words(made_of, name, tmp_path / "out", quiet=False, **given), "--dry-run", program="gqa-uptrain")
     assert done.code == 0, done.err
     lines = done.said.splitlines()
-    assert [line.split()[0] for line in lines] == ["model", "teacher", "data", "steps", "rate", "memory", "held"]
+    assert [line.split()[0] for line in lines] == [
+        "model", "teacher", "data", "steps", "rate", "memory", "held", "time", "disk",
+    ]  # fmt: skip
     if given is PAIRS:
         assert "16 pairs out of 79, of " in lines[2]
         assert "cut to 32 a side" not in lines[2]

@@ -219,7 +219,7 @@ def test_another_run_is_refused_with_every_difference(runs: Runs, out: Path) -> 
 
 def test_what_may_change(runs: Runs, out: Path) -> None:
     """Among it how many states are kept."""
-    changes = {"micro_batch": 2, "save_every": 1, "keep_last": 3, "checkpointing": True, "attention": "eager"}
+    changes = {"micro_batch": 2, "save_every": 1, "keep_last": 3, "checkpointing": True, "attn_implementation": "eager"}
     runs.finish(*saving(runs, out, steps=6, **changes), "--resume")
     assert States(Path(f"{out}-state"), 3).all() == [state(out, step) for step in (4, 5, 6)]
 
