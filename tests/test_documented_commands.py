@@ -152,6 +152,8 @@ def made_small(program: str, words: list[str]) -> list[str]:
         for pattern, short in SMALL:
             word = re.sub(pattern, short, word)
         found.append(LIMITS.get(found[-1] if found else "", word))
+    if program == "gqa-ablate" and "stdlib:train" in words and "--heldout" not in words:
+        found += ["--heldout", "heldout.jsonl"]  # stdlib:train brings it along
     study_of_old = program == "gqa-ablate" and "--data" not in words
     told = {"--maps", "--dry-run"} & {*words} or study_of_old
     for name, extras in ADDED.items():
