@@ -7,26 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas
 import pytest
 from checkpoints import run, snapshot
 from datasets import load_dataset
 from embedded import SOURCE
-from studies import SAME, ablate, copied, dies, measured, place, rows, study, untimed, words
+from studies import SAME, ablate, copied, measured, place, rows, study, untimed, words
 from training import tiny_checkpoint, words_for
 
-from gqa.convert.align.options import MapsOptions
 from gqa.eval.study import ablation
 from gqa.eval.study import cells as study_cells
-from gqa.eval.study.cells import Bench
-from gqa.eval.study.study import Cell, Grid, StudyOptions
-from gqa.eval.text import Text
-from gqa.uptrain.options import TrainOptions
+from gqa.eval.study.study import Cell, Grid
 
 
 def command(program: str, *given: object) -> str:
@@ -321,27 +315,5 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
     assert told == [*["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
     assert "the disk is on fire" in (tmp_path / "study" / "report.html").read_text()
     kept = rows(tmp_path / "study")[3:5]
-    assert measured(tmp_path / "study", jobs=2)[3:5] == kept
-    assert untimed(tmp_path / "study") == untimed(study())[:6]  # also from two processes
-
-
-def test_a_process_that_dies_fails_its_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_cells, "_measure", dies)
-    cells = [[Cell(method, 1, 0, "all", "none", alpha) for alpha in (0, 0.1)] for method in ("mean", "first")]
-    found: list[Any] = []
-    options = StudyOptions(TrainOptions("model", Path()), MapsOptions(), devices=("cpu",))
-    bench = Bench(options, Path(), Text((), "rolling", 64, 0, 0, 0), np.zeros(0, np.float32), "", {}, "cpu")
-    study_cells.measure_side_by_side(bench, cells, 1, found.append)
-    assert active_children() == []
-    told = "its process was ended, as it is where memory runs out"
-    assert [(Cell.of(row), row["error"]) for row in found] == [
-        (cell, error) for one in cells for cell, error in zip(one, (None, told), strict=True)
-    ]
-
-
-def test_a_process_sees_its_device_alone() -> None:
-    assert study_cells.alone("cpu", "0,1") == ("cpu", "")
-    assert study_cells.alone("cuda", None) == ("cuda", None)
-    assert study_cells.alone("cuda:1", None) == ("cuda", "1")
-    assert study_cells.alone("cuda:1", "4,6") == ("cuda", "6")
-    assert study_cells.alone("mps", None) == ("mps", None)
+    assert measured(tmp_path / "study", device="cpu")[3:5] == kept
+    assert untimed(tmp_path / "study") == untimed(study())[:6]

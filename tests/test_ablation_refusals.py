@@ -41,7 +41,7 @@ REFUSED = {
     "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
     "recall of a window that is too short": ({"recall": True}, ["--recall needs a context of at least 128 tokens"]),
     "less text than a window": ({"heldout_fraction": 0.0, "train_context": 4096}, ["--context 4096"]),
-    "a device that is not there": ({"devices": "cuda:99"}, ["cuda:99"]),
+    "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
 }
 
 

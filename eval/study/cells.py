@@ -1,29 +1,19 @@
-"""From cells to rows: convert once, train once along all alphas, and measure at each of them; conversions one after
-another, or side by side in processes of their own.
-"""
+"""From cells to rows: convert once, train once along all alphas, and measure at each of them."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, cycle, islice
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection, wait
+from itertools import chain
 from pathlib import Path
-from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
-import transformers
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -58,8 +48,8 @@ Done = Callable[..., None]  # gets a cell, and its error or the columns that wer
 
 @dataclass
 class Bench:
-    """What cells are measured with, found out once. Each process has its own, which keeps the source in memory: as
-    teacher, and as what outputs are compared with.
+    """What cells are measured with, found out once. It keeps the source in memory: as teacher, and as what outputs are
+    compared with.
 
     source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
     `work`; steps: of each alpha; layers: how many have a KV cache; probe: what is asked about the context, if
@@ -72,12 +62,11 @@ class Bench:
     source_nats: NDArray[np.float32]
     baseline_key: str
     steps: dict[float, int]
-    device: str
     layers: int = 0
     probe: Probe | None = None
 
     def load(self, path: Path | str, dtype: str) -> PreTrainedModel:
-        return load_model(str(path), dtype=dtype, device=self.device)
+        return load_model(str(path), dtype=dtype, device=self.options.run_device)
 
     @cached_property
     def teacher(self) -> PreTrainedModel:
@@ -230,7 +219,7 @@ def convert(bench: Bench, cell: Cell, work: Path) -> float:
         maps = work / "maps.safetensors"
         if not maps.exists():
             work.mkdir(exist_ok=True)
-            find_maps(plan, maps, options.maps_of(cell, bench.device))
+            find_maps(plan, maps, options.maps_of(cell))
     convert_checkpoint(
         options.model, cell.groups, work / CONVERTED, method=method, seed=cell.seed, maps=maps, overwrite=True
     )
@@ -274,80 +263,6 @@ def train_along(
     shutil.rmtree(setup.states.directory, ignore_errors=True)
 
 
-def measure_side_by_side(
-    bench: Bench, conversions: Sequence[Sequence[Cell]], jobs: int, report: Callable[[Row], None]
-) -> None:
-    """Measure the cells of each conversion, up to `jobs` conversions at a time, on the study's devices in turn.
-
-    Processors' threads are shared out. A process that dies (for lack of memory, say) fails the cells it was at.
-    """
-    threads = max(1, torch.get_num_threads() // jobs)
-    waiting, free = deque(conversions), deque(islice(cycle(bench.options.devices), jobs))
-    processes: dict[Any, Any] = {}  # by where their rows come from, with the cells that they have not reported
-    context = get_context("spawn")
-    try:
-        while waiting or processes:
-            while waiting and free:
-                cells, (rows, theirs) = waiting.popleft(), context.Pipe(duplex=False)
-                own = replace(bench, device=free.popleft())
-                process = context.Process(target=_measure, args=(own, threads, cells, theirs))
-                process.start()
-                theirs.close()  # so that the rows end with the process
-                processes[rows] = process, own.device, list(cells)
-            for ready in cast(list[Connection], wait(list(processes))):
-                process, device, left = processes[ready]
-                try:
-                    row = ready.recv()
-                except (EOFError, OSError):  # between two rows, or in the middle of one
-                    process.join()
-                    del processes[ready]
-                    free.append(device)
-                    for cell in left:
-                        report(cell.row("its process was ended, as it is where memory runs out"))
-                else:
-                    left.remove(Cell.of(row))
-                    report(row)
-    finally:
-        for process, *_ in processes.values():  # a training saves its state before it ends
-            process.terminate()
-        for process, *_ in processes.values():
-            process.join()
-
-
-def alone(device: str, seen: str | None) -> tuple[str, str | None]:
-    """What a process calls `device`, and the CUDA_VISIBLE_DEVICES with which it sees no other (None: as they are).
-
-    accelerate takes the first device that it sees. `seen` is what the variable is now, by whose numbers devices go.
-    """
-    kind, _, number = device.partition(":")
-    if kind == "cpu":
-        return kind, ""
-    if kind != "cuda" or not number:
-        return kind, None
-    return kind, seen.split(",")[int(number)] if seen else number
-
-
-def _measure(bench: Bench, threads: int, cells: Sequence[Cell], rows: Connection) -> None:
-    """What a process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process decides
-    Thread(target=_follow, daemon=True).start()
-    transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(threads)
-    bench.device, seen = alone(bench.device, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if seen is not None:  # torch reads it when it first looks for a GPU
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen
-    with suppress(StoppedError):  # a signal to this process alone; cells that have no row have failed
-        measure_conversion(bench, cells, rows.send)
-
-
-def _follow() -> None:
-    """The first process, which may be killed."""
-    first = parent_process()
-    assert first is not None
-    first.join()
-    os._exit(1)
-
-
 def measure_speeds(
     subject: Subject, options: StudyOptions, sizes: Mapping[str, tuple[int, int | None]], work: Path
 ) -> dict[str, dict[str, Any]]:
@@ -376,7 +291,7 @@ def measure_speeds(
     for name in caches:
         place = work / f"speed-g{name}"
         convert_checkpoint(options.model, sizes[name][0], place, overwrite=True, method="mean")
-        models[name] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
+        models[name] = load_model(str(place), dtype=options.dtype, device=options.run_device)
         shutil.rmtree(place)
     timed = measure_decode(models, caches, [options.decode_batch], [context], STEPS, REPEATS)
     for name, (point,) in timed.items():

@@ -105,7 +105,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
             click.echo(cost_table(study).text())
             return
         try:
-            say_device(", ".join(study.options.devices), quiet)
+            say_device(study.options.run_device, quiet)
             rows = measure(study, quiet, shlex.join(["gqa-ablate", *sys.argv[1:]]))
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)

@@ -198,11 +198,7 @@ class StudyOptions:
         None, "How long the prompts of --decode are.  [default: the model's positions, 4096 at most]",
         type=Count(), metavar="COUNT",
     )  # fmt: skip
-    jobs: int = option_field(1, "Conversions side by side.", type=_POSITIVE)
-    devices: Sequence[str] = option_field(
-        (), "cpu, or cuda:0,cuda:1 ...: jobs take them in turn.  [default: a GPU where there is one]",
-        "--device", aliases="--devices", type=Several(str), metavar="NAME[,...]",
-    )  # fmt: skip
+    device: str | None = option_field(None)
 
     @property
     def model(self) -> str:
@@ -211,6 +207,13 @@ class StudyOptions:
     @property
     def output(self) -> Path:
         return self.training.output
+
+    @property
+    def run_device(self) -> str:
+        """Raises RefusedError where the device that is asked for cannot be used."""
+        from gqa.eval.evaluate import usable_device  # here: `--help` loads this file
+
+        return usable_device(self.device)
 
     def binding(self) -> dict[str, Any]:
         """What all cells of a study have in common, as columns of a table."""
@@ -252,15 +255,13 @@ class StudyOptions:
             self.training, model=str(converted),
             output=converted.with_name(f"{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
             train=cast(Scope, cell.train), teacher=self.model if cell.teacher == "source" else NO_TEACHER,
-            seed=cell.seed, keep_state=True,
+            seed=cell.seed, device=self.device, keep_state=True,
         )  # fmt: skip
 
-    def maps_of(self, cell: Cell, device: str) -> MapsOptions:
+    def maps_of(self, cell: Cell) -> MapsOptions:
         """How the heads of its conversion are calibrated."""
-        maps, seed = self.maps, cell.seed
-        return replace(
-            maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed), device=device
-        )
+        maps, seed = replace(self.maps, device=self.run_device), cell.seed
+        return replace(maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed))
 
 
 GRID, STUDY = OptionsOf(Grid), OptionsOf(StudyOptions)
