@@ -13,7 +13,6 @@ import pandas
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
 from gqa.eval.report import measured_with, verdict
-from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, points, recommend
@@ -80,12 +79,6 @@ def _tables(results: Results) -> Iterator[Table]:
     yield short_table(results)
     yield _budgets(results)
     yield _recall(results)
-    if found := list(checks(results.points)):
-        rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
-        note = f"{sum(c.agrees for c in found)} of {len(found)} agree; numbers are nats per token, of means over seeds"
-        yield Table(
-            "Where this agrees with the paper", ("claim of the GQA paper", "where", "this study", "numbers"), rows, note
-        )
     if failed := results.failed:
         columns = filled(CELL | {"why": "{error}"}, failed)
         yield table("Cells that failed", columns, failed, "the same command tries them again")
