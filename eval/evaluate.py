@@ -42,7 +42,7 @@ from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
 from gqa.eval.written import against_targets, check_metrics, chosen, write
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_DECODE = 4096
 LAYER_WINDOWS = 8
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
@@ -260,7 +260,7 @@ def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[s
     nats, clusters = scores.nats, text.clusters
     compared: dict[str, Any] = paired_ratio(nats, baseline, clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
-        compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, nats, baseline)
+        compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance)
         compared["tokens_per_round"] = tokens_per_round(scores.acceptance, clusters)
     read = by_context(nats, text.windows, baseline, clusters)
     return {"quality": perplexity(nats, text), "by_context": read, "against_baseline": compared}

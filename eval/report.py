@@ -32,17 +32,11 @@ _DISTRIBUTIONS = {
     "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "top-1 agreement": "{same_top:.2%}",
     "acceptance": "{acceptance:.2%}",
     "tokens/round": "{tokens_per_round[of_2]:.2f}, {tokens_per_round[of_4]:.2f}, {tokens_per_round[of_8]:.2f}",
-    "median KL": "{kl[median]:.4g}", "90 %": "{kl[p90]:.4g}",
-    "99 %": "{kl[p99]:.4g}", "99.9 %": "{kl[p99.9]:.4g}", "max": "{kl[maximum]:.4g}",
-    "RMS dp": "{delta_p_percent[rms]:.2f} %",
-    "RMS dlnp": "{log_probability_rms:.3f}", "corr": "{log_probability_correlation:.4f}",
 }  # fmt: skip
 _MEANINGS = {
     "acceptance": "acceptance: of tokens that the model drafts for the baseline in speculative decoding, sampled at "
     "temperature 1",
     "tokens/round": "tokens/round: what it gives where 2, 4 and 8 are drafted",
-    "RMS dp": "dp: change of the true token's probability",
-    "RMS dlnp": "dlnp: change of its logarithm",
 }
 _CACHE = {
     "model": "{name}", "weights": "{weight_bytes:size}", "KV/token": "{bytes_per_token:size}",
