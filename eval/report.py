@@ -19,7 +19,7 @@ from gqa.eval.tables import Table, number, shown, table
 
 Record = dict[str, Any]
 
-PICTURES = ("by_context", "recall", "attention_error", "decode")
+PICTURES = ("by_context", "recall", "decode")
 
 _QUALITY = {
     "model": "{name}", "KV heads": "{heads[kv]}", "perplexity": "{quality[token_perplexity]:number}",
@@ -118,7 +118,6 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
         _tasks(models) if "tasks" in measured else None,
-        _attention(models) if every and "attention_error" in measured else None,
         _context(models) if every and "by_context" in measured else None,
     ]
     return [one if every else one.brief() for one in found if one]
@@ -269,21 +268,6 @@ def _metric(metrics: Record, name: str) -> str:
     value, error = metrics[name], metrics.get(name.replace(",", "_stderr,"))
     told = number(value) if isinstance(value, float | int) else str(value)
     return f"{told} ± {error:.2g}" if isinstance(error, float) and math.isfinite(error) else told
-
-
-def _attention(models: list[Record]) -> Table:
-    compared = [m for m in models if m.get("attention_error")]
-    header = ("module", *(f"{m['name']} {kind}" for m in compared for kind in ("own", "accumulated")))
-    rows = [
-        (lines[0]["module"], *(f"{line[kind]:.4f}" for line in lines for kind in ("own", "accumulated")))
-        for lines in zip(*(m["attention_error"] for m in compared), strict=True)
-    ]
-    note = (
-        "how far each layer's attention output is from the baseline's, as a share of its length (0.1: a tenth; 1: as "
-        "far as no output at all); own: both read what the baseline's layer reads, so it is what merging this layer's "
-        "heads costs; accumulated: each reads what its own model gives it, with the errors of the layers before"
-    )
-    return Table("Attention outputs", header, tuple(rows), note)
 
 
 def _context(models: list[Record]) -> Table:

@@ -1,5 +1,5 @@
 """Statistics of a comparison, from arrays with one number per scored token. Definitions are those of
-llama.cpp's `llama-perplexity --kl-divergence`, where it has them, so that numbers can be set beside those of its tables.
+llama.cpp's `llama-perplexity --kl-divergence`, where it has them: numbers can be set beside those of its tables.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         }),
         (found["memory"], {"bytes", "ranks", "context"}),
         (first, MODEL_KEYS),
-        (second, MODEL_KEYS | {"against_baseline", "attention_error"}),
+        (second, MODEL_KEYS | {"against_baseline"}),
         (second["kv_cache"], {
                 "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "remark", "bits", "fits",
                 "measured",
@@ -75,7 +75,6 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
             "acceptance", "acceptance_error", "tokens_per_round",
         }),
         (against["kl"], {"mean", "mean_error"}),
-        (second["attention_error"][0], {"module", "own", "accumulated"}),
         (first["by_context"][0], {"from", "to", "nats", "tokens"}),
         (second["by_context"][0], {"from", "to", "nats", "tokens", "ratio", "ratio_low", "ratio_high"}),
         (second["decode"], {"steps", "repeats", "points"}),
@@ -111,7 +110,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 
 def test_report(full: tuple[Result, Path]) -> None:
     result, out = full
-    pictures = ["by_context", "recall", "attention_error", "decode"]
+    pictures = ["by_context", "recall", "decode"]
     names = ["results.json", "report.html", *(f"{name}.{suffix}" for name in pictures for suffix in ("svg", "png"))]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     assert result.err.startswith("2 of 8 heads: ")  # tables do not mix with JSON

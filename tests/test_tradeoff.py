@@ -244,10 +244,10 @@ def test_the_report_has_everything_in_it() -> None:
     assert "9 cells, measured in" in html
     places = [html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Made with")]
     assert places == sorted(places)
-    for name in ("tradeoff", "alphas", "groups", "layers"):
+    for name in ("tradeoff", "alphas", "groups"):
         assert ElementTree.parse(study() / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
         assert (study() / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert html.count("data:image/svg+xml;base64,") == 4
+    assert html.count("data:image/svg+xml;base64,") == 3
     assert "http:" not in html.replace("http://www.w3.org", "")
     assert "https:" not in html
 

@@ -27,9 +27,8 @@ from gqa.convert.align.find_maps import find_maps
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
-from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode
-from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
+from gqa.eval.evaluate import Probe, decode_contexts, summary
 from gqa.eval.report import recalled
 from gqa.eval.scoring import score
 from gqa.eval.stored_baseline import StoredBaseline
@@ -48,8 +47,7 @@ Done = Callable[..., None]  # gets a cell, and its error or the columns that wer
 
 @dataclass
 class Bench:
-    """What cells are measured with, found out once. It keeps the source in memory: as teacher, and as what outputs are
-    compared with.
+    """What cells are measured with, found out once. It keeps the source in memory, as teacher.
 
     source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
     `work`; steps: of each alpha; layers: how many have a KV cache; probe: what is asked about the context, if
@@ -71,10 +69,6 @@ class Bench:
     @cached_property
     def teacher(self) -> PreTrainedModel:
         return self.load(self.options.model, "auto")
-
-    @cached_property
-    def source(self) -> PreTrainedModel:
-        return self.teacher if self.options.dtype == "auto" else self.load(self.options.model, self.options.dtype)
 
     @cached_property
     def baseline(self) -> StoredBaseline | None:
@@ -147,17 +141,6 @@ class Bench:
         hits = score(head, firsts, batch_size=self.options.eval_batch).hits
         return {"recall_first_reading": float(hits.mean())}
 
-    def merge_errors(self, model: PreTrainedModel) -> Row:
-        """Columns of what merging did to each attention module's output."""
-        errors = attention_errors(self.source, model, some_windows(self.text))
-        if not errors:
-            return {}
-        own, accumulated = ([error[kind] for error in errors] for kind in ("own", "accumulated"))
-        return {
-            "merge_error": sum(own) / len(own), "merge_error_accumulated": sum(accumulated) / len(accumulated),
-            "merge_errors": own, "merge_errors_accumulated": accumulated,
-        }  # fmt: skip
-
 
 def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Callable[[Row], None]) -> None:
     """Report a row for each of the cells of one conversion, as soon as it is there; what goes wrong is a row too.
@@ -188,7 +171,6 @@ def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Callable[[Ro
         seconds = convert(bench, cells[0], work)
         model = bench.load(work / CONVERTED, bench.options.dtype)
         for some, found in bench.qualities(model, [cell for cell in cells if not cell.alpha]):
-            found |= {} if some[0].bits else bench.merge_errors(model)
             for cell in some:
                 done(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
     for run in bench.options.runs(list(left)):
