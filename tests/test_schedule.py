@@ -90,7 +90,6 @@ def options(**given: Any) -> TrainOptions:
         ({"distill": 0.5, "teacher": "none"}, 1, "--distill needs --teacher"),
         ({"learning_rate": math.inf}, 1, "--learning-rate is inf; give a finite number"),
         ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
-        ({"keep_adapter": True, "train": "all"}, 1, "--train all has no adapter"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:

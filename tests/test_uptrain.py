@@ -398,7 +398,7 @@ def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_documented_files_are_written(tmp_path: Path) -> None:
-    done = command(tmp_path / "out", steps=2, train="lora", keep_adapter=True, save_every=1, keep_state=True)
+    done = command(tmp_path / "out", steps=2, save_every=1, keep_state=True)
     assert done.code == 0, done.err
     page = (ROOT / "docs" / "uptraining.md").read_text(encoding="utf-8")
     named = {name.replace("step-N", "step-00000001") for name in re.findall(r"\| `OUT((?:-state)?/\S+)`", page)}

@@ -106,9 +106,6 @@ class TrainOptions:
         "else all]",
     )
     lora_rank: int = option_field(16, "The rank of the adapters of --train lora.", type=_FROM_ONE)
-    keep_adapter: bool = option_field(
-        False, "Keep the adapter of --train lora too, in DIR/adapter, for peft.", free=True
-    )
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = option_field(
         "adamw",
         "What updates the weights. adamw-8bit: with a state of 8 bits, by torchao; muon: that for matrices, adamw for "
@@ -236,8 +233,6 @@ class TrainOptions:
                 "--weights bfloat16 is computed in bfloat16, with --optimizer adamw or adamw-8bit; give one of these, "
                 "and no other --precision"
             )
-        if self.keep_adapter and self.train != "lora":
-            yield f"--keep-adapter is of --train lora; --train {self.train or 'all'} has no adapter"
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"--{name.replace('_', '-')} is {value}; give a finite number"
