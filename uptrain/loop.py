@@ -134,7 +134,7 @@ def _step(
     total = accelerator.reduce(torch.tensor(float(sum(map(predictions, batches))), device=device), "sum")
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
     sums = _zeros(3, device)
-    set_rate(optimizer, rate)  # before the last backward pass, in which DeepSpeed steps
+    set_rate(optimizer, rate)
     for batch in batches:
         with accelerator.accumulate(model):
             loss, numbers = model(**batch)
@@ -151,8 +151,6 @@ def _step(
 def _clip(accelerator: Accelerator, model: Any, limit: float) -> float:
     """Clip the gradient to a norm; returns the norm before."""
     found = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], limit)
-    if found is None:  # DeepSpeed clips by itself, and may not tell
-        return 0.0
     return float(found.full_tensor() if hasattr(found, "full_tensor") else found)
 
 
