@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -150,10 +149,9 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     Other methods than those that align merge neighbours whatever `grouping` says.
     """
     config, left_out = make_plan(subject.checkpoint, (grid.groups or (1,))[0], "mean").config, {}
-    methods = dict(grid.methods)
-    if seeds := methods.pop(AUTO, None):
-        found = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).method
-        methods[found] = max(seeds, methods.get(found, 0))
+    methods = list(grid.methods)
+    if AUTO in methods:
+        methods[methods.index(AUTO)] = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).method
     grid = replace(grid, methods=methods, groups=grid.settled(config.main.kv))
     for method, groups in product(grid.methods, grid.groups or ()):
         try:
@@ -163,8 +161,7 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
             if strict or not METHODS[method].aligns:
                 raise
             left_out[method] = str(error)
-    methods = {method: seeds for method, seeds in grid.methods.items() if method not in left_out}
-    return config, replace(grid, methods=methods), left_out
+    return config, replace(grid, methods=[method for method in methods if method not in left_out]), left_out
 
 
 def _encoder(subject: Subject) -> PairEncoder | None:
@@ -230,13 +227,12 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
             "command": command,
             "recipe": asked(),
             **evaluate.environment(options.run_device),
-            "git": git(),
             "cells": 0,
         }
         record["runs"].append(this)
         constant = {name: value for name, value in study.identity.items() if not name.startswith("content")}
         versions = {f"version_{name.replace('-', '_')}": number for name, number in this["versions"].items()}
-        constant |= {"device": this["device"], **versions, "git": this["git"]}
+        constant |= {"device": this["device"], **versions}
 
         def save() -> None:
             this["seconds"] = time.perf_counter() - start
@@ -300,15 +296,6 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
         **told,
         "seconds": time.perf_counter() - start,
     }
-
-
-def git() -> str | None:
-    """The commit of this program where it runs from a repository."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:

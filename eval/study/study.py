@@ -29,19 +29,6 @@ TRAINING = ("data", "field", "target_field", "heldout", "heldout_fraction", "pre
 _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
 
 
-class _Seeded(click.ParamType[tuple[str, int | None]]):
-    """A method, and how many seeds of it where that is said: `random:3`."""
-
-    name = "method"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
-        method, colon, count = str(value).partition(":")
-        Choice((AUTO, *METHODS)).convert(method, param, ctx)
-        if colon and not (count.isdigit() and int(count)):
-            self.fail(f"{count!r} is no number of seeds; give them like random:3", param, ctx)
-        return method, int(count) if colon else None
-
-
 class Cell(NamedTuple):
     """One measurement: a conversion, trained on a share `alpha` of the data. `train`: which weights; `teacher`: none or
     source. The seed is that of the method and of the order of the data. `bits`: of a number in the KV cache, where it
@@ -94,13 +81,13 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination is a cell. `methods`: how many seeds each has; `groups`: none until they are `settled`."""
+    """Every combination is a cell. `groups`: none until they are `settled`."""
 
-    methods: Mapping[str, int] = option_field(
+    methods: Sequence[str] = option_field(
         MISSING,
         "How heads are merged: those of the default as far as MODEL can have them, or any; random is a control, auto "
-        "what gqa-convert takes. METHOD:N for N seeds of one.",
-        aliases="--method", type=Several(_Seeded()), metavar="METHOD[,...]", multiple=False,
+        "what gqa-convert takes.",
+        aliases="--method", type=Several(Choice((AUTO, *METHODS))), metavar="METHOD[,...]", multiple=False,
         default="mean,first,aligned,calibrated,refined",
     )  # fmt: skip
     groups: Sequence[int] | None = option_field(
@@ -153,11 +140,10 @@ class Grid:
         found = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, each) for each in bits}
         for groups in self.settled(heads):
             merged = groups < heads
-            methods = self.methods if merged else {UNMERGED[groups > heads]: self.seeds}
-            for method, seeds in methods.items():
+            for method in self.methods if merged else [UNMERGED[groups > heads]]:
                 usual = "attention" if method in METHODS and METHODS[method].aligns else "all"
                 trains = [usual if name == AUTO else name for name in self.train]
-                variants = product(range(seeds), trains, self.teachers, self.alphas, (None, *bits))
+                variants = product(range(self.seeds), trains, self.teachers, self.alphas, (None, *bits))
                 found |= {Cell(method, groups, *variant) for variant in variants}
         return sorted(found, key=lambda cell: cell.order)
 
