@@ -286,7 +286,7 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
         _explained(", ".join(models), options, tried, advice),
         _bar(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding", options) as bar,
     ):
-        points = measure_decode(models, caches, batches, contexts, steps, repeats, bar.update)
+        points = measure_decode(models, batches, contexts, steps, repeats, bar.update)
     for subject in subjects:
         model, tokens = models[subject.name], contexts[0]
         subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}

@@ -52,7 +52,6 @@ _DECODE = {
     "model": "{name}", "batch": "{batch}", "context": "{context:,}", "per token": "{seconds_per_token:.2ms} ms",
     "x baseline": "{faster:.2f}", "prefill": "{prefill_seconds:,.1ms} ms",
     "min - max": "{fastest:.2ms} - {slowest:.2ms}", "tokens/s": "{tokens_per_second:,.0f}",
-    "KV share": "{cache_share:.0%}", "of bandwidth": "{roofline_fraction:.0%}",
 }  # fmt: skip
 
 
@@ -240,17 +239,13 @@ def _decode(models: list[Record]) -> Table:
         point | {
             "name": model["name"],
             "faster": points[0]["seconds_per_token"] / point["seconds_per_token"],
-            "cache_share": point["cache_bytes"] / point["bytes_per_step"],
-            "roofline_fraction": point["roofline_seconds"] / point["seconds_per_token"],
         }
         for points in turns for model, point in zip(models, points, strict=True)
     ]  # fmt: skip
     decode, first = models[0]["decode"], models[0]["decode"]["points"][0]
-    bandwidth = first["bytes_per_step"] / first["roofline_seconds"]
     note = (
         f"median of {decode['repeats']} interleaved repeats of {decode['steps']} tokens, {first['attention']}, "
-        f"{first['dtype']}; KV share: of the bytes that one step must read (the rest are weights); of bandwidth: "
-        f"the time that reading them takes at the measured {bandwidth / 1e9:.1f} GB/s against the time taken"
+        f"{first['dtype']}"
     )
     return table("Decoding", _DECODE, records, note, short=5)
 

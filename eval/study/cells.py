@@ -255,7 +255,6 @@ def measure_speeds(
     sizes: the groups and the bits of each.
     """
     found: dict[str, dict[str, Any]] = {}
-    caches = {}
     for name, (groups, bits) in sizes.items():
         plan = make_plan(subject.checkpoint, groups, "mean")
         cache = plan.cache_after.quantised(bits) if bits else plan.cache_after
@@ -263,19 +262,18 @@ def measure_speeds(
         found[name] = {"kv_bytes_per_token": after, "kv_share": after / before}
         if cross := cache.cross_bytes_per_token:
             found[name]["cross_bytes_per_token"] = cross  # of each token of the source
-        if not bits:
-            caches[name] = cache
-    if not (options.decode and caches):
+    whole = [name for name, (_, bits) in sizes.items() if not bits]
+    if not (options.decode and whole):
         return found
     asked = (options.decode_context,) if options.decode_context else None
     context = decode_contexts([subject], asked, STEPS)[-1]
     models = {}
-    for name in caches:
+    for name in whole:
         place = work / f"speed-g{name}"
         convert_checkpoint(options.model, sizes[name][0], place, overwrite=True, method="mean")
         models[name] = load_model(str(place), dtype=options.dtype, device=options.run_device)
         shutil.rmtree(place)
-    timed = measure_decode(models, caches, [options.decode_batch], [context], STEPS, REPEATS)
+    timed = measure_decode(models, [options.decode_batch], [context], STEPS, REPEATS)
     for name, (point,) in timed.items():
         found[name] |= {
             "decode_seconds_per_token": point["seconds_per_token"],
