@@ -167,15 +167,6 @@ def test_encoder_decoder_is_the_class_with_labels(tmp_path: Path) -> None:
     assert "source and target texts" in told(f"T5 {line}", "--kl", "-v")
 
 
-def test_fail_above() -> None:
-    result = run(*words("SRC G4 G2 --data TEXT --context 64 --fail-above 1.05 --json -q"), program="gqa-eval")
-    assert result.code == 3
-    ratios = [model["against_baseline"]["ratio"] for model in json.loads(result.out)["models"][1:]]
-    told = f"gqa4 {ratios[0]:.4g} x, gqa2 {ratios[1]:.4g} x the baseline's perplexity, above 1.05 x"
-    assert result.err == f"gqa-eval: {told}\n"
-    assert done(f"SRC SRC G2 --data TEXT --context 64 -q --fail-above {ratios[1] * 1.0001}").out == ""
-
-
 def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
     monkeypatch.setattr(
