@@ -167,15 +167,14 @@ _HEADINGS = {
     "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers record-teacher kl "
     "recall metrics cache-bits decode memory tasks recommend dry-run device",
     "Quality": "grouping for-cache-bits ridge refine-steps refine-batch refine-learning-rate refine-precision "
-    "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature match "
-    "match-weight lora-rank precision "
-    "calibration-precision eval-precision seed seeds kv-bytes max-loss-increase max-recall-loss baseline-cache "
-    "protocol stride fail-above shots limit include-tasks tasks-engine decode-batches decode-contexts decode-steps "
+    "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature "
+    "lora-rank precision calibration-precision eval-precision seed seeds kv-bytes max-loss-increase max-recall-loss "
+    "baseline-cache protocol stride shots limit include-tasks tasks-engine decode-batches decode-contexts decode-steps "
     "decode-repeats decode-batch decode-context",
     "Data": "data calibration tokens calibration-tokens context calibration-context train-context repeats "
     "calibration-repeats field target-field data-config split data-revision separator streaming heldout "
     "heldout-fraction heldout-tokens eval-tokens pretraining-tokens mask-documents beyond-positions",
-    "Output": "dtype max-shard-size overwrite resume checksums verify-load keep-adapter save-every save-minutes "
+    "Output": "dtype max-shard-size overwrite resume checksums verify-load save-every save-minutes "
     "keep-last keep-state record-mass eval-every report-to push-to-hub public json verbose quiet",
 }
 _LAST = "Advanced"

@@ -22,6 +22,7 @@ from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
 from gqa.convert.recast.targets import ANY, Target, recast
 
 _MOST_GROUPS = 100  # that heads can form, of a size: what one of them loses takes milliseconds
+_MOST_PARTITIONS = 20_000  # of all heads into groups
 _STORED = {name: stored for stored, name in TORCH_DTYPES.items()}
 
 
@@ -216,16 +217,18 @@ def _rules_of_basis(config: ModelConfig, name: str) -> tuple[Rule, ...]:
 
 def searches(plan: Plan, grouping: str) -> bool:
     """Whether the groups that lose least are searched for; `auto` does where few can be formed (of 8 heads, of 12 in
-    pairs). Raises RefusedError where heads cannot change places to be grouped and it was asked for.
+    pairs). Raises RefusedError where it was asked for, and heads cannot change places or there are too many ways.
     """
     heads, symmetry = plan.config.main.kv, plan.config.symmetry
     merged = [kept for kept in {*([plan.groups] if isinstance(plan.groups, int) else plan.groups)} if kept < heads]
     if grouping == "contiguous" or not merged:
         return False
     movable = isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text)
+    most = max(_partitions(heads, kept) for kept in merged)
     if grouping == "auto":
         ways = [math.comb(heads, heads // kept) for kept in merged]
-        return plan.merging.how.aligns and movable and 1 < max(ways) <= _MOST_GROUPS
+        few = 1 < max(ways) <= _MOST_GROUPS and most <= _MOST_PARTITIONS
+        return plan.merging.how.aligns and movable and few
     if not plan.merging.how.aligns:
         raise RefusedError(
             f"--grouping search does not go with --method {plan.merging.method}, which merges neighbours; "
@@ -236,7 +239,18 @@ def searches(plan: Plan, grouping: str) -> bool:
             f"--grouping search cannot move the heads of {plan.checkpoint.name}: the attention of "
             f"{plan.config.text.model_type} ties something to their places; use --grouping contiguous"
         )
+    if most > _MOST_PARTITIONS:
+        raise RefusedError(
+            f"--grouping search tries all partitions of {heads} heads, of which there are {most:,}, more than "
+            f"{_MOST_PARTITIONS:,}; use --grouping contiguous"
+        )
     return True
+
+
+def _partitions(heads: int, groups: int) -> int:
+    """In how many ways heads can be divided into so many groups of equal size."""
+    ways: int = math.factorial(heads) // (math.factorial(heads // groups) ** groups * math.factorial(groups))
+    return ways
 
 
 def check_groups(config: ModelConfig, groups: Groups, name: str) -> None:

@@ -1,13 +1,12 @@
-"""Time per generated token, beside the time that memory needs at least to deliver what a token reads.
+"""Time per generated token.
 
 A decode step reads all weights once and the keys and values of every sequence (GQA, arXiv 2305.13245, section 1): at
 batch 1 and a short context the weights dominate and fewer KV heads cannot be much faster; the gain grows with batch x
-context. The cache's share of a step's bytes is what a conversion can make smaller; the share of the memory's speed that
-a step reached is above 1 where weights stay in a processor's cache. Of an encoder-decoder the context is the source;
-the encoder is part of the prefill, and a step reads the keys and values that cross-attention keeps of it.
+context. Of an encoder-decoder the context is the source; the encoder is part of the prefill, and a step reads the keys
+and values that cross-attention keeps of it.
 
 What is timed is a plain loop over transformers' model with its default cache, which appends by copying: a step reads
-and writes every layer's keys and values once more than the roofline counts. Small models are bound by the loop itself.
+and writes every layer's keys and values once more than it needs to. Small models are bound by the loop itself.
 Without a mask transformers' sdpa uses torch's grouped kernel; on processors that may be bound by arithmetic in bfloat16
 and then no faster with fewer heads (`benchmarks/attention.py --dtype bfloat16` shows it), float32 is bound by memory.
 """
@@ -33,8 +32,6 @@ from gqa.corpus.tokens import first_token
 
 SEED = 0
 WARM_UP_STEPS = 2
-BANDWIDTH_REPEATS = 7
-BANDWIDTH_BYTES = 1 << 28  # far more than a processor's caches hold
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class Decoded:
 
 def measure_decode(
     models: Mapping[str, PreTrainedModel],
-    caches: Mapping[str, KVCache],
     batches: Sequence[int],
     contexts: Sequence[int],
     steps: int,
@@ -63,7 +59,6 @@ def measure_decode(
 
     Args:
         models: By name; all of them stay loaded.
-        caches: Of each, by formula.
         batches: Numbers of sequences.
         contexts: Tokens of each prompt, which is the source where there is an encoder.
         steps: Decode steps of a run, each of one token per sequence, after the prefill has given the first.
@@ -77,7 +72,6 @@ def measure_decode(
         RefusedError: A model returns no cache to decode with.
         torch.OutOfMemoryError: A batch does not fit on the GPU.
     """
-    bandwidth = {device: memory_bandwidth(device) for device in {model.device for model in models.values()}}
     vocabulary = min(model.config.get_text_config(decoder=True).vocab_size for model in models.values())
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     for batch, context in product(batches, contexts):
@@ -89,26 +83,19 @@ def measure_decode(
             runs[name][turn] = greedy_decode(model, prompts.to(model.device), steps)
             progress(1)
         for name, model in models.items():
-            lengths = (steps, context) if model.config.is_encoder_decoder else (context,)
-            cache_bytes = batch * in_dtype(caches[name], model).bytes_at(*lengths)
-            found = _point(model, runs[name], cache_bytes, bandwidth[model.device])
-            points[name].append({"batch": batch, "context": context, **found})
+            points[name].append({"batch": batch, "context": context, **_point(model, runs[name])})
     return points
 
 
-def _point(model: PreTrainedModel, runs: Mapping[int, Decoded], cache_bytes: int, bandwidth: float) -> dict[str, Any]:
+def _point(model: PreTrainedModel, runs: Mapping[int, Decoded]) -> dict[str, Any]:
     """What its `runs` say of a model at one batch size and context length, seconds being medians of them."""
     seconds = [run.seconds_per_token for run in runs.values()]
-    bytes_per_step = weights_read(model) + cache_bytes
     return {
         "prefill_seconds": statistics.median(run.prefill_seconds for run in runs.values()),  # to the first token (TTFT)
         "seconds_per_token": statistics.median(seconds),  # of one decode step, which gives every sequence a token
         "fastest": min(seconds),
         "slowest": max(seconds),
         "tokens_per_second": len(runs[min(runs)].tokens) / statistics.median(seconds),  # of the whole batch
-        "bytes_per_step": bytes_per_step,  # to be read for one: weights once, and the KV cache of the context
-        "cache_bytes": cache_bytes,
-        "roofline_seconds": bytes_per_step / bandwidth,  # what reading them takes
         "attention": str(model.config._attn_implementation),
         "dtype": str(model.dtype).removeprefix("torch."),
         "turns": tuple(runs),  # when each run was among those of all models: (0, 2) beside another model's (1, 3)
@@ -199,41 +186,6 @@ def random_tokens(vocabulary: int, batch: int, tokens: int) -> Tensor:
 def in_dtype(cache: KVCache, model: PreTrainedModel) -> KVCache:
     """A checkpoint's cache as it is where the model computes in another dtype than it is stored in."""
     return replace(cache, bytes_per_number=model.dtype.itemsize)
-
-
-def weights_read(model: PreTrainedModel) -> int:
-    """Bytes of all parameters, each counted once (tied ones too): what one decode step reads.
-
-    A step looks up single rows of the input embedding, so that table counts only where it is the output's as well.
-    All experts of a mixture are counted though a small batch needs few of them. An encoder is not read; what makes keys
-    and values of its output counts, though it is needed once.
-    """
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    looked_up = getattr(table, "weight", None)
-    encoder = model.get_encoder().parameters() if model.config.is_encoder_decoder else ()
-    unread = {id(parameter) for parameter in (*encoder, looked_up)}
-    if head is not None and getattr(head, "weight", None) is looked_up:
-        unread.remove(id(looked_up))
-    return sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in unread)
-
-
-def memory_bandwidth(device: torch.device | str = "cpu", nbytes: int = BANDWIDTH_BYTES) -> float:
-    """Bytes per second that torch moves to and from the memory of `device`, as this process gets them.
-
-    The faster of summing a large array (read once) and copying it (read once, written once), best of several runs.
-    """
-    device = torch.device(device)
-    count = nbytes // 4
-    source, target = torch.ones(count, device=device), torch.zeros(count, device=device)
-    reading, copying = [], []
-    for _ in range(BANDWIDTH_REPEATS):
-        start = clock(device)
-        source.sum()
-        middle = clock(device)
-        target.copy_(source)
-        reading.append(middle - start)
-        copying.append(clock(device) - middle)
-    return max(4 * count / min(reading), 8 * count / min(copying))
 
 
 def clock(device: torch.device) -> float:

@@ -27,7 +27,6 @@ from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quan
 from gqa.convert.align.self_samples import sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
-from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.options import EvaluateOptions
@@ -42,9 +41,8 @@ from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
 from gqa.eval.written import against_targets, check_metrics, chosen, write
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_DECODE = 4096
-LAYER_WINDOWS = 8
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
 SHOWN = 4  # greedy texts of each model in a report
 
@@ -171,7 +169,7 @@ def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOp
     first's, whose nats per token are returned.
 
     One model is in memory at a time; two while they are compared in lockstep, which `options.baseline_cache` avoids:
-    then distributions are compared with what is stored, and attention outputs are not.
+    then distributions are compared with what is stored.
     """
     first, *others = subjects
     stored = live = own = None
@@ -190,7 +188,6 @@ def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOp
             own = scores.baseline_nats  # found in lockstep
             if not np.isfinite(own).all():
                 _score(first, live, text, options)  # refuses, and says where
-            subject.record["attention_error"] = attention_errors(live.model, head.model, some_windows(text))
         assert own is not None
         subject.record.update(summary(scores, text, own))
         if stored:
@@ -249,18 +246,12 @@ def baseline_key(subject: Subject, text: Text, options: EvaluateOptions) -> tupl
     return dtype, fingerprint(subject.path, text.windows, f"{dtype} {options.attn_implementation}")
 
 
-def some_windows(text: Text) -> list[Any]:
-    """Windows spread evenly over the text."""
-    picks = np.linspace(0, len(text.windows) - 1, min(LAYER_WINDOWS, len(text.windows))).astype(int)
-    return [text.windows[i] for i in picks]
-
-
 def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[str, Any]:
     """What scores say, alone and against the baseline's nats, JSON-ready."""
     nats, clusters = scores.nats, text.clusters
     compared: dict[str, Any] = paired_ratio(nats, baseline, clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
-        compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance, nats, baseline)
+        compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance)
         compared["tokens_per_round"] = tokens_per_round(scores.acceptance, clusters)
     read = by_context(nats, text.windows, baseline, clusters)
     return {"quality": perplexity(nats, text), "by_context": read, "against_baseline": compared}
@@ -295,7 +286,7 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
         _explained(", ".join(models), options, tried, advice),
         _bar(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding", options) as bar,
     ):
-        points = measure_decode(models, caches, batches, contexts, steps, repeats, bar.update)
+        points = measure_decode(models, batches, contexts, steps, repeats, bar.update)
     for subject in subjects:
         model, tokens = models[subject.name], contexts[0]
         subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,17 +14,6 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf, option_field
 
 Protocol = Literal["rolling", "strided", "llama.cpp"]
-
-
-def ratio(text: Any) -> float:
-    """A finite number above 0."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise click.BadParameter(f"{text!r} is not a ratio; give one like 1.05")
-    return found
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -92,8 +80,6 @@ class EvaluateOptions:
         type=click.Path(path_type=Path, exists=True, file_okay=False))
     tasks_engine: Literal["transformers", "vllm"] = option_field(
         "transformers", "What runs --tasks; vllm: lm-evaluation-harness' own backend, where vLLM is installed.")
-    fail_above: float | None = option_field(
-        None, "Exit with 3 where a perplexity is more than RATIO x the baseline's.", type=ratio, metavar="RATIO")
     batch_size: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     precision: str = option_field(
         "auto", "What is computed in; auto: as stored.", formerly="--dtype",
@@ -133,9 +119,8 @@ class EvaluateOptions:
         if self.cache_bits and (self.decode or self.tasks_engine == "vllm"):
             other = "--decode" if self.decode else "--tasks-engine vllm"
             raise RefusedError(f"--cache-bits is about quality and bytes: leave it out, or {other}")
-        for name in ("kl", "fail_above"):
-            if getattr(self, name) and not (others or self.cache_bits):
-                raise RefusedError(f"{_flag(name)} compares checkpoints: give at least two")
+        if self.kl and not (others or self.cache_bits):
+            raise RefusedError("--kl compares checkpoints: give at least two")
         if self.stride and self.protocol not in (None, "strided"):
             raise RefusedError(f"--stride does not go with --protocol {self.protocol}, whose windows are fixed")
         if self.protocol == "strided" and not self.stride:
@@ -149,7 +134,7 @@ class EvaluateOptions:
 
 # Options that mean nothing without another.
 _NEEDS = {
-    "data": ("kl", "fail_above", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
+    "data": ("kl", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
     "target_field": ("metrics",),
     "kl": ("baseline_cache",),
     "decode": ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),

@@ -12,7 +12,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 Results = dict[str, Any]
 
@@ -110,16 +110,6 @@ def _recall(models: list[Results], axes: Axes) -> None:
     axes.set(xlabel="tokens between the copies", ylabel="recalled (%)", ylim=(0, 102))
 
 
-def _attention_error(models: list[Results], axes: Axes) -> None:
-    for index, model in enumerate(models):
-        for kind, line in (("own", "-"), ("accumulated", ":")):
-            if errors := [e[kind] for e in model.get("attention_error", [])]:
-                axes.plot(range(len(errors)), errors, line, label=f"{model['name']}, {kind}", **look(index))
-    axes.set(xlabel="attention module, in order", ylabel="relative error (1 = the whole output)")
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
 def _decode(models: list[Results], axes: Axes) -> None:
     for index, model in enumerate(models):
         points = model["decode"]["points"]
@@ -155,12 +145,6 @@ _PICTURES = {
         "How many tokens of a second copy are the most probable ones; error bars: 95 % intervals. Only the first copy "
         "tells random tokens.",
         _recall,
-    ),
-    "attention_error": (
-        "Error of each layer's attention output",
-        "How far it is from the base model's, as a share of its length (1: as far as no output at all). Own: both read "
-        "what the base model's layer reads; accumulated: each reads what its own model gives it.",
-        _attention_error,
     ),
     "decode": ("Time per generated token", "Medians; error bars: the fastest and the slowest run.", _decode),
 }

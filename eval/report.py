@@ -19,7 +19,7 @@ from gqa.eval.tables import Table, number, shown, table
 
 Record = dict[str, Any]
 
-PICTURES = ("by_context", "recall", "attention_error", "decode")
+PICTURES = ("by_context", "recall", "decode")
 
 _QUALITY = {
     "model": "{name}", "KV heads": "{heads[kv]}", "perplexity": "{quality[token_perplexity]:number}",
@@ -32,17 +32,11 @@ _DISTRIBUTIONS = {
     "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "top-1 agreement": "{same_top:.2%}",
     "acceptance": "{acceptance:.2%}",
     "tokens/round": "{tokens_per_round[of_2]:.2f}, {tokens_per_round[of_4]:.2f}, {tokens_per_round[of_8]:.2f}",
-    "median KL": "{kl[median]:.4g}", "90 %": "{kl[p90]:.4g}",
-    "99 %": "{kl[p99]:.4g}", "99.9 %": "{kl[p99.9]:.4g}", "max": "{kl[maximum]:.4g}",
-    "RMS dp": "{delta_p_percent[rms]:.2f} %",
-    "RMS dlnp": "{log_probability_rms:.3f}", "corr": "{log_probability_correlation:.4f}",
 }  # fmt: skip
 _MEANINGS = {
     "acceptance": "acceptance: of tokens that the model drafts for the baseline in speculative decoding, sampled at "
     "temperature 1",
     "tokens/round": "tokens/round: what it gives where 2, 4 and 8 are drafted",
-    "RMS dp": "dp: change of the true token's probability",
-    "RMS dlnp": "dlnp: change of its logarithm",
 }
 _CACHE = {
     "model": "{name}", "weights": "{weight_bytes:size}", "KV/token": "{bytes_per_token:size}",
@@ -58,7 +52,6 @@ _DECODE = {
     "model": "{name}", "batch": "{batch}", "context": "{context:,}", "per token": "{seconds_per_token:.2ms} ms",
     "x baseline": "{faster:.2f}", "prefill": "{prefill_seconds:,.1ms} ms",
     "min - max": "{fastest:.2ms} - {slowest:.2ms}", "tokens/s": "{tokens_per_second:,.0f}",
-    "KV share": "{cache_share:.0%}", "of bandwidth": "{roofline_fraction:.0%}",
 }  # fmt: skip
 
 
@@ -124,7 +117,6 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
         _tasks(models) if "tasks" in measured else None,
-        _attention(models) if every and "attention_error" in measured else None,
         _context(models) if every and "by_context" in measured else None,
     ]
     return [one if every else one.brief() for one in found if one]
@@ -247,17 +239,13 @@ def _decode(models: list[Record]) -> Table:
         point | {
             "name": model["name"],
             "faster": points[0]["seconds_per_token"] / point["seconds_per_token"],
-            "cache_share": point["cache_bytes"] / point["bytes_per_step"],
-            "roofline_fraction": point["roofline_seconds"] / point["seconds_per_token"],
         }
         for points in turns for model, point in zip(models, points, strict=True)
     ]  # fmt: skip
     decode, first = models[0]["decode"], models[0]["decode"]["points"][0]
-    bandwidth = first["bytes_per_step"] / first["roofline_seconds"]
     note = (
         f"median of {decode['repeats']} interleaved repeats of {decode['steps']} tokens, {first['attention']}, "
-        f"{first['dtype']}; KV share: of the bytes that one step must read (the rest are weights); of bandwidth: "
-        f"the time that reading them takes at the measured {bandwidth / 1e9:.1f} GB/s against the time taken"
+        f"{first['dtype']}"
     )
     return table("Decoding", _DECODE, records, note, short=5)
 
@@ -275,21 +263,6 @@ def _metric(metrics: Record, name: str) -> str:
     value, error = metrics[name], metrics.get(name.replace(",", "_stderr,"))
     told = number(value) if isinstance(value, float | int) else str(value)
     return f"{told} ± {error:.2g}" if isinstance(error, float) and math.isfinite(error) else told
-
-
-def _attention(models: list[Record]) -> Table:
-    compared = [m for m in models if m.get("attention_error")]
-    header = ("module", *(f"{m['name']} {kind}" for m in compared for kind in ("own", "accumulated")))
-    rows = [
-        (lines[0]["module"], *(f"{line[kind]:.4f}" for line in lines for kind in ("own", "accumulated")))
-        for lines in zip(*(m["attention_error"] for m in compared), strict=True)
-    ]
-    note = (
-        "how far each layer's attention output is from the baseline's, as a share of its length (0.1: a tenth; 1: as "
-        "far as no output at all); own: both read what the baseline's layer reads, so it is what merging this layer's "
-        "heads costs; accumulated: each reads what its own model gives it, with the errors of the layers before"
-    )
-    return Table("Attention outputs", header, tuple(rows), note)
 
 
 def _context(models: list[Record]) -> Table:

@@ -1,5 +1,5 @@
-"""Statistics of a comparison, from arrays with one number per scored token. Definitions: those of llama.cpp's
-`llama-perplexity --kl-divergence`, so that numbers can be set beside the ones that quantisation tables quote.
+"""Statistics of a comparison, from arrays with one number per scored token. Definitions are those of
+llama.cpp's `llama-perplexity --kl-divergence`, where it has them: numbers can be set beside those of its tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ Floats = NDArray[np.floating[Any]]
 BOOTSTRAP_SAMPLES = 2000
 BOOTSTRAP_NUMBERS = 1 << 20  # of the samples' weights, held at a time
 DRAFTED = (2, 4, 8)  # tokens that a model drafts in a round
-PERCENTILES = (99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1)
 
 
 def mean_and_error(values: Floats) -> tuple[float, float]:
@@ -26,36 +25,22 @@ def mean_and_error(values: Floats) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(count - 1)) if count > 1 else math.nan
 
 
-def percentiles(values: Floats) -> dict[str, float]:
-    """Maximum, percentiles (linear interpolation at (n - 1) q) and minimum."""
-    found = np.percentile(values.astype(np.float64), PERCENTILES)
-    named = {("median" if q == 50 else f"p{q:g}"): float(v) for q, v in zip(PERCENTILES, found, strict=True)}
-    return {"maximum": float(values.max()), **named, "minimum": float(values.min())}
-
-
-def kl_statistics(
-    kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats, model: Floats, baseline: Floats
-) -> dict[str, Any]:
+def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -> dict[str, Any]:
     """How a model's next-token distributions Q differ from the baseline's P.
 
     Args:
         kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; acceptance: sum min(P, Q), which is 1 less half of the
-            sum of |P - Q|; model, baseline: -ln of the true token's probability.
+            sum of |P - Q|.
     """
     mean, error = mean_and_error(kl)
     accepted, accepted_error = mean_and_error(acceptance)
     share = float(same_top.mean())
-    p, q = np.exp(-baseline.astype(np.float64)), np.exp(-model.astype(np.float64))
-    change = (q - p) * 100
     return {
-        "kl": {"mean": mean, "mean_error": error, **percentiles(kl)},
+        "kl": {"mean": mean, "mean_error": error},
         "same_top": share,
         "same_top_error": math.sqrt(share * (1 - share) / (len(kl) - 1)) if len(kl) > 1 else math.nan,
         "acceptance": accepted,
         "acceptance_error": accepted_error,
-        "delta_p_percent": {"mean": float(change.mean()), "rms": _rms(change), **percentiles(change)},
-        "log_probability_rms": _rms(model.astype(np.float64) - baseline),
-        "log_probability_correlation": correlation(model, baseline),
     }
 
 
@@ -76,18 +61,6 @@ def tokens_per_round(acceptance: Floats, cluster: NDArray[np.integer[Any]]) -> d
         if ahead + 1 in DRAFTED:
             found[f"of_{ahead + 1}"] = tokens
     return found
-
-
-def _rms(values: Floats) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
-
-
-def correlation(one: Floats, other: Floats) -> float:
-    """Pearson's; 1 for equal arrays, NaN where one does not vary and the other does."""
-    if np.array_equal(one, other):
-        return 1.0
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return float(np.corrcoef(one.astype(np.float64), other.astype(np.float64))[0, 1])
 
 
 def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from .given import Model, asked, in_memory, name_of, stored, undisturbed
 from .results import Evaluation, Study
 
 _OF_STUDIES = ("output", "quiet", "verbose", "dry_run", "recommend")
-_OF_TERMINALS = ("output", "quiet", "verbose", "json", "fail_above")
+_OF_TERMINALS = ("output", "quiet", "verbose", "json")
 
 
 def evaluate(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ SAME: dict[str, Any] = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
 @cache
 def place() -> Path:
     """Made once and left as it is: model (4 heads), train.jsonl and heldout.jsonl."""
-    torch.set_num_threads(1)  # as in processes side by side: sums in the same order
+    torch.set_num_threads(1)  # sums in the same order
     directory = Path(tempfile.mkdtemp(prefix="gqa-ablate-tests-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     tiny_checkpoint(directory / "model", kv_heads=4)
@@ -95,9 +93,3 @@ def row(method: str, groups: int, alpha: float, loss: float, seed: int = 0, **mo
         "learning_rate": 0.001,
     }  # fmt: skip
     return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **options, **more}
-
-
-def dies(bench: Any, threads: int, cells: Sequence[Cell], rows: Any) -> None:
-    """A process that reports its first cell and then dies."""
-    rows.send(cells[0].row())
-    os._exit(7)

@@ -43,7 +43,6 @@ def test_cells_with_bits_are_what_the_commands_give(tmp_path: Path) -> None:
             assert row["kv_bytes_per_token"] < plain["kv_cache"]["bytes_per_token"]
             assert abs(row["loss"] - plain["quality"]["nats_per_token"]) > 1e-5
             assert "decode_tokens_per_second" not in row
-    assert "merge_error" not in told[Cell("first", 1, 0, "all", "none", 0.0, 2)]
 
 
 def test_a_study_of_before_grows_by_bits(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def refused(out: Path, *says: str, code: int = 2, **options: Any) -> None:
 REFUSED = {
     "unknown method": ({"methods": "mean,median"}, ["'--methods': 'median' is not one of 'auto'", "calibrated"]),
     "no method": ({"methods": ","}, ["'--methods': ',' names nothing"]),
-    "no seeds": ({"methods": "random:0"}, ["'0' is no number of seeds", "random:3"]),
+    "no seeds": ({"seeds": 0}, ["'--seeds': 0 is not in the range x>=1"]),
     "groups that do not divide": ({"groups": "1,3"}, ["--groups 3 is not possible", "choose 1, 2 or 4"]),
     "no groups": ({"groups": "two"}, ["'--groups': 'two' is not a valid integer"]),
     "alpha above 1": ({"alphas": "0,1.5"}, ["'--alphas': 1.5 is not in the range 0<=x<=1"]),
@@ -41,7 +41,7 @@ REFUSED = {
     "context beyond the model's": ({"context": 4096}, ["--context 4096 is more than the 64 positions"]),
     "recall of a window that is too short": ({"recall": True}, ["--recall needs a context of at least 128 tokens"]),
     "less text than a window": ({"heldout_fraction": 0.0, "train_context": 4096}, ["--context 4096"]),
-    "a device that is not there": ({"devices": "cuda:99"}, ["cuda:99"]),
+    "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
 }
 
 

@@ -80,7 +80,6 @@ def test_a_cell_is_what_the_commands_give(place: Path, tmp_path: Path) -> None:
         assert row["cross_bytes_per_token"] == row["kv_bytes_per_token"] == model["kv_cache"]["bytes_per_token"]
         assert not [name for name in row if name.startswith(("recall", "greedy"))]
     losses = [row["loss"] for row in found]
-    assert found[0]["merge_errors"] == pytest.approx([one["own"] for one in expected[0]["attention_error"]], abs=1e-6)
     assert len({round(loss, 5) for loss in losses}) == 3
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
 from processes import free_port
 from training import Runs
 
@@ -37,12 +37,12 @@ def arguments(name: str, *more: str) -> argparse.Namespace:
 
 def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
     """accelerate itself refuses unknown keys at the top and ignores those of its sections."""
-    assert set(BY_NAME) == {"one-gpu", "ddp", "fsdp2", "zero2", "zero3", "two-nodes", "fsdp2-two-nodes"}
+    assert set(BY_NAME) == {"one-gpu", "ddp", "fsdp2", "two-nodes", "fsdp2-two-nodes"}
     known = {action.dest for action in launch_command_parser()._actions}
     for path in CONFIGS:
         config = load_config_from_file(str(path))
         assert config.mixed_precision == "bf16"
-        assert {*config.fsdp_config, *config.deepspeed_config} <= known, path
+        assert {*config.fsdp_config} <= known, path
         assert config.num_processes % config.num_machines == 0
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(BY_NAME["ddp"].read_text() + "num_proceses: 8\n")
@@ -52,7 +52,7 @@ def test_every_key_is_accelerates_own(tmp_path: Path) -> None:
 
 def test_processes() -> None:
     one = arguments("one-gpu")
-    assert (one.num_processes, one.multi_gpu, one.use_fsdp, one.use_deepspeed) == (1, False, False, False)
+    assert (one.num_processes, one.multi_gpu, one.use_fsdp) == (1, False, False)
     for name, nodes in (("ddp", 1), ("fsdp2", 1), ("two-nodes", 2), ("fsdp2-two-nodes", 2)):
         found = arguments(name)
         assert found.multi_gpu != found.use_fsdp
@@ -63,26 +63,24 @@ def test_processes() -> None:
     assert (second.nnodes, second.node_rank, second.rdzv_endpoint) == ("2", 1, "node0:29500")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-two-nodes", "zero2", "zero3"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-two-nodes"])
 def test_plugins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process that the launcher starts makes of what it is told."""
-    found = arguments(name)
-    if found.use_deepspeed:
-        found.deepspeed_fields_from_accelerate_config = ""  # the launcher's next line
-    told = prepare_deepspeed_cmd_env(found)[1] if found.use_deepspeed else prepare_multi_gpu_env(found)
-    for variable, value in told.items():
+    for variable, value in prepare_multi_gpu_env(arguments(name)).items():
         if variable.startswith(("FSDP_", "ACCELERATE_")):
             monkeypatch.setenv(variable, value)
-    if name.startswith("fsdp2"):
-        fsdp = FullyShardedDataParallelPlugin()
-        assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
-        assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
-        assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
-    else:
-        deepspeed = DeepSpeedPlugin()
-        gathered = deepspeed.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
-        assert (f"zero{deepspeed.zero_stage}", gathered) == (name, name == "zero3")
-        assert deepspeed.deepspeed_config["gradient_clipping"] == 1.0
+    fsdp = FullyShardedDataParallelPlugin()
+    assert (fsdp.fsdp_version, fsdp.reshard_after_forward, fsdp.activation_checkpointing) == (2, True, False)
+    assert fsdp.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+    assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
+
+
+def test_deepspeed_is_refused(runs: Runs, tmp_path: Path) -> None:
+    """As its launcher tells processes of it, before anything is made."""
+    done = runs.run(*runs.words(tmp_path / "out", steps=1), ACCELERATE_USE_DEEPSPEED="true")
+    told = "gqa-uptrain: a configuration of DeepSpeed is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml\n"
+    assert (done.code, done.err) == (2, told)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_the_commands_in_comments_parse() -> None:

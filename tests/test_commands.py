@@ -75,7 +75,6 @@ OLD = [
     ("gqa-ablate", "--train-context", "--block-size", "64"),
     ("gqa-ablate", "--calibration-context", "--calibration-length", "64"),
     ("gqa-ablate", "--calibration-precision", "--calibration-dtype", "float16"),
-    ("gqa-ablate", "--device", "--devices", "cuda:0,cuda:1"),
     ("gqa-ablate", "--max-loss-increase", "--max-loss", "0.5"),
 ]
 

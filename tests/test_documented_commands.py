@@ -33,7 +33,6 @@ TEXTS = ("corpus.jsonl", "heldout.jsonl", "wiki.txt", "wikitext2-test.txt")
 SMALL = [
     (r"^self(:plain)?(:\w+)?$", r"self\1:2048"),
     (r"^stdlib:\w+$", "corpus.jsonl"),
-    (r"^random:\d$", "random:1"),
     (r"^(\d,\d)(,\d)+$", r"\1"),  # heads by layer, of which the stand-ins have two
 ]
 LIMITS = {

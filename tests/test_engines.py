@@ -28,7 +28,6 @@ ORDINARY = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "stablelm",
 BIGCODE: dict[str, Any] = {"n_head": 8, "n_embd": 32}
 FALCON: dict[str, Any] = {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": ...}
 PHI = "llama.cpp: its converter gives phi as many KV heads as query heads, so it cannot load the result"
-SQUARED = "llama.cpp: it has squared ReLU built in for nemotron: it computes with that, not gelu"
 CACHED = "transformers caches 8 heads a layer, other engines only the 2 key/value heads"
 
 
@@ -51,8 +50,6 @@ LLAMA_3 = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_fact
         ("phi", {"kv": 8}, ()),
         ("gpt_bigcode", BIGCODE | {"multi_query": True}, ()),
         ("gpt_bigcode", BIGCODE | {"multi_query": False}, ("llama.cpp: its converter gives gpt_bigcode one KV head",)),
-        ("nemotron", {}, ()),
-        ("nemotron", {"hidden_act": "gelu"}, (SQUARED,)),
         ("llama", {"head_dim": 8}, ("CTranslate2",)),
         ("qwen2", {"head_dim": 8}, ("llama.cpp", "CTranslate2")),
         *((name, {"head_dim": 8}, ()) for name in ("mistral", "qwen3", "gemma")),

@@ -34,8 +34,6 @@ LOAD = evaluate.load
         ("SRC G2 --data TEXT --baseline-cache x", "--baseline-cache means nothing without --kl"),
         ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps means nothing without --decode"),
         ("SRC --data TEXT --kl", "--kl compares checkpoints: give at least two"),
-        ("SRC --data TEXT --fail-above 2", "--fail-above compares checkpoints: give at least two"),
-        ("SRC G2 --data TEXT --fail-above nan", "'nan' is not a ratio"),
         ("SRC --data TEXT --protocol strided", "--protocol strided needs --stride"),
         ("SRC --data TEXT --protocol llama.cpp --stride 4", "--stride does not go with --protocol llama.cpp"),
         ("SRC --data TEXT --context 64 --stride 65", "--stride 65 is more than the context of 64"),

@@ -47,8 +47,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
     """Whoever reads results.json relies on them: another schema is another number."""
     found = json.loads(full[0].out)
     assert found == json.loads((full[1] / "results.json").read_text())
-    assert found["schema"] == 1
-    percentiles = {"maximum", "p99.9", "p99", "p95", "p90", "median", "p10", "p5", "p1", "p0.1", "minimum", "mean"}
+    assert found["schema"] == 2
     first, second = found["models"]
     against = second["against_baseline"]
     for part, keys in (
@@ -62,7 +61,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         }),
         (found["memory"], {"bytes", "ranks", "context"}),
         (first, MODEL_KEYS),
-        (second, MODEL_KEYS | {"against_baseline", "attention_error"}),
+        (second, MODEL_KEYS | {"against_baseline"}),
         (second["kv_cache"], {
                 "bytes_per_token", "cross_bytes_per_token", "context", "bytes_at_context", "remark", "bits", "fits",
                 "measured",
@@ -74,11 +73,8 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         (against, {
             "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
             "acceptance", "acceptance_error", "tokens_per_round",
-            "delta_p_percent", "log_probability_rms", "log_probability_correlation",
         }),
-        (against["kl"], percentiles | {"mean_error"}),
-        (against["delta_p_percent"], percentiles | {"rms"}),
-        (second["attention_error"][0], {"module", "own", "accumulated"}),
+        (against["kl"], {"mean", "mean_error"}),
         (first["by_context"][0], {"from", "to", "nats", "tokens"}),
         (second["by_context"][0], {"from", "to", "nats", "tokens", "ratio", "ratio_low", "ratio_high"}),
         (second["decode"], {"steps", "repeats", "points"}),
@@ -114,7 +110,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 
 def test_report(full: tuple[Result, Path]) -> None:
     result, out = full
-    pictures = ["by_context", "recall", "attention_error", "decode"]
+    pictures = ["by_context", "recall", "decode"]
     names = ["results.json", "report.html", *(f"{name}.{suffix}" for name in pictures for suffix in ("svg", "png"))]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     assert result.err.startswith("2 of 8 heads: ")  # tables do not mix with JSON
@@ -257,7 +253,7 @@ def test_only_columns_that_are_shown_are_explained() -> None:
     assert {*report._MEANINGS} <= {*report._DISTRIBUTIONS}
     model = {"name": "m", "against_baseline": {"kl": {"mean": 0.1, "mean_error": 0.01}, "acceptance": 0.5}}
     whole = report._distributions([{"name": "base"}, model])
-    assert "dlnp: change of its logarithm" in whole.text()
+    assert whole.text().endswith("8 are drafted")
     brief = " ".join(whole.brief().text().split())
     assert brief.endswith(
         "KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in speculative "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import nats
 from gqa.uptrain.losses import chunked_sum
 from gqa.uptrain.scope import unreached
-from gqa.uptrain.training_model import check_documents_apart, matching_error, predictions
+from gqa.uptrain.training_model import check_documents_apart, predictions
 
 VOCABULARY = 96
 # Tied, with a bias in the head (Phi), soft-capped (Gemma 2), scaled (Cohere, Granite), mixtures, inside a larger model.
@@ -246,61 +245,6 @@ def test_classes_that_keep_documents_apart(name: str) -> None:
     else:
         check_documents_apart(model, 2)
     assert model.training
-
-
-def matched(match: str, model: PreTrainedModel, teacher: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    training = training_model(model, teacher, match=match, match_weight=0.5)
-    found: tuple[Tensor, Tensor] = training(**batch())
-    return found
-
-
-@pytest.mark.parametrize("match", ["attention", "hidden"])
-def test_matching_by_hand(match: str) -> None:
-    model, teacher = pair()
-    outputs: list[list[Tensor]] = [[], []]
-
-    def keep(into: list[Tensor]) -> Any:
-        return lambda module, given, output: into.append(output[0] if isinstance(output, tuple) else output)
-
-    for owner, into in zip((model, teacher), outputs, strict=True):
-        parts = [layer.self_attn if match == "attention" else layer for layer in owner.model.layers]
-        handles = [part.register_forward_hook(keep(into)) for part in parts]
-        owner(batch()["input_ids"][:, :-1], use_cache=False)
-        for handle in handles:
-            handle.remove()
-    errors = [(a - b).square().sum(-1) / b.square().sum(-1) for a, b in zip(*outputs, strict=True)]
-    expected = torch.stack(errors).mean(0).sum()
-    loss, told = matched(match, model, teacher)
-    plain, _ = training_model(model, teacher)(**batch())
-    assert float(told[3]) == pytest.approx(float(expected), rel=1e-5)
-    assert float(loss) == pytest.approx(float(plain + 0.5 * expected), rel=1e-5)
-    loss.backward()
-    found = gradients(model)
-    (plain + 0.5 * expected.detach()).backward()
-    assert any(not torch.allclose(tensor, found[name]) for name, tensor in gradients(model).items())
-    assert float(matched(match, teacher, teacher)[1][3]) == 0
-
-
-def test_matching_with_checkpointing_has_the_same_gradient() -> None:
-    found = []
-    for enabled in (False, True):
-        model, teacher = pair()
-        if enabled:
-            older = model.gradient_checkpointing_enable  # of a transformers before the other name
-            getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
-        loss, _ = matched("hidden", model, teacher)
-        (loss / 96).backward()
-        found.append(gradients(model))
-    assert_close(*found)
-
-
-def test_models_that_do_not_correspond_are_refused() -> None:
-    for change, odd in (({"num_hidden_layers": 3}, r"layers\.2"), ({"hidden_size": 48}, r"layers\.0")):
-        teacher = build(replace(TINY["llama"], options=change), 2).eval()
-        with pytest.raises(RefusedError, match=rf"--match: model and teacher do not correspond in .*{odd}"):
-            matched("hidden", made(), teacher)
-    with pytest.raises(RefusedError, match="no modules that are known"):
-        matching_error({}, {})
 
 
 def test_unreached_parameters() -> None:

@@ -27,7 +27,7 @@ SAME = 1e-5
 CONTROL = 100 * SAME
 # Options that change what is merged; the others differ in the config alone, which identity shows.
 MERGED = [name for name in CASES if "+" not in name] + [
-    "gpt_neox+plain", "gpt_neox+sequential", "gpt_neox+rotary", "codegen+eight", "gpt2+scaled",
+    "gpt_neox+plain", "gpt_neox+rotary", "codegen+eight", "gpt2+scaled",
 ]  # fmt: skip
 SMALLER = [(name, g) for name in MERGED for g in CASES[name].groups[1:]]
 

@@ -78,7 +78,7 @@ def test_a_loaded_state_goes_on() -> None:
 
 def test_shards_are_refused(runs: Runs, tmp_path: Path) -> None:
     for name, told in (
-        ("muon", "needs whole matrices, and FSDP and DeepSpeed divide them; use adamw"),
+        ("muon", "needs whole matrices, and FSDP divides them; use adamw"),
         ("adafactor", "does not go with FSDP2, which divides weights; use adamw"),
     ):
         done = runs.run(*runs.words(tmp_path / "out", steps=1, optimizer=name), ranks=2, before="shard()")

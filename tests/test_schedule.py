@@ -87,12 +87,9 @@ def options(**given: Any) -> TrainOptions:
         ({"pretraining_tokens": 9}, 1, "--pretraining-tokens is what --alpha is a fraction of"),
         ({"batch_size": 6}, 4, "--batch-size 6 cannot be shared by 4 processes; give a multiple of 4"),
         ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
-        ({"distill": 0.5, "teacher": "none"}, 1, "need --teacher"),
-        ({"match": "hidden", "teacher": "none"}, 1, "need --teacher"),
-        ({"match": "hidden", "compile": True}, 1, "drop --compile"),
+        ({"distill": 0.5, "teacher": "none"}, 1, "--distill needs --teacher"),
         ({"learning_rate": math.inf}, 1, "--learning-rate is inf; give a finite number"),
         ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
-        ({"keep_adapter": True, "train": "all"}, 1, "--train all has no adapter"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:

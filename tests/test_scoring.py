@@ -18,7 +18,6 @@ import gqa.corpus.likelihood
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval import scoring
-from gqa.eval.attention_error import attention_errors
 from gqa.eval.evaluate import measure_quality
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.positions import read_before
@@ -224,18 +223,6 @@ def test_llama_cpp_protocol_by_hand(source):
             count += 1
     found = perplexity(score(ChunkedHead(source), made.windows, batch_size=4).nats, made)
     assert (found["tokens"], found["token_perplexity"]) == (count, pytest.approx(math.exp(total / count), rel=1e-5))
-
-
-def test_attention_errors(source, text):
-    assert all(e["own"] == e["accumulated"] == 0 for e in attention_errors(source, source, text.windows[:2]))
-    other = load(SOURCE)
-    weight = other.model.layers[3].self_attn.v_proj.weight.data
-    weight *= 1.5
-    found = attention_errors(source, other, text.windows[:2])
-    assert [e["module"] for e in found] == [f"model.layers.{i}.self_attn" for i in range(6)]
-    assert [e["own"] for e in found] == [0, 0, 0, pytest.approx(0.5, rel=1e-5), 0, 0]  # V scaled: the output scaled
-    assert [e["accumulated"] > 0 for e in found] == [False, False, False, True, True, True]
-    assert found[3]["accumulated"] == pytest.approx(0.5, rel=1e-5)
 
 
 def test_a_text_with_bos_in_front_gets_no_second_one():

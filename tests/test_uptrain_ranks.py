@@ -19,7 +19,7 @@ STEPS = 3
 
 
 WAYS = {"4x2": (1, 2), "2 ranks x 2x2": (2, 2), "4 ranks x 2": (4, 2)}
-LAUNCHED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # as `accelerate launch` sets it for DeepSpeed
+LAUNCHED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # as launchers may set it
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "documents": {

@@ -133,8 +133,8 @@ def _step(
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches]
     total = accelerator.reduce(torch.tensor(float(sum(map(predictions, batches))), device=device), "sum")
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
-    sums = _zeros(4, device)
-    set_rate(optimizer, rate)  # before the last backward pass, in which DeepSpeed steps
+    sums = _zeros(3, device)
+    set_rate(optimizer, rate)
     for batch in batches:
         with accelerator.accumulate(model):
             loss, numbers = model(**batch)
@@ -151,8 +151,6 @@ def _step(
 def _clip(accelerator: Accelerator, model: Any, limit: float) -> float:
     """Clip the gradient to a norm; returns the norm before."""
     found = accelerator.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], limit)
-    if found is None:  # DeepSpeed clips by itself, and may not tell
-        return 0.0
     return float(found.full_tensor() if hasattr(found, "full_tensor") else found)
 
 
@@ -167,7 +165,7 @@ def _zeros(count: int, device: torch.device) -> Tensor:
 def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, setup: Setup) -> dict[str, float]:
     """Note a step in `progress`; returns its numbers as they are told."""
     tokens = setup.dataloader.tokens_per_step
-    nats, divergence, matching = _per_prediction(sums)
+    nats, divergence = _per_prediction(sums)
     progress.step, progress.tokens = progress.step + 1, progress.tokens + tokens
     if _is_finite(sums, norm):
         progress.skipped_in_a_row, progress.loss = 0, nats
@@ -178,10 +176,9 @@ def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, s
             f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
             "what was saved before is kept. Lower --learning-rate, lengthen --warmup or use bf16 instead of fp16"
         )
-    told = {"distillation": divergence, "matching": matching}
     return {
         "tokens": progress.tokens, "step_tokens": tokens, "loss": nats, "learning_rate": rate, "gradient_norm": norm,
-        "skipped": progress.skipped, **{name: value for name, value in told.items() if value},
+        "skipped": progress.skipped, **({"distillation": divergence} if divergence else {}),
     }  # fmt: skip
 
 
@@ -232,7 +229,7 @@ def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
         with setup.memory_explained():
             loss, numbers = model(**batch)
         if own:
-            sums += torch.stack([*numbers[:3], loss])
+            sums += torch.stack([*numbers, loss])
     sums = accelerator.reduce(sums, "sum")
     model.train()
     nats, divergence, mean = _per_prediction(sums)

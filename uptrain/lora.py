@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -49,25 +48,3 @@ def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
                 raise OutputError(f"the adapter of {path} is not finite; nothing was written")
         plain[f"{path}.{tail}" if base else name] = tensor
     return plain
-
-
-def save_adapter(weights: dict[str, Tensor], trained: AbstractSet[str], directory: Path) -> None:
-    """Of a state dict with adapters the parameters in `trained`, in peft's own format.
-
-    `PeftModel.from_pretrained(model before training, directory)` is the trained model.
-    """
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    adapters = {name for name in trained if ".lora_" in name}
-    config = LoraConfig(
-        r=next(len(weights[name]) for name in adapters if name.endswith(_DOWN)),
-        lora_alpha=ALPHA,
-        target_modules=sorted({name.partition(".lora_")[0] for name in adapters}),
-        modules_to_save=sorted({name.rpartition(".")[0] for name in trained - adapters}),
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    )
-    config.save_pretrained(str(directory))
-    named = {f"base_model.model.{name.replace('.default.', '.')}": weights[name].contiguous() for name in trained}
-    save_file(named, directory / "adapter_model.safetensors", {"format": "pt"})

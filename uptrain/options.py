@@ -106,9 +106,6 @@ class TrainOptions:
         "else all]",
     )
     lora_rank: int = option_field(16, "The rank of the adapters of --train lora.", type=_FROM_ONE)
-    keep_adapter: bool = option_field(
-        False, "Keep the adapter of --train lora too, in DIR/adapter, for peft.", free=True
-    )
     optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = option_field(
         "adamw",
         "What updates the weights. adamw-8bit: with a state of 8 bits, by torchao; muon: that for matrices, adamw for "
@@ -158,10 +155,6 @@ class TrainOptions:
         "Train the model to read a KV cache of so many bits, as --cache-bits of gqa-eval measures it: keys and values "
         "are rounded, gradients go through. The teacher's are not.",
     )
-    match: Literal["attention", "hidden"] | None = option_field(
-        None, "Also match the teacher's attention outputs, or the outputs of its layers."
-    )
-    match_weight: float = option_field(1.0, "The weight of --match in the loss.", type=_FROM_ZERO)
     seed: int = option_field(0, "The seed of the order of the data.")
     save_every: int | None = option_field(
         None, "Save a state after so many steps.", type=_FROM_ONE, metavar="STEPS", free=True
@@ -233,17 +226,13 @@ class TrainOptions:
             yield f"the length is given by {' and '.join(given)}; give one of --alpha, --tokens and --steps"
         if self.pretraining_tokens is not None and self.alpha is None:
             yield "--pretraining-tokens is what --alpha is a fraction of; give both"
-        if not self.teachers and (self.match or self.distill != 1.0):
-            yield "--distill and --match need --teacher, the model before conversion"
-        if self.match and self.compile:
-            yield "--match reads outputs of modules, which a compiled model has none of; drop --compile"
+        if not self.teachers and self.distill != 1.0:
+            yield "--distill needs --teacher, the model before conversion"
         if self.weights == "bfloat16" and (self.precision == "fp16" or not self.optimizer.startswith("adamw")):
             yield (
                 "--weights bfloat16 is computed in bfloat16, with --optimizer adamw or adamw-8bit; give one of these, "
                 "and no other --precision"
             )
-        if self.keep_adapter and self.train != "lora":
-            yield f"--keep-adapter is of --train lora; --train {self.train or 'all'} has no adapter"
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"--{name.replace('_', '-')} is {value}; give a finite number"

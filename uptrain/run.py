@@ -30,8 +30,7 @@ from gqa.checkpoint.write import (
     write_text,
 )
 from gqa.uptrain.loop import AfterStep, TrainingProgress, Weights, train
-from gqa.uptrain.lora import merged, save_adapter
-from gqa.uptrain.scope import trained_names
+from gqa.uptrain.lora import merged
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.summary import card, record_of
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METRICS = "gqa_uptraining.jsonl"
-ADAPTER = "adapter"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
@@ -66,20 +64,14 @@ def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
     The directory appears at once, complete.
     """
     options, source = setup.options, setup.checkpoint
-    extra = {METRICS: setup.metrics}
-    if options.keep_adapter and weights:
-        directory = setup.states.directory / ADAPTER
-        save_adapter(weights, {*trained_names(setup.model)}, directory)
-        extra |= {f"{ADAPTER}/{path.name}": path for path in directory.iterdir()}
     with OutputDirectory(options.output, source.directory, options.overwrite) as output:
         work = output.work
         require_space(source.nbytes, output.out)
         _write_weights(saved_tensors(setup.model, merged(weights)), source, work)
         for name in source.side_files:
-            if name not in _WRITTEN and not holds_weights(name) and not name.startswith(f"{ADAPTER}/"):
+            if name not in _WRITTEN and not holds_weights(name):
                 copy_file(source.path(name), work / name)
-        for name, path in extra.items():
-            copy_file(path, work / name)
+        copy_file(setup.metrics, work / METRICS)
         write_text(work / UPTRAINING, json.dumps(record, indent=2) + "\n")
         write_text(work / "README.md", card(source, output.out.name, record))
         copy_file(source.path("config.json"), work / "config.json")

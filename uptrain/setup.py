@@ -18,6 +18,7 @@ from accelerate.utils import (
     DistributedType,
     GradientAccumulationPlugin,
     LoggerType,
+    parse_flag_from_env,
     set_seed,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -167,7 +168,7 @@ def prepare(
         heldout = dataloader.heldout or ([] if targets else open_heldout(options, tokenizer))
     share = options.blocks_per_step // processes
     micro = options.micro_batch or share
-    _accumulate(accelerator, share // micro, micro)
+    accelerator.gradient_accumulation_steps = share // micro
     return Setup(
         options, taught, accelerator, checkpoint, model, teacher, training, targets, dataloader, heldout, micro, states
     )
@@ -209,6 +210,8 @@ def _maker(
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise RefusedError("a configuration of DeepSpeed is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml")
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
     processes = ranks().num_processes
@@ -218,7 +221,7 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     try:
         accelerator = Accelerator(
             mixed_precision="no" if options.weights == "bfloat16" else options.precision,  # they need no casting
-            # Given as a number it would give way to a variable that the launcher sets for DeepSpeed.
+            # Given as a number it would give way to a variable of the launcher's.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),
             log_with=list(options.report_to) or None,
@@ -233,9 +236,8 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if sharded and options.optimizer == "muon":
-        raise RefusedError("--optimizer muon needs whole matrices, and FSDP and DeepSpeed divide them; use adamw")
+    if accelerator.distributed_type == DistributedType.FSDP and options.optimizer == "muon":
+        raise RefusedError("--optimizer muon needs whole matrices, and FSDP divides them; use adamw")
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
         raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -245,19 +247,7 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
         if options.precision != "no" or options.weights == "bfloat16":
             _keep_sums(accelerator)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.deepspeed_plugin.deepspeed_config["gradient_clipping"] = options.clip
     return accelerator
-
-
-def _accumulate(accelerator: Accelerator, passes: int, micro: int) -> None:
-    """A step takes so many passes of `micro` blocks on each process, which is known when the data is."""
-    accelerator.gradient_accumulation_steps = passes
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": passes,
-        }
 
 
 def _keep_sums(accelerator: Accelerator) -> None:
@@ -302,7 +292,8 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
         with quantised_attention([options.cache_bits]):
             quantise_cache(model, options.cache_bits, layers_with_cache(checkpoint), checkpoint.name)
     if (wanted := options.of_torchao) and not dry:
-        _check_torchao(wanted, accelerator)
+        torchao_optim(wanted)
+        _check_compiler(wanted)  # of its steps
     if options.compile:
         _check_compiler("--compile")
     return model
@@ -327,13 +318,6 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
             f"{type(model).__name__} would store {listing(odd or stored)} otherwise than {source.name} does; load it "
             "with transformers, save it again and train that"
         )
-
-
-def _check_torchao(wanted: str, accelerator: Accelerator) -> None:
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise RefusedError(f"{wanted} does not go with DeepSpeed, which keeps weights its own way; use FSDP2")
-    torchao_optim(wanted)
-    _check_compiler(wanted)  # of its steps
 
 
 def _check_compiler(wanted: str) -> None:

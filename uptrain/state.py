@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
-from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
+from gqa.checkpoint.processes import PATIENCE
 from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
 from gqa.uptrain.optimizer import plain_moments, restored_moments
 from gqa.uptrain.options import TrainOptions, differences
@@ -93,7 +93,6 @@ class States:
         Raises OutputError where it or the one before cannot be written.
         """
         from accelerate.checkpointing import save_accelerator_state
-        from accelerate.utils import DistributedType
         from torch.distributed.checkpoint.state_dict import get_state_dict
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -104,17 +103,12 @@ class States:
             work.mkdir(parents=True, exist_ok=True)
             if accelerator.is_main_process and (self.directory / BEST).exists():
                 _link(self.directory / BEST, work / BEST)
-            if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which has states of its own
-                accelerator.step = 0
-                accelerator.save_state(str(work), safe_serialization=False)
-                wait_for_everyone()
-            else:
-                rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
-                save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
-                weights, moments = get_state_dict(model, optimizer.optimizer)
-                found = {"model": weights, "optimizer": plain_moments(moments)}
-                alone = accelerator.num_processes == 1
-                shards = async_save(found, checkpoint_id=work / _SHARDS, process_group=self._group, no_dist=alone)
+            rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
+            save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
+            weights, moments = get_state_dict(model, optimizer.optimizer)
+            found = {"model": weights, "optimizer": plain_moments(moments)}
+            alone = accelerator.num_processes == 1
+            shards = async_save(found, checkpoint_id=work / _SHARDS, process_group=self._group, no_dist=alone)
         thread = ThreadPoolExecutor(1)
         self._writing = thread.submit(self._complete, work, record, shards)
         thread.shutdown(wait=False)
@@ -241,14 +235,10 @@ class States:
 def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
     """Weights, optimiser and random states as they were, whatever processes and shards there were and are."""
     from accelerate.checkpointing import load_accelerator_state
-    from accelerate.utils import DistributedType
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        accelerator.load_state(str(path))
-        return
     weights, moments = get_state_dict(model, optimizer.optimizer)
     read({"model": weights}, checkpoint_id=path / _SHARDS)
     # What never had a gradient has no moments.

@@ -104,8 +104,6 @@ class StoredTargets:
                     f"{self.directory} was recorded with --{flag} {self.record[name]:g}, not {asked:g}; give the same "
                     "or record it again"
                 )
-        if options.match:
-            raise RefusedError(f"--match needs the teacher itself, and {self.directory} holds its predictions alone")
         tokens = options.tokens if options.lengths else (len(self) - self.heldout) * self.block_size
         return replace(options, data=tuple(self.record["data"]), block_size=self.block_size, tokens=tokens)
 

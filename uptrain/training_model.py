@@ -6,18 +6,15 @@ DDP and FSDP work by hooks on a module's forward, so everything that touches par
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gqa.checkpoint.devices import out_of_memory
-from gqa.checkpoint.errors import RefusedError, listing
+from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.uptrain.losses import TopTargets, chunked_sum, next_token_loss
 from gqa.uptrain.options import TrainOptions
@@ -46,9 +43,7 @@ class TrainingModel(nn.Module):
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """`input_ids` (B, T) and perhaps `position_ids`, `document_ids`; of an encoder-decoder what the encoder is
         given and `labels` (B, T); perhaps what a teacher predicted -> the loss summed over the predictions that count,
-        and (predictions, nats, distillation, matching error) as sums.
-
-        Outputs are matched only while it trains (with gradients).
+        and (predictions, nats, distillation) as sums.
         """
         inputs, targets, counted = split_batch(batch)
         if "labels" in batch:
@@ -57,10 +52,8 @@ class TrainingModel(nn.Module):
             check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
             self._documents_checked = True
         options, taught = self._options, bool(self._teacher)
-        match = options.match if torch.is_grad_enabled() else None
-        with _outputs(self.model, match) as ours:
-            hidden = self._head.hidden(**inputs).flatten(0, 1)
-        theirs, rows, stored = {}, None, TopTargets.in_batch(batch)
+        hidden = self._head.hidden(**inputs).flatten(0, 1)
+        rows, stored = None, TopTargets.in_batch(batch)
         gathering = gathered(self._teacher[0].model) if taught else nullcontext()
 
         def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
@@ -74,12 +67,11 @@ class TrainingModel(nn.Module):
 
         with gathering:
             if taught:
-                with torch.no_grad(), _outputs(self._teacher[0].model, match) as theirs:
+                with torch.no_grad():
                     rows = self._teacher[0].hidden(**inputs).flatten(0, 1)
             loss, told = chunked_sum(of_slice, self._head.vocabulary, hidden, self._head_parameters())
         count = told.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=told.dtype).reshape(1)
-        error = matching_error(ours, theirs, counted) if match else told.new_zeros(())
-        return loss + options.match_weight * error, torch.cat([count, told, error.detach().reshape(1)])
+        return loss, torch.cat([count, told])
 
     def _head_parameters(self) -> list[nn.Parameter]:
         """What the head reads besides hidden states: parameters outside the backbone, and a tied embedding."""
@@ -172,37 +164,3 @@ def check_documents_apart(model: PreTrainedModel, rows: int) -> None:
             f"--mask-documents: {type(model).__name__} with {model.config._attn_implementation} attention does not "
             "keep documents apart; use --attn-implementation sdpa, with flash attention --micro-batch 1, or do without"
         )
-
-
-@contextmanager
-def _outputs(model: PreTrainedModel, match: str | None) -> Iterator[dict[str, Tensor]]:
-    """The outputs of `attention` modules or whole decoder layers (`hidden`) of one forward pass, by module name."""
-    found: dict[str, Tensor] = {}
-    # What an encoder gives is of other tokens than those that are predicted.
-    apart = set(model.get_encoder().modules()) if match and model.config.is_encoder_decoder else set()
-
-    def keep(name: str, module: nn.Module, given: Any, output: Any) -> None:
-        found[name] = (output[0] if isinstance(output, tuple) else output).flatten(0, 1)
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules() if match else ():
-            layer, kind = isinstance(module, GradientCheckpointingLayer), type(module).__name__
-            if module not in apart and (layer if match == "hidden" else kind.endswith("Attention")):
-                hooks.enter_context(module.register_forward_hook(partial(keep, name)))
-        yield found
-
-
-def matching_error(ours: dict[str, Tensor], theirs: dict[str, Tensor], counted: Tensor | None = None) -> Tensor:
-    """Sum over tokens of the mean over modules of ||ours - theirs||^2 / ||theirs||^2, outputs being (N, D).
-
-    Raises RefusedError where the two models have other modules or widths.
-    """
-    odd = [name for name in {*ours, *theirs} if name not in ours or name not in theirs]
-    if odd := odd or [name for name, value in ours.items() if value.shape != theirs[name].shape]:
-        raise RefusedError(f"--match: model and teacher do not correspond in {listing(odd)}; do without")
-    if not ours:
-        raise RefusedError("--match: the model has no modules that are known to be matched; do without")
-    pairs = ((ours[name].float(), value.float()) for name, value in theirs.items())
-    errors = [(a - b).square().sum(-1) / b.square().sum(-1).clamp_min(1e-12) for a, b in pairs]
-    per_token = torch.stack(errors).mean(0)
-    return (per_token if counted is None else per_token.where(counted, 0.0)).sum()

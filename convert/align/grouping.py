@@ -6,7 +6,6 @@ are; `HeadMaps.order` puts the heads of a group side by side.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
@@ -18,7 +17,6 @@ from gqa.convert.align.alignment import complex_moments, key_weights, pairs, pla
 from gqa.convert.align.moments import Moments
 from gqa.convert.heads.symmetries import Rotary
 
-MOST_PARTITIONS = 20_000  # that are all looked at
 Group = tuple[int, ...]
 Cost = Callable[[Group], float]
 
@@ -48,16 +46,8 @@ def find_order(moments: Moments, w_o: Tensor, groups: int, rotary: Rotary, free_
 
 
 def best_partition(heads: int, groups: int, cost: Cost) -> tuple[Group, ...]:
-    """The partition of `heads` into `groups` of equal size with the least summed cost: of all where they are few,
-    else the better of neighbours and a greedy choice after swaps of two heads that lower the cost.
-    """
-    size = heads // groups
-    if math.factorial(heads) // (math.factorial(size) ** groups * math.factorial(groups)) <= MOST_PARTITIONS:
-        return min(_partitions(tuple(range(heads)), size), key=lambda partition: sum(map(cost, partition)))
-    neighbours = [tuple(range(j * size, (j + 1) * size)) for j in range(groups)]
-    starts = (neighbours, _greedy(heads, size, cost))
-    found = min((_swapped(start, cost) for start in starts), key=lambda partition: sum(map(cost, partition)))
-    return tuple(sorted(found))
+    """The partition of `heads` into `groups` of equal size with the least summed cost, of all there are."""
+    return min(_partitions(tuple(range(heads)), heads // groups), key=lambda partition: sum(map(cost, partition)))
 
 
 def _partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
@@ -69,39 +59,6 @@ def _partitions(heads: Group, size: int) -> Iterator[tuple[Group, ...]]:
         group = (heads[0], *others)
         for rest in _partitions(tuple(head for head in heads if head not in group), size):
             yield (group, *rest)
-
-
-def _greedy(heads: int, size: int, cost: Cost) -> list[Group]:
-    """Group by group, the head that adds least to the first one left."""
-    left, found = list(range(heads)), []
-    while left:
-        group: Group = (left.pop(0),)
-        while len(group) < size:
-            chosen = min(left, key=lambda head: cost(tuple(sorted((*group, head)))))
-            left.remove(chosen)
-            group = tuple(sorted((*group, chosen)))
-        found.append(group)
-    return found
-
-
-def _swapped(start: list[Group], cost: Cost) -> list[Group]:
-    """No swap of two heads lowers the cost of what is returned."""
-    partition, improved = list(start), True
-    while improved:
-        improved = False
-        for one, other in combinations(range(len(partition)), 2):
-            for first, second in _swaps(partition[one], partition[other]):
-                before = cost(partition[one]) + cost(partition[other])
-                if cost(first) + cost(second) < (1 - 1e-9) * before:
-                    partition[one], partition[other], improved = first, second, True
-                    break
-    return partition
-
-
-def _swaps(one: Group, other: Group) -> Iterator[tuple[Group, Group]]:
-    for a in one:
-        for b in other:
-            yield tuple(sorted({*one, b} - {a})), tuple(sorted({*other, a} - {b}))
 
 
 def _lost_keys(moments: Moments, group: Group, rotary: Rotary, free_keys: bool) -> float:

@@ -41,7 +41,7 @@ def _other_head_dim(config: ModelConfig) -> bool:
 class Limit:
     """An engine, the model types it has trouble with, when, and what happens.
 
-    In `text`, {model_type}, {theta}, {rope}, {head_dim} and {activation} stand for those of the checkpoint.
+    In `text`, {model_type}, {theta}, {rope} and {head_dim} stand for those of the checkpoint.
     """
 
     engine: str
@@ -57,8 +57,6 @@ LIMITS: tuple[Limit, ...] = (
           "its converter gives {model_type} one KV head, so it cannot load the result"),
     Limit("llama.cpp", ("falcon", "gemma", "gemma2", "stablelm"), _other_theta,
           "its converter does not write the rope_theta of {model_type}: it computes with 10000, not {theta}"),
-    Limit("llama.cpp", ("nemotron",), lambda config: bool(config.text.hidden_act != "relu2"),
-          "it has squared ReLU built in for {model_type}: it computes with that, not {activation}"),
     Limit("CTranslate2", ("falcon", "gemma", "gemma2"), _other_theta,
           "its loader does not read the rope_theta of {model_type}: it computes with 10000, not {theta}"),
     Limit("llama.cpp", ("qwen2",), _other_head_dim,
@@ -84,7 +82,6 @@ def engine_notes(config: ModelConfig, cache: KVCache) -> tuple[str, ...]:
         "theta": f"{theta:.12g}" if isinstance(theta, float) else theta,
         "rope": _rope(config, "rope_type", None),
         "head_dim": config.main.key_dim,
-        "activation": getattr(config.text, "hidden_act", None),
     }
     met = [limit for limit in LIMITS if model_type in limit.model_types and limit.when(config)]
     notes = [f"{limit.engine}: {limit.text.format(**facts)}" for limit in met]

@@ -57,7 +57,7 @@ def _copied(config: Any, *names: str) -> dict[str, Any]:
 
 
 def _like_neox(config: Any) -> dict[str, Any]:
-    """What Phi, Starcoder2 and Nemotron call as GPT-NeoX does. `rope_theta` and its like are where both transformers
+    """What Phi and Starcoder2 call as GPT-NeoX does. `rope_theta` and its like are where both transformers
     4 and 5, and serving engines, read them.
     """
     rope = dict(config.rope_parameters)
@@ -81,18 +81,10 @@ def _phi_of_neox(config: Any) -> dict[str, Any]:
 
 def _starcoder2_of_neox(config: Any) -> dict[str, Any]:
     made = _like_neox(config)
-    del made["partial_rotary_factor"]  # it knows none
+    if (part := made.pop("partial_rotary_factor")) != 1:
+        raise RefusedError(f"no class has sequential layers with {part:g} of each head rotated (rotary_pct)")
     dropout = {"residual_dropout": config.hidden_dropout, "embedding_dropout": config.hidden_dropout}
     return made | {"norm_epsilon": config.layer_norm_eps, "use_bias": True, "sliding_window": None} | dropout
-
-
-def _nemotron_of_neox(config: Any) -> dict[str, Any]:
-    return _like_neox(config) | {
-        "head_dim": config.hidden_size // config.num_attention_heads,
-        "norm_eps": config.layer_norm_eps,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": True,
-    }
 
 
 def _phi_of_gptj(config: Any) -> dict[str, Any]:
@@ -147,31 +139,29 @@ def _linear(rows: Mapping[_Role, Rows | None], stored: str, **options: Any) -> I
 
 def _of_neox(
     target: str, architecture: str, names: tuple[str, str, str], config: Callable[[Any], dict[str, Any]],
-    *, biases: bool = True, folded: bool = False, shift: float = 0.0, **how: Any,
+    *, folded: bool = False, **how: Any,
 ) -> Recasting:  # fmt: skip
     """Of GPT-NeoX.
 
     names: What the target calls the layers out of attention, up and down.
-    biases: Whether attention always has some.
     folded: Whether the LayerNorms of a layer are folded into what reads them, which stands beside one that is neutral.
-    shift: What is added to the weights of LayerNorms, where the target's class adds the opposite.
     """
     output, up, down = names
     attention, mlp = f"{_NEOX}.input_layernorm", f"{_NEOX}.post_attention_layernorm"
     rows: dict[_Role, Rows | None] = {role: partial(_per_head, role) for role in _ROLES}
-    qkv = _linear(rows, f"{_NEOX}.attention.query_key_value", norm=attention if folded else None, always_bias=biases)
+    qkv = _linear(rows, f"{_NEOX}.attention.query_key_value", norm=attention if folded else None, always_bias=True)
     parts = [
         Module("model.embed_tokens", "embed_in"),
         *qkv,
-        Module(f"{_ATTENTION}.{output}", f"{_NEOX}.attention.dense", always_bias=biases),
+        Module(f"{_ATTENTION}.{output}", f"{_NEOX}.attention.dense", always_bias=True),
         Module(f"{_LAYER}.mlp.{up}", f"{_NEOX}.mlp.dense_h_to_4h", norm=mlp if folded else None),
         Module(f"{_LAYER}.mlp.{down}", f"{_NEOX}.mlp.dense_4h_to_h"),
         Module("lm_head", "embed_out|lm_head", always_bias=folded, tied="embed_in"),
-        Module(f"{_LAYER}.input_layernorm", attention, neutral=folded, shift=shift),
-        Module("model.final_layernorm" if folded else "model.norm", "final_layer_norm", shift=shift),
+        Module(f"{_LAYER}.input_layernorm", attention, neutral=folded),
+        Module("model.final_layernorm" if folded else "model.norm", "final_layer_norm"),
     ]
     if not folded:
-        parts.append(Module(f"{_LAYER}.post_attention_layernorm", mlp, shift=shift))
+        parts.append(Module(f"{_LAYER}.post_attention_layernorm", mlp))
     dropped = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
     return Recasting(
         "gpt_neox", target, architecture, config, prefix="gpt_neox.", parts=tuple(parts), dropped=dropped, **how
@@ -212,18 +202,7 @@ NATIVE: tuple[Recasting, ...] = (
         ("o_proj", "c_fc", "c_proj"),
         _starcoder2_of_neox,
         which="sequential, fully rotary (RedPajama-INCITE)",
-        when=lambda config: not config.use_parallel_residual and config.rope_parameters["partial_rotary_factor"] == 1,
-    ),
-    _of_neox(
-        "nemotron",
-        "NemotronForCausalLM",
-        ("o_proj", "up_proj", "down_proj"),
-        _nemotron_of_neox,
-        biases=False,
-        shift=-1.0,
-        which="sequential, partly rotary",
         when=lambda config: not config.use_parallel_residual,
-        note="its LayerNorms store w - 1",
     ),
     _phi_of(
         "gptj",

@@ -140,7 +140,6 @@ class Module:
     always_bias: Whether the target has a bias where the source has none: zeros.
     transposed: Whether the source stores W as (in, out).
     tied: An embedding that is the weight where there is none of its own and the config says so.
-    shift: What is added to the weight; a LayerNorm's class may add the opposite to what it stores.
     neutral: Whether it is a LayerNorm that was folded: its weight is 1 and its bias 0.
     """
 
@@ -151,7 +150,6 @@ class Module:
     always_bias: bool = False
     transposed: bool = False
     tied: str | None = None
-    shift: float = 0.0
     neutral: bool = False
 
     def recipes(self, place: Place) -> Iterator[tuple[str, Recipe]]:
@@ -175,8 +173,7 @@ class Module:
             yield "weight", Recipe((weight, place.need(self.norm, "weight")), lambda t: laid_out(t[0]) * t[1])
         else:
             weight = place.need(self.source, "weight")
-            changed = (lambda t: t[0] + self.shift) if self.shift else (lambda t: laid_out(t[0])) if moves else None
-            yield "weight", Recipe((weight,), changed)
+            yield "weight", Recipe((weight,), (lambda t: laid_out(t[0])) if moves else None)
         if self.norm and (shift := place.find(self.norm, "bias")):  # b + W c, of (W, c) or (W, c, b)
             sources = (weight, shift, bias) if bias else (weight, shift)
             yield "bias", Recipe(sources, lambda t: sum(map(laid_out, t[2:]), laid_out(t[0]) @ t[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import DISTANCES, READ
 from gqa.eval.scoring import score
-from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_side_by_side, measure_speeds
+from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_speeds
 from gqa.eval.study.directory import (
     RECORD,
     SCHEMA,
@@ -94,9 +93,9 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
     this model cannot have are left out instead.
     """
     subject = open_subjects([options.model], options.training.trust_remote_code)[0]
-    devices = tuple(map(evaluate.usable_device, options.devices or (None,)))
     training = replace(options.training, model=subject.path)
-    options = replace(options, training=training, devices=devices)
+    options = replace(options, training=training)
+    evaluate.usable_device(options.device)  # or refused
     subject.check_reads_text("gqa-ablate")
     if training.target_field and not subject.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {subject.name} is none; leave it out")
@@ -150,10 +149,9 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     Other methods than those that align merge neighbours whatever `grouping` says.
     """
     config, left_out = make_plan(subject.checkpoint, (grid.groups or (1,))[0], "mean").config, {}
-    methods = dict(grid.methods)
-    if seeds := methods.pop(AUTO, None):
-        found = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).method
-        methods[found] = max(seeds, methods.get(found, 0))
+    methods = list(grid.methods)
+    if AUTO in methods:
+        methods[methods.index(AUTO)] = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).method
     grid = replace(grid, methods=methods, groups=grid.settled(config.main.kv))
     for method, groups in product(grid.methods, grid.groups or ()):
         try:
@@ -163,8 +161,7 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
             if strict or not METHODS[method].aligns:
                 raise
             left_out[method] = str(error)
-    methods = {method: seeds for method, seeds in grid.methods.items() if method not in left_out}
-    return config, replace(grid, methods=methods), left_out
+    return config, replace(grid, methods=[method for method in methods if method not in left_out]), left_out
 
 
 def _encoder(subject: Subject) -> PairEncoder | None:
@@ -229,14 +226,13 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         this: Row = {
             "command": command,
             "recipe": asked(),
-            **evaluate.environment(options.devices[0]),
-            "git": git(),
+            **evaluate.environment(options.run_device),
             "cells": 0,
         }
         record["runs"].append(this)
         constant = {name: value for name, value in study.identity.items() if not name.startswith("content")}
         versions = {f"version_{name.replace('-', '_')}": number for name, number in this["versions"].items()}
-        constant |= {"device": this["device"], **versions, "git": this["git"]}
+        constant |= {"device": this["device"], **versions}
 
         def save() -> None:
             this["seconds"] = time.perf_counter() - start
@@ -256,12 +252,8 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
             bench, record["source"] = _measure_source(study, work)
             record["source"] |= speeds[heads]
             save()
-            conversions = [list(cells) for _, cells in groupby(left, key=lambda cell: cell.conversion)]
-            if options.jobs > 1 or options.devices != (evaluate.usable_device(None),):  # processes see one device each
-                measure_side_by_side(bench, conversions, max(options.jobs, len(options.devices)), keep)
-            else:
-                for cells in conversions:
-                    measure_conversion(bench, cells, keep)
+            for _, cells in groupby(left, key=lambda cell: cell.conversion):
+                measure_conversion(bench, list(cells), keep)
             rows.rewrite(speeds)
         record["source"] |= speeds[heads]
         save()
@@ -274,13 +266,13 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
     """What cells are measured with, and the source's numbers."""
     subject, options, start = study.subject, study.options, time.perf_counter()
     how = EvaluateOptions(
-        batch_size=options.eval_batch, precision=options.dtype, device=options.devices[0], kl=options.kl,
+        batch_size=options.eval_batch, precision=options.dtype, device=options.run_device, kl=options.kl,
         baseline_cache=work / BASELINE if options.kl else None, quiet=True,
     )  # fmt: skip
     nats = evaluate.measure_quality([subject], study.text, how)
     key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
     layers = len(subject.cache.layers) if subject.cache else 0
-    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, options.devices[0], layers), {}
+    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, layers), {}
     for bits in study.grid.cache_bits or ():  # refused before anything is converted and trained
         with bench.cache_of(bench.load(subject.path, options.dtype), bits):
             pass
@@ -304,15 +296,6 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
         **told,
         "seconds": time.perf_counter() - start,
     }
-
-
-def git() -> str | None:
-    """The commit of this program where it runs from a repository."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
@@ -342,7 +325,7 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
 def forward_rate(study: Study) -> float:
     """Tokens a second of the source: the fastest of three passes over some windows, after a first one."""
     options = study.options
-    head = ChunkedHead(load_model(study.subject.path, dtype=options.dtype, device=options.devices[0]))
+    head = ChunkedHead(load_model(study.subject.path, dtype=options.dtype, device=options.run_device))
     windows, seconds = study.text.windows[: options.eval_batch], []
     for _ in range(4):
         start = time.perf_counter()
@@ -362,7 +345,7 @@ def cost_table(study: Study) -> Table:
     ]  # fmt: skip
     note = (
         f"{len(left)} of {len(records)} cells to measure, about "
-        f"{sum(left.values()) / rate / study.options.jobs / 60:.1f} minutes and the source's evaluation; from "
+        f"{sum(left.values()) / rate / 60:.1f} minutes and the source's evaluation; from "
         f"{rate:,.0f} tokens/s of a forward pass timed now: training counts {TRAINING:g} passes (a teacher "
         f"{TEACHING:g} more), measuring 1, converting as gqa-convert --dry-run says"
     )

@@ -1,29 +1,19 @@
-"""From cells to rows: convert once, train once along all alphas, and measure at each of them; conversions one after
-another, or side by side in processes of their own.
-"""
+"""From cells to rows: convert once, train once along all alphas, and measure at each of them."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, cycle, islice
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection, wait
+from itertools import chain
 from pathlib import Path
-from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
-import transformers
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
@@ -37,9 +27,8 @@ from gqa.convert.align.find_maps import find_maps
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
-from gqa.eval.attention_error import attention_errors
 from gqa.eval.decode import measure_decode
-from gqa.eval.evaluate import Probe, decode_contexts, some_windows, summary
+from gqa.eval.evaluate import Probe, decode_contexts, summary
 from gqa.eval.report import recalled
 from gqa.eval.scoring import score
 from gqa.eval.stored_baseline import StoredBaseline
@@ -58,8 +47,7 @@ Done = Callable[..., None]  # gets a cell, and its error or the columns that wer
 
 @dataclass
 class Bench:
-    """What cells are measured with, found out once. Each process has its own, which keeps the source in memory: as
-    teacher, and as what outputs are compared with.
+    """What cells are measured with, found out once. It keeps the source in memory, as teacher.
 
     source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
     `work`; steps: of each alpha; layers: how many have a KV cache; probe: what is asked about the context, if
@@ -72,20 +60,15 @@ class Bench:
     source_nats: NDArray[np.float32]
     baseline_key: str
     steps: dict[float, int]
-    device: str
     layers: int = 0
     probe: Probe | None = None
 
     def load(self, path: Path | str, dtype: str) -> PreTrainedModel:
-        return load_model(str(path), dtype=dtype, device=self.device)
+        return load_model(str(path), dtype=dtype, device=self.options.run_device)
 
     @cached_property
     def teacher(self) -> PreTrainedModel:
         return self.load(self.options.model, "auto")
-
-    @cached_property
-    def source(self) -> PreTrainedModel:
-        return self.teacher if self.options.dtype == "auto" else self.load(self.options.model, self.options.dtype)
 
     @cached_property
     def baseline(self) -> StoredBaseline | None:
@@ -158,17 +141,6 @@ class Bench:
         hits = score(head, firsts, batch_size=self.options.eval_batch).hits
         return {"recall_first_reading": float(hits.mean())}
 
-    def merge_errors(self, model: PreTrainedModel) -> Row:
-        """Columns of what merging did to each attention module's output."""
-        errors = attention_errors(self.source, model, some_windows(self.text))
-        if not errors:
-            return {}
-        own, accumulated = ([error[kind] for error in errors] for kind in ("own", "accumulated"))
-        return {
-            "merge_error": sum(own) / len(own), "merge_error_accumulated": sum(accumulated) / len(accumulated),
-            "merge_errors": own, "merge_errors_accumulated": accumulated,
-        }  # fmt: skip
-
 
 def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Callable[[Row], None]) -> None:
     """Report a row for each of the cells of one conversion, as soon as it is there; what goes wrong is a row too.
@@ -199,7 +171,6 @@ def measure_conversion(bench: Bench, cells: Sequence[Cell], report: Callable[[Ro
         seconds = convert(bench, cells[0], work)
         model = bench.load(work / CONVERTED, bench.options.dtype)
         for some, found in bench.qualities(model, [cell for cell in cells if not cell.alpha]):
-            found |= {} if some[0].bits else bench.merge_errors(model)
             for cell in some:
                 done(cell, **found, train_tokens=0, seconds_converting=seconds, seconds_training=0.0)
     for run in bench.options.runs(list(left)):
@@ -230,7 +201,7 @@ def convert(bench: Bench, cell: Cell, work: Path) -> float:
         maps = work / "maps.safetensors"
         if not maps.exists():
             work.mkdir(exist_ok=True)
-            find_maps(plan, maps, options.maps_of(cell, bench.device))
+            find_maps(plan, maps, options.maps_of(cell))
     convert_checkpoint(
         options.model, cell.groups, work / CONVERTED, method=method, seed=cell.seed, maps=maps, overwrite=True
     )
@@ -274,80 +245,6 @@ def train_along(
     shutil.rmtree(setup.states.directory, ignore_errors=True)
 
 
-def measure_side_by_side(
-    bench: Bench, conversions: Sequence[Sequence[Cell]], jobs: int, report: Callable[[Row], None]
-) -> None:
-    """Measure the cells of each conversion, up to `jobs` conversions at a time, on the study's devices in turn.
-
-    Processors' threads are shared out. A process that dies (for lack of memory, say) fails the cells it was at.
-    """
-    threads = max(1, torch.get_num_threads() // jobs)
-    waiting, free = deque(conversions), deque(islice(cycle(bench.options.devices), jobs))
-    processes: dict[Any, Any] = {}  # by where their rows come from, with the cells that they have not reported
-    context = get_context("spawn")
-    try:
-        while waiting or processes:
-            while waiting and free:
-                cells, (rows, theirs) = waiting.popleft(), context.Pipe(duplex=False)
-                own = replace(bench, device=free.popleft())
-                process = context.Process(target=_measure, args=(own, threads, cells, theirs))
-                process.start()
-                theirs.close()  # so that the rows end with the process
-                processes[rows] = process, own.device, list(cells)
-            for ready in cast(list[Connection], wait(list(processes))):
-                process, device, left = processes[ready]
-                try:
-                    row = ready.recv()
-                except (EOFError, OSError):  # between two rows, or in the middle of one
-                    process.join()
-                    del processes[ready]
-                    free.append(device)
-                    for cell in left:
-                        report(cell.row("its process was ended, as it is where memory runs out"))
-                else:
-                    left.remove(Cell.of(row))
-                    report(row)
-    finally:
-        for process, *_ in processes.values():  # a training saves its state before it ends
-            process.terminate()
-        for process, *_ in processes.values():
-            process.join()
-
-
-def alone(device: str, seen: str | None) -> tuple[str, str | None]:
-    """What a process calls `device`, and the CUDA_VISIBLE_DEVICES with which it sees no other (None: as they are).
-
-    accelerate takes the first device that it sees. `seen` is what the variable is now, by whose numbers devices go.
-    """
-    kind, _, number = device.partition(":")
-    if kind == "cpu":
-        return kind, ""
-    if kind != "cuda" or not number:
-        return kind, None
-    return kind, seen.split(",")[int(number)] if seen else number
-
-
-def _measure(bench: Bench, threads: int, cells: Sequence[Cell], rows: Connection) -> None:
-    """What a process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process decides
-    Thread(target=_follow, daemon=True).start()
-    transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(threads)
-    bench.device, seen = alone(bench.device, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if seen is not None:  # torch reads it when it first looks for a GPU
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen
-    with suppress(StoppedError):  # a signal to this process alone; cells that have no row have failed
-        measure_conversion(bench, cells, rows.send)
-
-
-def _follow() -> None:
-    """The first process, which may be killed."""
-    first = parent_process()
-    assert first is not None
-    first.join()
-    os._exit(1)
-
-
 def measure_speeds(
     subject: Subject, options: StudyOptions, sizes: Mapping[str, tuple[int, int | None]], work: Path
 ) -> dict[str, dict[str, Any]]:
@@ -358,7 +255,6 @@ def measure_speeds(
     sizes: the groups and the bits of each.
     """
     found: dict[str, dict[str, Any]] = {}
-    caches = {}
     for name, (groups, bits) in sizes.items():
         plan = make_plan(subject.checkpoint, groups, "mean")
         cache = plan.cache_after.quantised(bits) if bits else plan.cache_after
@@ -366,19 +262,18 @@ def measure_speeds(
         found[name] = {"kv_bytes_per_token": after, "kv_share": after / before}
         if cross := cache.cross_bytes_per_token:
             found[name]["cross_bytes_per_token"] = cross  # of each token of the source
-        if not bits:
-            caches[name] = cache
-    if not (options.decode and caches):
+    whole = [name for name, (_, bits) in sizes.items() if not bits]
+    if not (options.decode and whole):
         return found
     asked = (options.decode_context,) if options.decode_context else None
     context = decode_contexts([subject], asked, STEPS)[-1]
     models = {}
-    for name in caches:
+    for name in whole:
         place = work / f"speed-g{name}"
         convert_checkpoint(options.model, sizes[name][0], place, overwrite=True, method="mean")
-        models[name] = load_model(str(place), dtype=options.dtype, device=options.devices[0])
+        models[name] = load_model(str(place), dtype=options.dtype, device=options.run_device)
         shutil.rmtree(place)
-    timed = measure_decode(models, caches, [options.decode_batch], [context], STEPS, REPEATS)
+    timed = measure_decode(models, [options.decode_batch], [context], STEPS, REPEATS)
     for name, (point,) in timed.items():
         found[name] |= {
             "decode_seconds_per_token": point["seconds_per_token"],

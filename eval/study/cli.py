@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Examples:
   gqa-ablate ./Llama-2-7b-hf --data corpus.jsonl --heldout-fraction 0.01 -o study
-  gqa-ablate MODEL --data stdlib:train --methods mean,first,random:3,refined --groups 1,2,4,8 \\
+  gqa-ablate MODEL --data stdlib:train --methods mean,first,refined --groups 1,2,4,8 \\
       --alphas 0,0.01,0.05,0.1 -o study
   gqa-ablate -o study --recommend --max-loss-increase 0.05
   gqa-ablate -o study --recommend --kv-bytes 512
@@ -105,7 +105,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
             click.echo(cost_table(study).text())
             return
         try:
-            say_device(", ".join(study.options.devices), quiet)
+            say_device(study.options.run_device, quiet)
             rows = measure(study, quiet, shlex.join(["gqa-ablate", *sys.argv[1:]]))
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
@@ -118,7 +118,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
 
 def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:
     """What the options of the command that runs say. Raises RefusedError for what no method of them uses."""
-    methods = {method: seeds or options["seeds"] for method, seeds in options["methods"]}
+    methods = options["methods"]
     known = {*methods} - {AUTO} | ({*AUTOMATIC} if AUTO in methods else set())
     refuse_unused(known, f"--methods {','.join(methods)}")
     text = {name: options[name] for name in ("field", "target_field", "trust_remote_code")}
@@ -126,7 +126,7 @@ def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[Study
     maps = _MAPS.read(options, seed=0, device=None, **text)  # each cell has its own
     more = {name: options[name] for name in ("data", "precision", "save_minutes")}
     training = _UPTRAIN.read(options, model=model, output=output, **more)
-    return STUDY.read(options, training=training, maps=maps), GRID.read(options, methods=methods)
+    return STUDY.read(options, training=training, maps=maps), GRID.read(options)
 
 
 def measure(study: Study, quiet: bool, words: str) -> Rows:

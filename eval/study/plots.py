@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pandas
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from gqa.convert.methods import METHODS
 from gqa.eval.plots import COLOURS, MARKERS, look, panels, powers_of_two
 from gqa.eval.study.directory import Row
 from gqa.eval.study.study import UNMERGED
-from gqa.eval.study.tradeoff import BASE, heads, measured, pareto_front, points
+from gqa.eval.study.tradeoff import BASE, heads, pareto_front, points
 
 # Their colours, from the second on; what else is registered comes after them. The last is yellow.
 _METHODS = ("mean", "first", "random", "aligned", "calibrated", "refined", "procrustes")
@@ -30,7 +30,7 @@ def draw_study(rows: Iterable[Row], source: Row, directory: Path) -> list[tuple[
     study = _Study(rows, source, directory)
     pictures = {
         "frontier": study.frontier, "tradeoff": study.tradeoff, "alphas": study.alphas, "recall": study.recall,
-        "groups": study.groups, "layers": study.layers,
+        "groups": study.groups,
     }  # fmt: skip
     return [(name, title) for name, draw in pictures.items() if (title := draw())]
 
@@ -43,7 +43,7 @@ class _Study:
     """
 
     def __init__(self, rows: Iterable[Row], source: Row, directory: Path) -> None:
-        self.rows, self.every, self.source, self.directory = measured(rows), points(rows), source, directory
+        self.every, self.source, self.directory = points(rows), source, directory
         self.points = self.every[self.every.bits == 0]
         self.merged = self.points[~self.points.method.isin(UNMERGED)]
         self.looks = _looks(self.every[~self.every.method.isin(UNMERGED)])
@@ -170,32 +170,6 @@ class _Study:
                 axis.set_xlabel("key/value heads")
                 axis.set_ylim(bottom=0)
         return "Memory and time of decoding by the number of heads (figure 6); error bars: fastest and slowest"
-
-    def layers(self) -> str:
-        """What merging does to each attention module, before any training."""
-        if "merge_errors" not in self.rows:
-            return ""
-        plain = self.rows[self.rows.merge_errors.notna() & self.rows.series.isin(self.looks)]
-        if plain.empty:
-            return ""
-        counts = sorted(plain.groups.unique())
-        plain = plain.drop_duplicates(["method", "groups", "seed"])
-        kinds = {"merge_errors": "each alone", "merge_errors_accumulated": "accumulated"}
-        width = max(6, 3.6 * len(counts))
-        with panels(self.directory, "layers", 2, len(counts), width=width, height=7, **_SHARED) as axes:
-            for line, (column, kind) in zip(axes, kinds.items(), strict=True):
-                line[0].set_ylabel(kind)
-                for axis, count in zip(line, counts, strict=True):
-                    for series, seeds in plain[plain.groups == count].groupby("series", sort=False)[column]:
-                        axis.plot(np.mean(seeds.tolist(), axis=0), label=series, **self.looks[series])
-                    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes[0, 0].set_yscale("log")  # of all: they share it
-            axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-            for axis, below, count in zip(*axes, counts, strict=True):
-                axis.set_title(heads(count))
-                below.set_xlabel("layer")
-            axes[0, 0].figure.supylabel("error of attention outputs, relative to their size", fontsize=13)
-        return "What merging does to each layer's attention output, untrained"
 
 
 def _best(found: pandas.DataFrame, column: str) -> pandas.DataFrame:

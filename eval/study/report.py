@@ -13,13 +13,11 @@ import pandas
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
 from gqa.eval.report import measured_with, verdict
-from gqa.eval.study.checks import checks
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, points, recommend
 from gqa.eval.tables import Table, filled, table
 
-BUDGETS = (0.01, 0.03, 0.1, 0.3, 1.0)  # nats per token
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
 CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
@@ -78,14 +76,7 @@ def open_results(directory: Path) -> Results:
 def _tables(results: Results) -> Iterator[Table]:
     """All of the report, the short one first."""
     yield short_table(results)
-    yield _budgets(results)
     yield _recall(results)
-    if found := list(checks(results.points)):
-        rows = tuple((c.claim, c.where, "agrees" if c.agrees else "does not", c.detail) for c in found)
-        note = f"{sum(c.agrees for c in found)} of {len(found)} agree; numbers are nats per token, of means over seeds"
-        yield Table(
-            "Where this agrees with the paper", ("claim of the GQA paper", "where", "this study", "numbers"), rows, note
-        )
     if failed := results.failed:
         columns = filled(CELL | {"why": "{error}"}, failed)
         yield table("Cells that failed", columns, failed, "the same command tries them again")
@@ -149,19 +140,6 @@ def _cells(results: Results) -> Table:
     return table("Cells", filled(_CELLS, rows), rows, note, meanings=meanings)
 
 
-def _budgets(results: Results) -> Table:
-    records = []
-    for budget in BUDGETS:
-        chosen = recommend(results.points, results.source, Bounds(budget)).chosen
-        found = {"series": "nothing smaller than the base model"} if chosen is None else chosen.to_dict()
-        records.append(found | {"budget": budget})
-    columns = {
-        "nats above base, at most": "{budget:g}", "method": "{series}", "KV heads": "{groups}", "alpha": "{alpha:g}",
-        **_BYTES, "of the base model's": "{kv_share:.0%}", "above": "{worst:+.4f}",
-    }  # fmt: skip
-    return table("The smallest cache within a budget", columns, records, "of the worst seed")
-
-
 def write_study_report(results: Results, bounds: Bounds) -> list[str]:
     """report.html and, where matplotlib is installed, pictures beside the rows; returns all names.
 
@@ -183,10 +161,9 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
     made = list(dict.fromkeys(one_line(run["command"], 4000) for run in runs))
     if advised.commands:
         made += ["", "# what is recommended", *advised.commands]
-    commit = f", commit {last['git']}" if last.get("git") else ""
     title, verdicts = f"{results.name}: methods, groups and training", _verdicts(results, advised)
     lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
-    foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}{commit}."])
+    foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}."])
     tables = list(_tables(results))
     Page(title=title, verdicts=verdicts, lead=lead, pictures=pictures, tables=tables, commands=made, foot=foot).write(
         directory

@@ -29,19 +29,6 @@ TRAINING = ("data", "field", "target_field", "heldout", "heldout_fraction", "pre
 _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
 
 
-class _Seeded(click.ParamType[tuple[str, int | None]]):
-    """A method, and how many seeds of it where that is said: `random:3`."""
-
-    name = "method"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int | None]:
-        method, colon, count = str(value).partition(":")
-        Choice((AUTO, *METHODS)).convert(method, param, ctx)
-        if colon and not (count.isdigit() and int(count)):
-            self.fail(f"{count!r} is no number of seeds; give them like random:3", param, ctx)
-        return method, int(count) if colon else None
-
-
 class Cell(NamedTuple):
     """One measurement: a conversion, trained on a share `alpha` of the data. `train`: which weights; `teacher`: none or
     source. The seed is that of the method and of the order of the data. `bits`: of a number in the KV cache, where it
@@ -94,13 +81,13 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination is a cell. `methods`: how many seeds each has; `groups`: none until they are `settled`."""
+    """Every combination is a cell. `groups`: none until they are `settled`."""
 
-    methods: Mapping[str, int] = option_field(
+    methods: Sequence[str] = option_field(
         MISSING,
         "How heads are merged: those of the default as far as MODEL can have them, or any; random is a control, auto "
-        "what gqa-convert takes. METHOD:N for N seeds of one.",
-        aliases="--method", type=Several(_Seeded()), metavar="METHOD[,...]", multiple=False,
+        "what gqa-convert takes.",
+        aliases="--method", type=Several(Choice((AUTO, *METHODS))), metavar="METHOD[,...]", multiple=False,
         default="mean,first,aligned,calibrated,refined",
     )  # fmt: skip
     groups: Sequence[int] | None = option_field(
@@ -153,11 +140,10 @@ class Grid:
         found = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, each) for each in bits}
         for groups in self.settled(heads):
             merged = groups < heads
-            methods = self.methods if merged else {UNMERGED[groups > heads]: self.seeds}
-            for method, seeds in methods.items():
+            for method in self.methods if merged else [UNMERGED[groups > heads]]:
                 usual = "attention" if method in METHODS and METHODS[method].aligns else "all"
                 trains = [usual if name == AUTO else name for name in self.train]
-                variants = product(range(seeds), trains, self.teachers, self.alphas, (None, *bits))
+                variants = product(range(self.seeds), trains, self.teachers, self.alphas, (None, *bits))
                 found |= {Cell(method, groups, *variant) for variant in variants}
         return sorted(found, key=lambda cell: cell.order)
 
@@ -198,11 +184,7 @@ class StudyOptions:
         None, "How long the prompts of --decode are.  [default: the model's positions, 4096 at most]",
         type=Count(), metavar="COUNT",
     )  # fmt: skip
-    jobs: int = option_field(1, "Conversions side by side.", type=_POSITIVE)
-    devices: Sequence[str] = option_field(
-        (), "cpu, or cuda:0,cuda:1 ...: jobs take them in turn.  [default: a GPU where there is one]",
-        "--device", aliases="--devices", type=Several(str), metavar="NAME[,...]",
-    )  # fmt: skip
+    device: str | None = option_field(None)
 
     @property
     def model(self) -> str:
@@ -211,6 +193,13 @@ class StudyOptions:
     @property
     def output(self) -> Path:
         return self.training.output
+
+    @property
+    def run_device(self) -> str:
+        """Raises RefusedError where the device that is asked for cannot be used."""
+        from gqa.eval.evaluate import usable_device  # here: `--help` loads this file
+
+        return usable_device(self.device)
 
     def binding(self) -> dict[str, Any]:
         """What all cells of a study have in common, as columns of a table."""
@@ -252,15 +241,13 @@ class StudyOptions:
             self.training, model=str(converted),
             output=converted.with_name(f"{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
             train=cast(Scope, cell.train), teacher=self.model if cell.teacher == "source" else NO_TEACHER,
-            seed=cell.seed, keep_state=True,
+            seed=cell.seed, device=self.device, keep_state=True,
         )  # fmt: skip
 
-    def maps_of(self, cell: Cell, device: str) -> MapsOptions:
+    def maps_of(self, cell: Cell) -> MapsOptions:
         """How the heads of its conversion are calibrated."""
-        maps, seed = self.maps, cell.seed
-        return replace(
-            maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed), device=device
-        )
+        maps, seed = replace(self.maps, device=self.run_device), cell.seed
+        return replace(maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed))
 
 
 GRID, STUDY = OptionsOf(Grid), OptionsOf(StudyOptions)

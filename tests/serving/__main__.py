@@ -62,7 +62,6 @@ CASES: tuple[tuple[str, int | str, dict[str, Expected]], ...] = (
     ("Pythia", HEADS, {"llama.cpp": GELU}),
     ("Pythia", 2, {"llama.cpp": NOT_LOADED}),
     ("RedPajama", 2, {"llama.cpp": GELU}),
-    ("GPT-NeoX, sequential", 2, {"llama.cpp": MISREADS}),
     ("GPT-J", HEADS, {"llama.cpp": GELU}),
     ("GPT-2", 1, {"CTranslate2": AGREES, "llama.cpp": GELU}),
     # Layers with different numbers of heads, the first of them with the fewest: no engine may go by that.

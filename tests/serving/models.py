@@ -59,7 +59,6 @@ RANDOM: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GPTBigCode": ("GPTBigCodeForCausalLM", "gpt_bigcode", BIGCODE),
     "Pythia": ("GPTNeoXForCausalLM", "gpt_neox", {"hidden_act": "gelu"}),
     "RedPajama": ("GPTNeoXForCausalLM", "gpt_neox", SEQUENTIAL | {"rotary_pct": 1.0}),
-    "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", "gpt_neox", SEQUENTIAL),
     "GPT-J": ("GPTJForCausalLM", "gptj", GPT | {"rotary_dim": 16}),
     "GPT-2": ("GPT2LMHeadModel", "gpt2", GPT),
 }
