@@ -145,7 +145,7 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         *(f"note        {note}" for note in plan.engine_notes),
     ]
     if plan.method == "none":
-        lines.append("identity    these are the source's own key/value heads")
+        lines.append("identity    these are the model's own key/value heads")
     if not tensors:
         lines.append(f"tensors     {len(told['changed_tensors'])} changed")
     for tensor in plan.changed if tensors else ():

@@ -92,6 +92,6 @@ class Bar(Watcher):
             return ""
         errors = list(self.errors.items())
         rows = [errors[start : start + 5] for start in range(0, len(errors), 5)]
-        title = "layers      squared error of attention outputs, relative to the source's\n"
+        title = "layers      squared error of attention outputs, relative to the base model's\n"
         lines = ["on the calibration text", *("  ".join(f"{i:3d} {error:.4f}" for i, error in row) for row in rows)]
         return title + "\n".join(f"            {line}" for line in lines)

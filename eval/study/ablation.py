@@ -345,7 +345,7 @@ def cost_table(study: Study) -> Table:
     ]  # fmt: skip
     note = (
         f"{len(left)} of {len(records)} cells to measure, about "
-        f"{sum(left.values()) / rate / 60:.1f} minutes and the source's evaluation; from "
+        f"{sum(left.values()) / rate / 60:.1f} minutes and the base model's evaluation; from "
         f"{rate:,.0f} tokens/s of a forward pass timed now: training counts {TRAINING:g} passes (a teacher "
         f"{TEACHING:g} more), measuring 1, converting as gqa-convert --dry-run says"
     )

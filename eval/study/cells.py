@@ -76,7 +76,7 @@ class Bench:
             return None
         found = StoredBaseline.open(self.work / BASELINE, self.baseline_key)
         if found is None:
-            raise OutputError(f"{self.work} has lost the source's predictions; run the command again")
+            raise OutputError(f"{self.work} has lost the base model's predictions; run the command again")
         return found
 
     @contextmanager
