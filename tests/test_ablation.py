@@ -18,9 +18,11 @@ from embedded import SOURCE
 from studies import SAME, ablate, copied, measured, place, rows, study, untimed, words
 from training import tiny_checkpoint, words_for
 
+from gqa.convert.align.options import MapsOptions
 from gqa.eval.study import ablation
 from gqa.eval.study import cells as study_cells
-from gqa.eval.study.study import Cell, Grid
+from gqa.eval.study.study import Cell, Grid, StudyOptions
+from gqa.uptrain.options import TrainOptions
 
 
 def command(program: str, *given: object) -> str:
@@ -316,3 +318,12 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
     kept = rows(tmp_path / "study")[3:5]
     assert measured(tmp_path / "study", device="cpu")[3:5] == kept
     assert untimed(tmp_path / "study") == untimed(study())[:6]
+
+
+def test_training_is_where_the_rest_of_a_study_is() -> None:
+    options = StudyOptions(TrainOptions("model", Path()), MapsOptions(), device="cpu")
+    cell = Cell("mean", 1, 0, "all", "none", 0.1)
+    assert options.training_of(cell, Path("converted")).device == options.maps_of(cell).device == "cpu"
+    assert (
+        StudyOptions(TrainOptions("model", Path()), MapsOptions()).training_of(cell, Path("converted")).device is None
+    )

@@ -53,7 +53,7 @@ def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]
         ("gpt2", 2, r"--groups 2 is not possible for the 4 heads of source \(as gpt_bigcode\); choose 1 or 4"),
         ("gpt_neox", 3, r"for the 4 heads of source \(as phi\); choose 1, 2 or 4"),
         ("gpt_neox+rotary", 8, r"\(as starcoder2\); choose 1, 2 or 4"),
-        ("gpt_neox+rotary", {"rotary_pct": 0.25}, r"sequential layers with 0\.25 of each head rotated \(rotary_pct\)"),
+        ("gpt_neox", {"use_parallel_residual": False}, r"sequential layers with 0\.25 of each head rotated"),
         ("codegen+eight", 3, r"for the 8 heads of source \(as phi\); choose 1, 2, 4 or 8"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention: GPTBigCode has no cross-attention"),
         ("gpt2", {"activation_function": "gelu_mine"}, "no activation 'gelu_mine'; it has .*gelu_new"),
