@@ -15,6 +15,7 @@ from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 
+FILLED = 7 / 8  # of an accelerator's free memory, by weights alone
 _ADAPTED = ".base_layer.weight"  # of a layer that peft has put an adapter on
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def load_model(
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
-        device: A device, or `auto`: layer by layer all devices of this machine, then its memory, then its disk, as
-            accelerate does it.
+        device: A device, or `auto`: layer by layer all devices of this machine, each to `FILLED`, then its memory, then
+            its disk, as accelerate does it.
         host_memory: Bytes of the machine's memory that weights may take with `auto`; None for what is free.
         weights: Whether it has any; without, its parameters are on `meta` and what is stored is not looked at.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
@@ -81,7 +82,8 @@ def _spread(host_memory: int | None) -> dict[str, Any]:
     from accelerate.utils import get_max_memory
 
     logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # that some of it is not in memory
-    limits = get_max_memory() | ({"cpu": host_memory} if host_memory else {})
+    free = get_max_memory() | ({"cpu": host_memory} if host_memory else {})
+    limits = {place: int(of * FILLED) if isinstance(place, int) else of for place, of in free.items()}
     return {"device_map": "auto", "max_memory": limits, "offload_folder": tempfile.mkdtemp(prefix="gqa-offload-")}
 
 

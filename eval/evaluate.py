@@ -407,8 +407,8 @@ def measure_written(subjects: Sequence[Subject], text: Text, options: EvaluateOp
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:
     """Blocks that the model writes; those that it is calibrated on by default, where they are there."""
 
-    def write(dtype: str) -> PreTrainedModel:
-        return load(subject, replace(options, precision=dtype))
+    def write(dtype: str, device: str | None = options.device) -> PreTrainedModel:
+        return load(subject, replace(options, precision=dtype, device=device))
 
     found = sampled_blocks(write, run_device(options), subject.checkpoint, length, SAMPLES, 0, plain=True)
     return [found[index]["input_ids"] for index in range(len(found))]

@@ -90,6 +90,12 @@ def test_ranks_write_the_text_of_one_process(runs: Runs, tmp_path: Path) -> None
         written = [sum(map(int, Path(f"{told}-{rank}").read_text().split())) for rank in range(ranks)]
         assert sum(written) == 16 + 11
         assert max(written) <= -(-16 // ranks) + -(-11 // ranks)
+    cache, told = tmp_path / "cache", tmp_path / "told"
+    large = "import gqa.convert.align.self_samples as s; s.too_large = lambda *given: True"
+    before = f"keep_samples({str(cache)!r}, 4, {str(told)!r}); {large}"
+    runs.finish(*text, "-o", tmp_path / "large", ranks=2, program="calibrate", before=before)
+    assert next(cache.glob("*/*.int32")).read_bytes() == whole
+    assert not Path(f"{told}-1").exists(), "one process writes what no device holds"
 
 
 def test_heads_by_layer_are_chosen_alike(runs: Runs, tmp_path: Path) -> None:

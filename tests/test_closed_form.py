@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gqa.convert.align import alignment
+from gqa.convert.align import alignment, closed_form
 from gqa.convert.align.alignment import ridge, shared_key, shared_value
-from gqa.convert.align.closed_form import output_roots, position_weights, seen_keys, significance_of, visible
+from gqa.convert.align.closed_form import output_roots, position_weights, seen_keys, significance_of
 from gqa.convert.align.moments import Moments
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
@@ -128,17 +128,25 @@ def test_a_ridge_where_inputs_are_nothing_stays_at_its_start() -> None:
     assert torch.allclose(found[:, 2:], start[:, 2:])
 
 
-def test_what_an_error_of_scores_does_without_a_mask() -> None:
-    """Causal layers are given no mask either; in others the first query sees all keys."""
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_what_an_error_of_scores_does_without_a_mask(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal layers are given no mask either: their rows are those of a triangle, however many are looked at together.
+    In others the first query sees all keys.
+    """
+    monkeypatch.setattr(closed_form, "SCORES", 2 * 6 * rows)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 4, 8, generator=generator) for _ in range(3))
+    q, k, v = (torch.randn(2, 2, 6, 8, generator=generator) for _ in range(3))
     roots = output_roots(torch.randn(2, 8, 8, generator=generator))
-    causal, all_keys = (visible(None, 4, 4, order, q.device) for order in (True, False))
-    assert torch.equal(causal, all_keys.tril())
-    assert significance_of(q, k, v, causal, 0.3, roots)[0, :, 0].abs().max() < 1e-2  # one key takes all
-    assert significance_of(q, k, v, all_keys, 0.3, roots)[0, :, 0].min() > 0.1
-    bias = torch.zeros(1, 2, 4, 4).index_fill(3, torch.arange(1, 4), -torch.inf)
-    assert significance_of(q, k, v, all_keys, 0.3, roots, bias).max() < 1e-2, "a bias is part of the scores"
+    plain = torch.randn(1, 2, 6, 6, generator=generator)
+    for bias in (None, plain):
+        for causal in (True, False):
+            mask = torch.ones(1, 1, 6, 6).tril(0 if causal else 6)
+            found = significance_of(q, k, v, None, 0.3, roots, bias, causal)
+            for same in (mask.bool(), mask.log()):
+                torch.testing.assert_close(found, significance_of(q, k, v, same, 0.3, roots, bias))
+            assert bool(found[:, :, 0].max() < 0.1) is causal  # one key takes all
+    bias = torch.zeros(1, 2, 6, 6).index_fill(3, torch.arange(1, 6), -torch.inf)
+    assert significance_of(q, k, v, None, 0.3, roots, bias, False).max() < 0.1, "a bias is part of the scores"
 
 
 def test_keys_that_nobody_sees_are_padding() -> None:
@@ -147,14 +155,14 @@ def test_keys_that_nobody_sees_are_padding() -> None:
     mask[1, :, :, 2:] = False
     hidden = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) - 3
     for given in (mask, hidden):
-        assert seen_keys(given).tolist() == [[True, True, True, True], [True, True, False, False]]
+        assert seen_keys(given, given).tolist() == [[True, True, True, True], [True, True, False, False]]
     heads, generator = LayerHeads(2, 2, 4, 4), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (3, 4, 4))
     counts, found = torch.ones(2, 2, 3), []
     for padding in (0.0, 100.0):
         k[1, :, 2:] = v[1, :, 2:] = padding
         moments = Moments.zeros(heads, 1)
-        moments.add(q, k, v, counts, seen_keys(mask))
+        moments.add(q, k, v, counts, seen_keys(mask, k))
         found.append(moments.averaged(6))
     assert all(torch.equal(one, other) for one, other in zip(*(list(vars(m).values())[:4] for m in found), strict=True))
 

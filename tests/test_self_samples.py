@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import gqa.convert.align.self_samples as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
+from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.align.self_samples import Draw, Room, SampledBlocks, attend_one, sampled_blocks, samples
 from gqa.convert.align.watcher import Watcher
@@ -95,10 +96,36 @@ def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: py
     one = sampled(float32, 20)[0]
     expected = ids(one)
     one.file.unlink()
-    monkeypatch.setattr(module, "free_memory", lambda device: 1)
+    monkeypatch.setattr(module, "free_memory", lambda device: 1 << 40)
     monkeypatch.setattr(module, "at_once", lambda *given: 3 * 4 + 1)
     assert np.array_equal(ids(sampled(float32, 20)[0]), expected)
     assert asked == [1] * 5 + [3, 2]
+
+
+def test_a_model_that_no_device_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it in memory, the rest on the disk: the same bytes. What fits is loaded as ever."""
+    monkeypatch.setattr(module, "native_bfloat16", lambda device: False)
+    asked = list[str]()
+    weights = 4 * sum(tensor.numel() for tensor in teacher.parameters())
+    limits = {"cpu": weights // 2}
+    monkeypatch.setattr("accelerate.utils.get_max_memory", lambda *given: given[0] if given else limits)
+
+    def opened(dtype: str, device: str = "cpu"):
+        asked.append(device)
+        found = load_model(str(SOURCE), dtype=dtype, device=device)
+        assert found.dtype == torch.float32
+        on_disk = sum(tensor.numel() for tensor in found.parameters() if tensor.is_meta)
+        assert (on_disk > weights // 4 // 3) is (device == "auto")
+        return found
+
+    written = []
+    for free in (None, 2 * weights, weights):  # of which an eighth is kept free
+        monkeypatch.setattr(module, "free_memory", lambda device, free=free: free if device.type == "cpu" else None)
+        found = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 5, 0, plain=True)
+        written.append(found.file.read_bytes()[: 5 * SIZE * 4])
+        found.file.unlink()
+    assert asked == ["cpu", "cpu", "auto"]
+    assert written == written[:1] * 3
 
 
 def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def prepare(
             targets.check(model, tokenizer)
         for name in () if targets else options.teachers:
             original = open_model(name)
-            load = partial(_load, original, options, str(accelerator.device), weights=not dry)
+            load = partial(_load, original, options, device=str(accelerator.device))
             shared = not dry and accelerator.is_fsdp2 and teacher is None
             teacher = (
                 teacher or _load(original, options, str(accelerator.device), "auto", weights=not (dry or shared))
@@ -191,7 +191,7 @@ def _data(
 
 
 def _written(
-    teacher: Checkpoint, options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, watcher: Watcher,
+    teacher: Checkpoint, options: TrainOptions, load: Callable[..., PreTrainedModel], device: str, watcher: Watcher,
     write: bool, size: int, count: int,
 ) -> SampledBlocks:  # fmt: skip
     """So many blocks of `size` tokens that the teacher writes."""
@@ -200,7 +200,7 @@ def _written(
 
 
 def _maker(
-    teacher: Checkpoint, options: TrainOptions, load: Callable[[str], PreTrainedModel], device: str, watcher: Watcher,
+    teacher: Checkpoint, options: TrainOptions, load: Callable[..., PreTrainedModel], device: str, watcher: Watcher,
     size: int,
 ) -> PairMaker:  # fmt: skip
     """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
-from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
@@ -58,10 +59,7 @@ def write_blocks(
     watcher: Watcher,
 ) -> Ints:  # fmt: skip
     """(N, length) of what the model writes, as `sampled_blocks` gives it to all processes. Raises RefusedError."""
-
-    def load(dtype: str) -> PreTrainedModel:
-        return load_model(str(checkpoint.directory), dtype=dtype, device=device)
-
+    load = partial(load_model, str(checkpoint.directory), device=device)
     found = sampled_blocks(load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher, together=True)
     return np.stack([found[index]["input_ids"] for index in range(len(found))])
 

@@ -28,50 +28,55 @@ WHOLE = 1 << 28  # scores of all heads, above which none are held: kernels that 
 
 
 def significance_of(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, roots: Tensor, bias: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, roots: Tensor, bias: Tensor | None = None,
+    causal: bool = True,
+) -> Tensor:  # fmt: skip
     """(B, H, T) how far the loss of one key moves the layer's output for a query, squared and summed over its keys.
 
     Without a key the output is off by W_O (v - o) a / (1 - a), a the attention paid to the key, v its value and o what
     the query sees. To first order a wrong score moves it by W_O (v - o) a, which is next to nothing where one key takes
     all: there it is the look-up itself that can be lost. Caps and sinks are left out: it is a weight. Shapes as in
-    `Moments.add`; `roots` (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S).
+    `Moments.add`; `roots` (H, e, e) are `output_roots`; `mask` and `bias` (1 or B, 1 or H, T, S). Without a mask a
+    query sees the keys up to its own position, or all where attention is not `causal`.
     """
     repeat, rows = q.shape[1] // k.shape[1], max(1, SCORES // (len(q) * k.shape[2]))
     found = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for head in range(q.shape[1]):
         own = head // repeat
-        values = v[:, own].float() @ roots[head].to(v.device)  # (B, T, e)
+        values = v[:, own].float() @ roots[head].to(v.device)  # (B, S, e)
         sizes = values.square().sum(-1, keepdim=True)
+        moved = torch.cat([values, sizes, torch.ones_like(sizes)], -1)
         for first in range(0, q.shape[2], rows):
-            part = slice(first, first + rows)
-            added = _added(mask, head, part)
-            added = (added if bias is None else added + _added(bias, head, part)).float().expand(len(q), -1, -1)
-            scores = torch.baddbmm(added, q[:, head, part].float(), k[:, own].float().mT, alpha=scaling)  # (B, t, T)
-            paid = scores.softmax(-1).nan_to_num()
-            given = paid @ values
-            odds = (paid / (1 - paid).clamp_min(_LEAST)).square()
-            sums = odds @ torch.cat([values, sizes, torch.ones_like(sizes)], -1)  # (B, t, e + 2)
+            part = slice(first, min(first + rows, q.shape[2]))
+            reach = part.stop if mask is None and causal else k.shape[2]  # keys beyond it are seen by none of these
+            scores = (q[:, head, part].float() * scaling) @ k[:, own, :reach].float().mT  # (B, t, S)
+            if bias is not None:
+                scores += _of(bias, head, part)[..., :reach]
+            if mask is None:
+                if causal:
+                    scores[..., first:] += torch.full_like(scores[0, :, first:], -torch.inf).triu(1)
+            elif mask.dtype == torch.bool:
+                scores.masked_fill_(~_of(mask, head, part), -torch.inf)
+            else:
+                scores += _of(mask, head, part)
+            paid = scores.softmax(-1).nan_to_num_()
+            given = paid @ values[:, :reach]
+            odds = paid.div_((1 - paid).clamp_min_(_LEAST)).square_()
+            sums = odds @ moved[:, :reach]  # (B, t, e + 2)
             away = sums[..., -2] + sums[..., -1] * given.square().sum(-1) - 2 * (given * sums[..., :-2]).sum(-1)
             found[:, head, part] = away.clamp_min(0)
     return found
 
 
-def _added(mask: Tensor, head: int, rows: slice) -> Tensor:
-    """What of a mask (1 or B, 1 or H, T, S) is added to the scores of a head's queries, (1 or B, t, S)."""
-    of = mask[:, min(head, mask.shape[1] - 1), rows]
-    return torch.zeros(of.shape, device=of.device).masked_fill(~of, -torch.inf) if of.dtype == torch.bool else of
+def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
+    """The rows (1 or B, t, S) of a mask (1 or B, 1 or H, T, S) for a head's queries."""
+    return mask[:, min(head, mask.shape[1] - 1), rows]
 
 
-def visible(mask: Tensor | None, queries: int, keys: int, causal: bool, device: torch.device) -> Tensor:
-    """A mask as it is, or what none means: (1, 1, T, S)."""
+def seen_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
+    """(B or 1, S) which of the `keys` (B, Hk, S, d) any query may see: the others are padding."""
     if mask is None:
-        mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(0 if causal else keys)
-    return mask
-
-
-def seen_keys(mask: Tensor) -> Tensor:
-    """(B or 1, S) which keys any query may see: the others are padding."""
+        return torch.ones(1, keys.shape[2], dtype=torch.bool, device=keys.device)
     open_to = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     return open_to.flatten(1, 2).any(1)
 
@@ -196,12 +201,11 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
         q, k, v = seen.heads
         check_finite(task.own.index, q, k, v)
         causal = getattr(task.own.attention, "is_causal", True)
-        mask = visible(seen.mask, q.shape[2], k.shape[2], causal, q.device)
         scaling = seen.options.get("scaling") or q.shape[-1] ** -0.5
-        significance = significance_of(q, k, v, mask, scaling, roots, seen.options.get("position_bias"))
+        significance = significance_of(q, k, v, seen.mask, scaling, roots, seen.options.get("position_bias"), causal)
         significance = significance * task.counts[seen.rows][:, None].to(q.device)
         counted = task.counts[seen.rows].any(1, keepdim=True).to(q.device)  # blocks
-        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(mask) * counted)
+        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(seen.mask, k) * counted)
     add_up(moments.keys, moments.key_means, moments.queries, moments.values)
     moments.counted = int(total(moments.counted))
     return moments.averaged(task.positions)

@@ -8,6 +8,7 @@ continues, and every rank and every resumed run reads the same.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.devices import free_memory, native_bfloat16, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.loading import FILLED, ranks
 from gqa.checkpoint.processes import main_first, of_all, wait_for_everyone
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -76,7 +77,7 @@ class SampledBlocks:
 
 
 def sampled_blocks(
-    load: Callable[[str], PreTrainedModel],
+    load: Callable[..., PreTrainedModel],
     device: str,
     checkpoint: Checkpoint,
     size: int,
@@ -91,8 +92,9 @@ def sampled_blocks(
     token that a sample starts from if its tokenizer begins texts with it: text is read as the model is used. Unless
     `plain`, a part of them repeats itself, since nothing that a model writes exercises what finds things again.
 
-    `load` gives the model in the dtype of that name, on `device`; it is called if some of them are not there yet.
-    Raises RefusedError where it cannot be sampled from. Unless it is to `write`, they are none that could be read. All
+    `load(dtype=...)` gives the model on `device`; it is called if some of them are not there yet, with `device="auto"`
+    where its weights do not fit there (`too_large`). Then the main process writes all, over all devices. Raises
+    RefusedError where it cannot be sampled from. Unless it is to `write`, they are none that could be read. All
     processes call it `together`, or one of them calls it.
     """
     known = as_it_is(checkpoint)
@@ -104,14 +106,19 @@ def sampled_blocks(
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = _batch(known, size, dtype)
 
+    large = too_large(known, dtype, device)
+    alone = together and any(of_all(large))
+    together, how = together and not alone, {"device": "auto"} if large or alone else {}
     models, processes = list[PreTrainedModel](), ranks().num_processes if together else 1
 
     def begin(batches: int) -> int:
-        models.append(load(str(dtype).removeprefix("torch.")))
+        models.append(load(dtype=str(dtype).removeprefix("torch."), **how))
         watcher.stage(f"{checkpoint.name} writes", batches * batch * (size + lead - 1))
-        free = free_memory(models[0].device)
-        least = 0 if free is None else min(of_all(free) if together else [free])
-        return 1 if free is None else max(1, at_once(known, size, dtype, int(least)) // batch)
+        free = [free_memory(place) for place in {parameter.device for parameter in models[0].parameters()}]
+        if None in free:  # some of it is in the memory of the host or on its disk
+            return 1
+        least = len(free) * min(free)  # type: ignore[type-var]
+        return max(1, at_once(known, size, dtype, int(min(of_all(least) if together else [least]))) // batch)
 
     def written(numbers: range) -> Tensor:
         seeds = [batch_seed(seed, number) for number in numbers]
@@ -120,7 +127,8 @@ def sampled_blocks(
         )[:, lead:]
 
     told = f"{content(checkpoint)} {start} {lead} {seed} {size} {batch} {dtype}"
-    file = kept(told, size, batch, n_blocks, begin, written, together)
+    with main_first() if alone else nullcontext():  # the others find it done
+        file = kept(told, size, batch, n_blocks, begin, written, together)
     told = f"self {file.stem} {'plain' if plain else MIX}"
     return SampledBlocks(file, size, n_blocks, told, seed, 1 - lead, plain)
 
@@ -191,6 +199,13 @@ def _begins(checkpoint: Checkpoint, token: int) -> bool:
 def _batch(checkpoint: Checkpoint, length: int, dtype: torch.dtype) -> int:
     """As many sequences as SAMPLED_BYTES hold keys and values for: a step takes hardly longer for more of them."""
     return max(1, min(SAMPLED, SAMPLED_BYTES // _cache_bytes(checkpoint, length, dtype)))
+
+
+def too_large(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> bool:
+    """Whether weights in that dtype are more than `device` has free, beside what models leave to what is computed."""
+    weights = dtype.itemsize * sum(math.prod(spec.shape) for spec in checkpoint.tensors.values())
+    free = free_memory(torch.device(device))
+    return free is not None and weights > free * FILLED
 
 
 def at_once(checkpoint: Checkpoint, length: int, dtype: torch.dtype, free: int) -> int:
