@@ -170,8 +170,8 @@ _HEADINGS = {
     "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature match "
     "match-weight lora-rank precision "
     "calibration-precision eval-precision seed seeds kv-bytes max-loss-increase max-recall-loss baseline-cache "
-    "protocol stride fail-above shots limit include-tasks tasks-engine decode-batches decode-contexts decode-steps "
-    "decode-repeats decode-batch decode-context",
+    "baseline-mass protocol stride fail-above shots limit include-tasks tasks-engine decode-batches decode-contexts "
+    "decode-steps decode-repeats decode-batch decode-context",
     "Data": "data calibration tokens calibration-tokens context calibration-context train-context repeats "
     "calibration-repeats field target-field data-config split data-revision separator streaming heldout "
     "heldout-fraction heldout-tokens eval-tokens pretraining-tokens mask-documents beyond-positions",

@@ -19,7 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, listing
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.uptrain.losses import TopTargets, chunked_sum, next_token_loss
+from gqa.corpus.predictions import TopPredictions
+from gqa.uptrain.losses import chunked_sum, next_token_loss
 from gqa.uptrain.options import TrainOptions
 
 Batch = dict[str, Tensor]
@@ -60,7 +61,7 @@ class TrainingModel(nn.Module):
         match = options.match if torch.is_grad_enabled() else None
         with _outputs(self.model, match) as ours:
             hidden = self._head.hidden(**inputs).flatten(0, 1)
-        theirs, rows, stored = {}, None, TopTargets.in_batch(batch)
+        theirs, rows, stored = {}, None, TopPredictions.in_batch(batch)
         gathering = gathered(self._teacher[0].model) if taught else nullcontext()
 
         def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
