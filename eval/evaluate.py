@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import progress_bar, say_device
 from gqa.checkpoint.devices import find_device, out_of_memory
-from gqa.checkpoint.errors import OutputError, RefusedError, explain
+from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import asked, versions
 from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
@@ -30,12 +29,11 @@ from gqa.corpus.windows import Window
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.page import nearest
 from gqa.eval.positions import by_context, long_windows, runs
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.scoring import Scores, live_baseline, score
 from gqa.eval.statistics import kl_statistics, paired_ratio, tokens_per_round
-from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
+from gqa.eval.stored_baseline import StoredBaseline, fingerprint, record_baseline
 from gqa.eval.subjects import Subject, fit, open_subjects
 from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
@@ -227,23 +225,17 @@ def _stored_baseline(subject: Subject, text: Text, options: EvaluateOptions) -> 
     subject.record.update({"dtype": dtype, "attention": options.attn_implementation})
     if found := StoredBaseline.open(directory, key):
         return found
-    if ranks().num_processes > 1:
-        raise RefusedError(
-            f"{directory} holds no baseline of this model and text, and only one process can record it: run the "
-            "command once without a launcher"
-        )
-    needed, free = text.tokens * subject.vocabulary * 2, shutil.disk_usage(nearest(directory)).free
-    if needed > free:
-        raise OutputError(f"--baseline-cache needs {needed:,} bytes in {directory}, where {free:,} are free")
     head = _head(subject, options)
-    recorder = Recorder(directory, key, text.tokens, head.vocabulary)
-    return recorder.finish(_score(subject, head, text, options, record=recorder).nats)
+    return record_baseline(
+        directory, key, options.baseline_mass, lambda record: _score(subject, head, text, options, record=record).nats
+    )
 
 
 def baseline_key(subject: Subject, text: Text, options: EvaluateOptions) -> tuple[str, str]:
     """The dtype that the baseline is run in, and what `StoredBaseline.open` knows its recording by."""
     dtype = (str(subject.config.dtype) if options.precision == "auto" else options.precision).removeprefix("torch.")
-    return dtype, fingerprint(subject.path, text.windows, f"{dtype} {options.attn_implementation}")
+    how = f"{dtype} {options.attn_implementation} {options.baseline_mass}"
+    return dtype, fingerprint(subject.path, text.windows, how)
 
 
 def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[str, Any]:

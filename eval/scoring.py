@@ -26,6 +26,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
+from gqa.corpus.predictions import TopPredictions
 from gqa.corpus.windows import Window, batches
 
 
@@ -47,14 +48,14 @@ class Scores:
     baseline_nats: NDArray[np.float32] | None = None
 
 
-# Of some rows (n,) of a batch's predictions, (n, V) float32: what a model, or what is stored of one, says of them.
-Predictions = Callable[[slice], Tensor]
+# Of some rows (n,) of a batch's predictions: log-probabilities (n, V) float32, or what is stored of them.
+Predictions = Callable[[slice], Tensor | TopPredictions]
 # Log-probabilities of what a model is compared with, of a batch: its inputs (B, T), the flat positions in them that are
 # scored, and where the predictions there stand in `Scores`.
 Baseline = Callable[[dict[str, Tensor], Tensor, NDArray[np.int64]], Predictions]
 
 
-def _logits(head: ChunkedHead, inputs: dict[str, Tensor], places: Tensor) -> Predictions:
+def _logits(head: ChunkedHead, inputs: dict[str, Tensor], places: Tensor) -> Callable[[slice], Tensor]:
     hidden = head.hidden(**inputs).flatten(0, 1)
     return lambda piece: head.logits(hidden[places[piece]]).float()
 
@@ -148,13 +149,31 @@ def _score_batch(
             record(rows[piece], q)
         if theirs:
             p = theirs(piece)
-            parts[-1] |= {
-                "kl": kl_divergence(p, q),
-                "same_top": p.argmax(-1) == q.argmax(-1),
-                "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
-                "baseline_nats": _at(p, true),
-            }
+            parts[-1] |= _beside_stored(p, q) if isinstance(p, TopPredictions) else _beside(p, q, true)
     return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
+
+
+def _beside(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
+    return {
+        "kl": kl_divergence(p, q),
+        "same_top": p.argmax(-1) == q.argmax(-1),
+        "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
+        "baseline_nats": _at(p, true),
+    }
+
+
+def _beside_stored(stored: TopPredictions, q: Tensor) -> dict[str, Tensor]:
+    """As `_beside`, all tokens that are not stored being one: KL is at most as large, acceptance at least."""
+    places, ours, theirs = stored.beside(q)
+
+    def summed(values: Tensor) -> Tensor:
+        return q.new_zeros(len(q)).index_add(0, places, values)
+
+    return {
+        "kl": summed(ours.exp() * (ours - theirs)).clamp_min(0.0),
+        "same_top": stored.ids[stored.counts.cumsum(0) - stored.counts] == q.argmax(-1),
+        "acceptance": summed(torch.minimum(ours, theirs).exp()).clamp_max(1.0),
+    }
 
 
 def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:

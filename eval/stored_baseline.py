@@ -1,15 +1,16 @@
 """The baseline's predictions kept on disk, so that many models are compared with it and it runs once.
 
-Log-probabilities are stored in float16, 2 bytes for every token of the vocabulary at every scored position. What that
-rounding costs is measured while they are written, as KL(exact || stored), and reported with every number that uses it.
+Of each place the most probable tokens are kept that together have the mass asked for, with logarithms in float16, and
+all others as one number. What the rounding costs is measured while they are written, as KL(stored || exact), and
+reported with every number that uses it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64
-from gqa.checkpoint.errors import OutputError
+from gqa.checkpoint.errors import OutputError, explain
+from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.processes import main_first, total, wait_for_everyone
 from gqa.checkpoint.write import write_text
-from gqa.corpus.likelihood import kl_divergence
+from gqa.corpus.predictions import TopPredictions, open_rows, read_row, writing
 from gqa.corpus.windows import Window
 from gqa.eval.scoring import Predictions
 
-_DATA, _META = "log_probabilities.f16", "baseline.json"
+_DATA, _META = "predictions-*.arrow", "baseline.json"
+Record = Callable[[NDArray[np.int64], Tensor], None]
 
 
 def fingerprint(model: str, windows: Sequence[Window], dtype: str) -> str:
@@ -41,55 +45,57 @@ def fingerprint(model: str, windows: Sequence[Window], dtype: str) -> str:
     return digest.hexdigest()
 
 
-class Recorder:
-    """Pass it to `score(record=...)`, then `finish()`: the file is not a baseline before that."""
+def record_baseline(
+    directory: Path, key: str, mass: float, scored: Callable[[Record], NDArray[np.float32]]
+) -> StoredBaseline:
+    """Keep in `directory` what `scored` gives to the function that it gets, for `score(record=...)`, each process its
+    own; it returns the nats (N,) of all. There is no baseline before all of it is written.
 
-    def __init__(self, directory: Path, key: str, tokens: int, vocabulary: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / _META).unlink(missing_ok=True)
-        self._directory, self._key, self._shape = directory, key, (tokens, vocabulary)
-        size = tokens * vocabulary * 2
-        try:
-            with (directory / _DATA).open("wb") as stream:
-                if hasattr(os, "posix_fallocate"):  # a write to a mapped hole of a full disk would kill the process
-                    os.posix_fallocate(stream.fileno(), 0, size)
-                stream.truncate(size)
-            self._data = np.memmap(directory / _DATA, np.float16, "r+", shape=self._shape)
-        except OSError as error:
-            (directory / _DATA).unlink(missing_ok=True)
-            raise OutputError(f"cannot keep {size:,} bytes in {directory}: {error}") from None
-        self._sum, self._worst = 0.0, 0.0
+    Raises OutputError where it cannot be written.
+    """
+    rank, lost, kept = ranks().process_index, 0.0, 0
+    try:
+        with main_first():
+            directory.mkdir(parents=True, exist_ok=True)
+            for old in [directory / _META, *directory.glob(_DATA)] if rank == 0 else ():
+                old.unlink(missing_ok=True)
+        with writing(directory / _DATA.replace("*", f"{rank:06d}")) as write:
 
-    def __call__(self, rows: NDArray[np.int64], exact: Tensor) -> None:
-        # Below float16's range a probability is 0 for every purpose, and -inf would make differences NaN.
-        stored = exact.clamp_min(torch.finfo(torch.float16).min).to(torch.float16)
-        self._data[rows] = stored.cpu().numpy()
-        lost = kl_divergence(exact, stored.float())
-        self._sum += float(as_float64(lost).sum())
-        self._worst = max(self._worst, float(lost.max()))
+            def record(rows: NDArray[np.int64], exact: Tensor) -> None:
+                nonlocal lost, kept
+                top = TopPredictions.of(exact, mass)
+                top = replace(top, logs=top.logs.half(), rest=top.rest.half())
+                write({"rows": rows, **top.stored(exact.shape[-1])})
+                lost, kept = lost + float(as_float64(top.divergence(exact).clamp_min(0.0)).sum()), kept + len(top.ids)
 
-    def finish(self, nats: NDArray[np.float32]) -> StoredBaseline:
-        self._data.flush()
-        np.save(self._directory / "nats.npy", nats)
-        record = {
-            "fingerprint": self._key,
-            "tokens": self._shape[0],
-            "vocabulary": self._shape[1],
-            "kl_lost_mean": self._sum / self._shape[0],
-            "kl_lost_maximum": self._worst,
-        }
-        write_text(self._directory / _META, json.dumps(record, indent=2) + "\n")
-        return StoredBaseline(self._directory, record)
+            nats = scored(record)
+        told = {"fingerprint": key, "mass": mass, "tokens": len(nats), "kl_lost_mean": total(lost) / len(nats)}
+        told["tokens_a_prediction"] = total(kept) / len(nats)
+        wait_for_everyone()
+        if rank == 0:
+            np.save(directory / "nats.npy", nats)
+            write_text(directory / _META, json.dumps(told, indent=2) + "\n")
+        wait_for_everyone()
+    except OSError as error:
+        raise OutputError(f"the baseline cannot be kept in {directory} ({explain(error)}); nothing was kept") from None
+    return StoredBaseline(directory, told)
 
 
 class StoredBaseline:
     """A finished recording, in the place of a model (a `scoring.Baseline`)."""
 
     def __init__(self, directory: Path, record: dict[str, Any]) -> None:
-        shape = (record["tokens"], record["vocabulary"])
         self.record = record
         self.nats: NDArray[np.float32] = np.load(directory / "nats.npy")
-        self._data = np.memmap(directory / _DATA, np.float16, "r", shape=shape)
+        files = [open_rows(path) for path in sorted(directory.glob(_DATA)) if path.stat().st_size]
+        self._kept = [read_row(file, number) for file in files for number in range(file.num_record_batches)]
+        order = np.concatenate([kept["rows"] for kept in self._kept]).argsort()
+        self._counts, self._rest = (
+            np.concatenate([kept[name] for kept in self._kept])[order] for name in ("top_counts", "top_rest")
+        )
+        begins = [kept["top_counts"].cumsum() - kept["top_counts"] for kept in self._kept]
+        self._begin = np.concatenate(begins)[order]
+        self._part = np.repeat(range(len(begins)), [len(begin) for begin in begins])[order]
 
     @classmethod
     def open(cls, directory: Path, key: str) -> StoredBaseline | None:
@@ -101,4 +107,12 @@ class StoredBaseline:
             return None
 
     def __call__(self, inputs: dict[str, Tensor], places: Tensor, rows: NDArray[np.int64]) -> Predictions:
-        return lambda piece: torch.from_numpy(self._data[rows[piece]]).to(places.device).float()
+        def read(piece: slice) -> TopPredictions:
+            own = rows[piece]
+            spans = zip(self._part[own], self._begin[own], self._begin[own] + self._counts[own], strict=True)
+            found = [(self._kept[part], slice(begin, end)) for part, begin, end in spans]
+            ids, logs = (np.concatenate([kept[name][span] for kept, span in found]) for name in ("top_ids", "top_logs"))
+            parts = (self._counts[own], ids.astype(np.int32), logs, self._rest[own])
+            return TopPredictions(*(torch.from_numpy(part).to(places.device) for part in parts))
+
+        return read

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import header_only
+from checkpoints import header_only, load
 from embedded import SOURCE
 from training import Runs, tiny_checkpoint
 
@@ -36,6 +36,31 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
         both = size["model"] + size.get(teacher, 0)
         assert len(held) == ranks
         assert min(held) > both if way == "whole" else max(held) < both / 2, (way, held, size)
+
+
+LATE = """
+import gqa.uptrain.setup as module
+make = module.make_accelerator
+def late(*given):
+    accelerator = make(*given)
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = False
+    return accelerator
+module.make_accelerator = late
+"""
+
+
+def test_four_processes_hold_quarters_of_gradients(runs: Runs, tmp_path: Path) -> None:
+    """Between the passes of a step at most 0.3 of all numbers each. Control: where gradients are added over processes
+    in the last pass alone, as accelerate does, each holds them whole.
+    """
+    for way, before in (("quarters", ""), ("whole", LATE)):
+        told, out = tmp_path / f"{way}-told", tmp_path / way
+        words = runs.words(out, steps=1, batch_size=8, micro_batch=1, train="all", precision="bf16")
+        runs.finish(*words, ranks=4, before=f"shard(); tell_gradients({str(told)!r})\n{before}")
+        numbers = sum(tensor.numel() for tensor in load(out).values())
+        passes = [json.loads(line)[0] for path in tmp_path.glob(f"{told.name}-*") for line in path.open()]
+        assert len(passes) == 8
+        assert max(passes) >= numbers if before else max(passes) <= 0.3 * numbers, (way, passes, numbers)
 
 
 def test_dry_run_of_70b(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
@@ -15,6 +16,7 @@ from tiny_models import TINY, build, inputs
 from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
+from gqa.checkpoint.errors import OutputError
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval import scoring
@@ -22,7 +24,7 @@ from gqa.eval.evaluate import measure_quality
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.positions import read_before
 from gqa.eval.scoring import live_baseline, score
-from gqa.eval.stored_baseline import Recorder, StoredBaseline, fingerprint
+from gqa.eval.stored_baseline import StoredBaseline, fingerprint, record_baseline
 from gqa.eval.subjects import open_subjects
 from gqa.eval.text import encode, make_text, perplexity
 
@@ -135,21 +137,52 @@ def test_comparison_with_torch_on_whole_logits(source, grouped, text, scores):
     assert max(compared.acceptance.mean(), compared.same_top.mean()) < 0.9
 
 
-def test_stored_baseline(source, grouped, text, directory):
+def predictions(model, text):
+    """(N, V) log-probabilities of every scored token, in float64."""
+    found = np.empty((text.tokens, UNIFORM_VOCABULARY))
+    score(ChunkedHead(model), text.windows, batch_size=4, record=lambda rows, q: found.__setitem__(rows, q.numpy()))
+    return torch.from_numpy(found)
+
+
+def kept_baseline(model, text, directory, mass, key="key"):
+    return record_baseline(
+        directory, key, mass,
+        lambda record: score(ChunkedHead(model), text.windows, batch_size=8, record=record).nats,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mass", [1.0, 0.9])
+def test_stored_baseline(source, grouped, text, directory, mass):
+    """Nats and the first tokens are those of the model in lockstep. KL lacks what the chain rule says, the mass r of
+    the other tokens x the divergence among them, and acceptance has the smaller of both masses for them; nothing where
+    all are kept. The control reads what stands for the next token.
+    """
+    text = replace(text, windows=text.windows[:6])
     live = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=live_baseline(ChunkedHead(source)))
-    kept, key = directory / "stored", fingerprint(str(SOURCE), text.windows, "float32")
+    kept, key = directory / f"stored{mass}", fingerprint(str(SOURCE), text.windows, "float32")
     assert StoredBaseline.open(kept, key) is None
-    recorder = Recorder(kept, key, text.tokens, UNIFORM_VOCABULARY)
-    recorder.finish(score(ChunkedHead(source), text.windows, batch_size=8, record=recorder).nats)
+    kept_baseline(source, text, kept, mass, key)
     stored = StoredBaseline.open(kept, key)
     found = score(ChunkedHead(grouped), text.windows, batch_size=4, baseline=stored)
-    assert 0 < stored.record["kl_lost_mean"] < 1e-4
     assert np.allclose(stored.nats, live.baseline_nats, atol=2e-5)
-    assert abs(found.kl.mean() - live.kl.mean()) < 1e-4
-    assert not np.array_equal(found.kl, live.kl)  # it was rounded
-    assert (found.same_top == live.same_top).mean() > 0.99
-    assert np.allclose(found.acceptance, live.acceptance, atol=2e-3)
-    assert not np.array_equal(found.acceptance, live.acceptance)
+    assert (found.same_top == live.same_top).all()
+    assert 0 < stored.record["kl_lost_mean"] < 1e-4
+    p, q = predictions(source, text), predictions(grouped, text)
+    p, order = p.sort(stable=True, descending=True)
+    q = q.gather(-1, order)
+    others = (p.exp().cumsum(-1) - p.exp() >= mass) & (mass < 1)
+    r, s = (some.masked_fill(~others, -math.inf).logsumexp(-1) for some in (p, q))
+    lacking = (p.exp() * (p - r[:, None] - q + s[:, None])).where(others, 0).sum(-1).numpy()
+    more = (torch.minimum(r, s).exp() - torch.minimum(p, q).exp().where(others, 0).sum(-1)).numpy()
+    assert np.allclose(found.kl, live.kl - lacking, atol=5e-3)
+    assert found.kl.mean() == pytest.approx((live.kl - lacking).mean(), abs=1e-4)
+    assert np.allclose(found.acceptance, live.acceptance + more, atol=2e-3)
+    assert (lacking.mean() > 0.05, more.mean() > 0.01) == (mass < 1, mass < 1)
+    control = score(
+        ChunkedHead(grouped), text.windows, batch_size=4, baseline=lambda i, o, rows: stored(i, o, (rows + 1) % len(p))
+    )
+    assert abs(control.kl.mean() - found.kl.mean()) > 1
+    assert (control.same_top == live.same_top).mean() < 0.9
 
 
 def test_stored_baseline_of_something_else_is_not_used(text, directory):
@@ -161,17 +194,40 @@ def test_stored_baseline_of_something_else_is_not_used(text, directory):
     }
     assert len({key, *others}) == 4
     assert all(StoredBaseline.open(directory / "stored", other) is None for other in others)
-    Recorder(directory / "unfinished", "key", 4, 4)
-    assert StoredBaseline.open(directory / "unfinished", "key") is None
 
 
-def test_a_probability_below_the_range_of_float16_is_stored(directory):
-    recorder = Recorder(directory / "underflow", "key", 1, 2)
-    recorder(np.array([0]), torch.tensor([[0.0, -1e5]]))
-    recorder.finish(np.zeros(1, np.float32))
-    stored = StoredBaseline.open(directory / "underflow", "key")
-    assert stored.record["kl_lost_maximum"] == 0
-    assert stored({}, torch.zeros(1), np.array([0]))(slice(None)).tolist() == [[0.0, torch.finfo(torch.float16).min]]
+def test_a_baseline_that_is_not_whole_is_none(source, text, directory, monkeypatch):
+    """Where the disk is full in the middle one line says so, and the one that was there before is gone too."""
+    kept = directory / "unfinished"
+    kept_baseline(source, replace(text, windows=text.windows[:3]), kept, 0.9)
+    calls, batch = [], pyarrow.record_batch
+
+    def full(columns):
+        calls.append(columns)
+        if calls[1:]:
+            raise OSError(28, "No space left on device")
+        return batch(columns)
+
+    monkeypatch.setattr(pyarrow, "record_batch", full)
+    with pytest.raises(OutputError, match=r"cannot be kept in .*unfinished \(.*No space left on device\); nothing"):
+        kept_baseline(source, text, kept, 0.9)
+    assert StoredBaseline.open(kept, "key") is None
+    assert [path.name for path in kept.iterdir()] == ["nats.npy"]
+
+
+def test_what_a_model_rules_out(directory):
+    """Probabilities below the range of float16, and tokens that neither model allows, cost nothing."""
+    q = torch.tensor([[0.0, -1e5, -torch.inf]])
+
+    def scored(record):
+        record(np.array([0]), q)
+        return np.zeros(1, np.float32)
+
+    stored = record_baseline(directory / "underflow", "key", 1.0, scored)
+    assert stored.record["kl_lost_mean"] == 0
+    top = stored({}, torch.zeros(1), np.array([0]))(slice(None))
+    assert top.logs.tolist() == [0.0, -1e4, -1e4]
+    assert top.divergence(q).tolist() == [0.0]
 
 
 SPLIT = ["llama", "gemma2", "cohere", "granite", "mixtral", "gpt_oss", "phi3", "falcon", "olmo2", "t5gemma", "gemma3"]

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import BLOCK, Runs, difference, losses, metrics, tiny_checkpoint, words_for, write_corpus
 
-from gqa.uptrain.losses import TopTargets, distillation
+from gqa.corpus.predictions import TopPredictions
+from gqa.uptrain.losses import distillation
 from gqa.uptrain.targets import PART, RECORD, find_targets
 
 PLACES, VOCABULARY = 12, 50
@@ -30,8 +31,8 @@ def predictions() -> tuple[Tensor, Tensor]:
     return teacher, student
 
 
-def in_16_bits(top: TopTargets) -> TopTargets:
-    return TopTargets(top.counts, top.ids, top.logs.half(), top.rest.half())
+def in_16_bits(top: TopPredictions) -> TopPredictions:
+    return TopPredictions(top.counts, top.ids, top.logs.half(), top.rest.half())
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -41,7 +42,7 @@ def test_all_tokens_say_what_the_teacher_says(temperature: float) -> None:
     student.requires_grad_()
     expected = distillation(student, teacher, temperature)
     (wanted,) = torch.autograd.grad(expected.sum(), student)
-    top = TopTargets.of(teacher, 1.0, temperature)
+    top = TopPredictions.of(teacher, 1.0, temperature)
     assert top.counts.tolist() == [VOCABULARY] * PLACES
     found = in_16_bits(top).divergence(student, temperature)
     (gradient,) = torch.autograd.grad(found.sum(), student)
@@ -49,7 +50,7 @@ def test_all_tokens_say_what_the_teacher_says(temperature: float) -> None:
     assert torch.allclose(gradient, wanted, atol=2e-3)
     part = slice(3, 7)
     assert torch.equal(top[part].divergence(student[part], temperature), top.divergence(student, temperature)[part])
-    other = TopTargets.of(teacher.roll(1, 0), 1.0, temperature).divergence(student, temperature)
+    other = TopPredictions.of(teacher.roll(1, 0), 1.0, temperature).divergence(student, temperature)
     assert not torch.allclose(other.double(), expected, rtol=0.1)
 
 
@@ -59,7 +60,7 @@ def test_what_is_not_kept_is_what_the_divergence_lacks(mass: float) -> None:
     it needs.
     """
     teacher, student = predictions()
-    top = TopTargets.of(teacher, mass, 1.0)
+    top = TopPredictions.of(teacher, mass, 1.0)
     found = top.divergence(student, 1.0).double()
     p, q = teacher.softmax(-1), student.softmax(-1)
     for place, ids in enumerate(top.ids.split(top.counts.tolist())):

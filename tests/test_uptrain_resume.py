@@ -191,6 +191,20 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     runs.finish(*words)
 
 
+def test_each_process_checks_its_files(runs: Runs, tmp_path: Path) -> None:
+    """And all hear of what one finds damaged."""
+    words = saving(runs, tmp_path / "out", keep_state=True)
+    assert runs.run(*words, ranks=2, before="kill_at(3)").code == -signal.SIGKILL
+    file = state(tmp_path / "out", 2) / "shards" / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    done = runs.run(*words, "--resume", ranks=2, before=f"tell_hashes({str(tmp_path / 'told')!r})")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "is damaged: shards/__1_0.distcp not as saved" in done.err
+    for rank, more in ((0, {".metadata", "best.bin"}), (1, set())):
+        names = (tmp_path / f"told-{rank}").read_text().split()
+        assert sorted(names) == sorted({f"random_states_{rank}.pkl", f"__{rank}_0.distcp", *more})
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}"])
 def test_a_broken_record_is_refused(out: Path, text: str) -> None:
     (state(out, 4) / "trainer_state.json").write_text(text)

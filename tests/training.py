@@ -508,15 +508,19 @@ def kill_in_part(number: int) -> None:
     """SIGKILL while the part of that number of a recording is written."""
     import gqa.uptrain.recording as module
 
-    write = module.write_part
+    open_part = module.writing
 
-    def fatal(path: Path, rows: Any) -> None:
-        def until() -> Iterator[Any]:
-            for count, row in enumerate(rows):
-                if int(path.stem[-6:]) == number and count == 3:
+    @contextmanager
+    def fatal(path: Path) -> Iterator[Any]:
+        with open_part(path) as write:
+            rows: list[Any] = []
+
+            def until(row: Any) -> None:
+                if int(path.stem[-6:]) == number and len(rows) == 3:
                     os.kill(os.getpid(), signal.SIGKILL)
-                yield row
+                rows.append(row)
+                write(row)
 
-        write(path, until())
+            yield until
 
-    module.write_part = fatal
+    module.writing = fatal

@@ -255,8 +255,7 @@ def _identity(setup: Setup) -> dict[str, Any]:
 
 
 def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
-    with main_first():  # which reads all of it
-        path, record = setup.states.latest(whole=setup.accelerator.is_main_process)
+    path, record = setup.states.latest()
     check_same_run(path, record, _identity(setup))
     load(path, setup.accelerator, model, optimizer)
     if setup.accelerator.is_main_process:

@@ -7,14 +7,14 @@ the model's own head in the place of one matrix.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gqa.corpus.likelihood import chunks, nats
+from gqa.corpus.predictions import TopPredictions
 
 # (rows (n, D) with gradient, their slice) -> (loss to descend, numbers to report), both summed over the rows.
 SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -82,62 +82,10 @@ def distillation(student: Tensor, teacher: Tensor, temperature: float) -> Tensor
     return temperature**2 * torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
 
 
-_NOTHING = -1e4  # the logarithm of a probability that is zero, also in float16
-
-
-@dataclass(frozen=True)
-class TopTargets:
-    """A teacher's most probable tokens in n places, k of them in all: `counts` (n,) of each place, `ids` and `logs`
-    (k,), which are the logarithms of their probabilities, place after place; `rest` (n,): the logarithm of what all
-    other tokens have together.
-    """
-
-    counts: Tensor
-    ids: Tensor
-    logs: Tensor
-    rest: Tensor
-
-    @staticmethod
-    def of(logits: Tensor, mass: float, temperature: float) -> TopTargets:
-        """Of each row of (n, V) logits as many as have the `mass` at that temperature; of a mass of 1 all."""
-        logs, ids = (logits.float() / temperature).log_softmax(-1).sort(-1, descending=True)
-        before = logs.exp().cumsum(-1) - logs.exp()
-        kept = (before < mass) | (mass >= 1)
-        rest = logs.masked_fill(kept, -torch.inf).logsumexp(-1)
-        return TopTargets(kept.sum(-1), ids[kept], logs[kept].clamp_min(_NOTHING), rest.clamp_min(_NOTHING))
-
-    @staticmethod
-    def in_batch(batch: Mapping[str, Tensor]) -> TopTargets | None:
-        """Those of a batch of blocks, as `gqa.uptrain.targets` keeps them; None where it has none."""
-        if "top_ids" not in batch:
-            return None
-        logs, rest = (batch[name].view(torch.float16) for name in ("top_logs", "top_rest"))
-        return TopTargets(batch["top_counts"].flatten(), batch["top_ids"], logs, rest.flatten())
-
-    def __getitem__(self, piece: slice) -> TopTargets:
-        begin, end = (int(self.counts[:at].sum()) for at in (piece.start, piece.stop))
-        return TopTargets(self.counts[piece], self.ids[begin:end], self.logs[begin:end], self.rest[piece])
-
-    def divergence(self, student: Tensor, temperature: float) -> Tensor:
-        """As `distillation`, of a teacher that says no more than this: (n, V) logits -> (n,).
-
-        All other tokens count as one, for the student too. So it is less than the teacher's own divergence by r x that
-        of the two distributions among the other tokens, r being their mass (the chain rule of relative entropy).
-        """
-        q = (student / temperature).log_softmax(-1)
-        rows = torch.repeat_interleave(torch.arange(len(q), device=q.device), self.counts)
-        place, logs, rest = (rows, self.ids.long()), self.logs.float(), self.rest.float()
-        total = rest.exp().index_add(0, rows, logs.exp()).log()  # 1, but for the rounding of what is kept in 16 bits
-        logs, rest = logs - total[rows], rest - total
-        others = q.index_put(place, q.new_tensor(_NOTHING)).logsumexp(-1)
-        found = (rest.exp() * (rest - others)).index_add(0, rows, logs.exp() * (logs - q[place]))
-        return temperature**2 * found
-
-
 def next_token_loss(
     logits: Tensor,
     targets: Tensor,
-    teacher: Tensor | TopTargets | None = None,
+    teacher: Tensor | TopPredictions | None = None,
     weight: float = 1.0,
     temperature: float = 1.0,
     counted: Tensor | None = None,
@@ -158,7 +106,7 @@ def next_token_loss(
     likelihood = summed(nats(logits, targets))
     if teacher is None:
         return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
-    if isinstance(teacher, TopTargets):
+    if isinstance(teacher, TopPredictions):
         divergence = summed(teacher.divergence(logits, temperature))
     else:
         divergence = summed(distillation(logits, teacher.float(), temperature))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.hub import open_model
@@ -21,12 +21,12 @@ from gqa.checkpoint.write import write_text
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.maps_file import digest_of
 from gqa.corpus.likelihood import ChunkedHead, chunks
+from gqa.corpus.predictions import Row, TopPredictions, writing
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import stack
-from gqa.uptrain.losses import TopTargets
 from gqa.uptrain.options import differences
 from gqa.uptrain.setup import Setup
-from gqa.uptrain.targets import PART, RECORD, Row, StoredTargets, find_targets, tokenizer_digest, write_part
+from gqa.uptrain.targets import PART, RECORD, StoredTargets, find_targets, tokenizer_digest
 from gqa.uptrain.training_model import gathered, split_batch
 
 
@@ -40,7 +40,6 @@ class _Recorder:
     def __post_init__(self) -> None:
         assert self.setup.teacher is not None
         self._head = ChunkedHead(self.setup.teacher)
-        self._narrow = np.uint16 if self._head.vocabulary <= 1 << 16 else np.int32
 
     @torch.no_grad()
     def rows(self, blocks: Sequence[Block]) -> Iterator[Row]:
@@ -52,19 +51,13 @@ class _Recorder:
             hidden = head.hidden(**split_batch(batch)[0])
             for number, block in enumerate(blocks):
                 pieces = chunks(len(hidden[number]), head.vocabulary, device)
-                found = [TopTargets.of(head.logits(hidden[number][p]), self.mass, temperature) for p in pieces]
-                own = {name: np.concatenate([_plain(getattr(top, name)) for top in found]) for name in _KEPT}
+                tops = [TopPredictions.of(head.logits(hidden[number][p]), self.mass, temperature) for p in pieces]
+                found = [top.stored(head.vocabulary) for top in tops]
                 plain = {name: values.astype(np.int32) for name, values in block.items()}
-                yield plain | {f"top_{name}": v.astype(_KEPT[name] or self._narrow) for name, v in own.items()}
+                yield plain | {name: np.concatenate([row[name] for row in found]) for name in found[0]}
 
 
 _OPTIONS = ("seed", "repeats", "mask_documents", "heldout_fraction", "block_size", "temperature", "precision")
-_KEPT: dict[str, Any] = {"counts": np.int32, "ids": None, "logs": np.float16, "rest": np.float16}
-
-
-def _plain(tensor: Tensor) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = tensor.cpu().numpy()
-    return found
 
 
 def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher = SILENT) -> dict[str, Any]:
@@ -87,18 +80,15 @@ def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher 
             part, own = missing[min(start + rank, len(missing) - 1)], start + rank < len(missing)
             first = part * PART
             passes = [range(at, min(at + micro, len(targets))) for at in range(first, first + PART, micro)]
-
-            def rows(passes: list[range] = passes) -> Iterator[Row]:
+            with writing(targets.part(part)) if own else nullcontext() as write:
                 for numbers in passes:  # as many on every process: shards of a teacher wait for each other
-                    blocks = [_block(setup, number) for number in numbers or passes[0][:1]]
-                    found = [*recorder.rows(blocks)] if numbers or accelerator.is_fsdp2 else []
-                    watcher.update(len(blocks) * setup.block_size)
-                    yield from found if numbers else ()
-
-            if own:
-                write_part(targets.part(part), rows())
-            elif accelerator.is_fsdp2:
-                [*rows()]
+                    if accelerator.is_fsdp2 or (own and numbers):
+                        blocks = [_block(setup, number) for number in numbers or passes[0][:1]]
+                        found = [*recorder.rows(blocks)]
+                        watcher.update(len(blocks) * setup.block_size)
+                        if write and numbers:
+                            for row in found:
+                                write(row)
         wait_for_everyone()
     except OSError as error:
         raise OutputError(

@@ -213,20 +213,28 @@ class States:
         return replace(options, **left)
 
     def latest(self, whole: bool = True) -> tuple[Path, dict[str, Any]]:
-        """The newest state and its record; with `whole` every byte of it is checked.
+        """The newest state and its record; with `whole` every byte of it is checked, by all processes together, each
+        those files that it would have written.
 
         Raises RefusedError where there is none or it is damaged.
         """
+        from accelerate.utils import gather_object
+
         if not (found := self.all()):
             raise RefusedError(f"--resume: {self.directory} has no saved state; start without --resume")
         path = found[-1]
         older = "delete it to continue from the one before" if found[1:] else "start without --resume after deleting it"
+        rank, count = ranks().process_index, ranks().num_processes
         try:
             record: dict[str, Any] = json.loads((path / RECORD).read_text())
             files = record["files"].items() if whole else ()
-            damaged = [name for name, known in files if not (path / name).is_file() or _describe(path / name) != known]
+            own = [(path / name, known) for name, known in files if _writer(Path(name)) % count == rank]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RefusedError(f"the state {path} cannot be read ({explain(error)}); {older}") from None
+        damaged = [str(file.relative_to(path)) for file, known in own if not _is_whole(file, known)]
+        if whole:
+            wait_for_everyone()  # longer than a collective would
+            damaged = gather_object(damaged)
         if damaged:
             raise RefusedError(f"the state {path} is damaged: {listing(damaged)} not as saved; {older}")
         return path, record
@@ -272,6 +280,13 @@ def _writer(path: Path) -> int:
     """The rank that wrote a file of a state; the first one where its name does not say."""
     found = _OF_RANK.match(path.name)
     return int(found[1]) if found else 0
+
+
+def _is_whole(path: Path, known: Any) -> bool:
+    try:
+        return path.is_file() and _describe(path) == known
+    except OSError:  # told with those that are damaged: the other processes wait to hear of it
+        return False
 
 
 def _describe(path: Path) -> list[Any]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow  # type: ignore[import-untyped]
 
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.write import replacing
+from gqa.corpus.predictions import open_rows, read_row
 from gqa.corpus.tokens import Block
 from gqa.uptrain.options import TrainOptions
 
@@ -30,7 +28,6 @@ _DECIDED = (
     "data", "field", "target_field", "data_config", "split", "data_revision", "separator", "streaming", "heldout",
     "heldout_fraction", "alpha", "pretraining_tokens", "repeats", "mask_documents",
 )  # fmt: skip
-Row = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class StoredTargets:
 
     A block has `input_ids` (T,) and perhaps `position_ids` and `document_ids`, as text has them, and for its T - 1
     predictions `top_counts` (T - 1,), `top_ids` and `top_logs` (the sum of the counts) and `top_rest` (T - 1,): see
-    `gqa.uptrain.losses.TopTargets`. Numbers in 16 bits are given as the integers of the same bits: who gathers shards
-    in bfloat16 rounds what floats it is given.
+    `gqa.corpus.predictions.TopPredictions`. Numbers in 16 bits are given as the integers of the same bits: who gathers
+    shards in bfloat16 rounds what floats it is given.
     """
 
     directory: Path
@@ -53,8 +50,7 @@ class StoredTargets:
         """Block `index`. Raises IndexError outside."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
-        row = _part(self.part(index // PART)).get_batch(index % PART)
-        found = {name: row.column(name).values.to_numpy(zero_copy_only=False) for name in row.schema.names}
+        found = read_row(_part(self.part(index // PART)), index % PART)
         return {name: _widened(name, values) for name, values in found.items()}
 
     def part(self, number: int) -> Path:
@@ -137,27 +133,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def write_part(path: Path, rows: Iterable[Row]) -> None:
-    """Blocks as `StoredTargets` gives them, ids in 16 bits where they are; the file is there when it is whole."""
-    with replacing(path) as fresh:
-        writer = None
-        with pyarrow.OSFile(str(fresh), "wb") as stream:
-            for row in rows:
-                columns = {
-                    name: pyarrow.ListArray.from_arrays(np.array([0, len(v)], np.int32), pyarrow.array(v))
-                    for name, v in row.items()
-                }
-                batch = pyarrow.record_batch(columns)
-                writer = writer or pyarrow.ipc.new_file(stream, batch.schema)
-                writer.write_batch(batch)
-            assert writer is not None
-            writer.close()
-
-
-@cache
-def _part(path: Path) -> Any:
-    """Its bytes are read when they are asked for."""
-    return pyarrow.ipc.open_file(pyarrow.memory_map(str(path)))
+_part = cache(open_rows)
 
 
 def _widened(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

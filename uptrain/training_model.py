@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.uptrain.losses import TopTargets, chunked_sum, next_token_loss
+from gqa.corpus.predictions import TopPredictions
+from gqa.uptrain.losses import chunked_sum, next_token_loss
 from gqa.uptrain.options import TrainOptions
 
 Batch = dict[str, Tensor]
@@ -53,7 +54,7 @@ class TrainingModel(nn.Module):
             self._documents_checked = True
         options, taught = self._options, bool(self._teacher)
         hidden = self._head.hidden(**inputs).flatten(0, 1)
-        rows, stored = None, TopTargets.in_batch(batch)
+        rows, stored = None, TopPredictions.in_batch(batch)
         gathering = gathered(self._teacher[0].model) if taught else nullcontext()
 
         def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
