@@ -3,6 +3,7 @@
     python benchmarks/uptrain.py                      # CPU: the embedded model with 2 KV heads; GPU: a Llama of 1.1B
     python benchmarks/uptrain.py --shape 135m --batch-size 2 --block-size 256 --steps 3
     python benchmarks/uptrain.py --model MODEL-gqa8 --block-size 2048 --batch-size 8 --precision bf16
+    python benchmarks/uptrain.py --states --shape 135m --rounds 7    # how long saving a state holds up training
 
 All train the same weights on the same blocks with AdamW (fused), the same batch, precision and number of threads. Each
 is a process of its own, new in every round. They take turns of one step (on a GPU of all steps, one process after the
@@ -13,6 +14,9 @@ evaluation and without saving. `processor` compares processor time, which says t
 other things (with --threads 1: threads that wait for others spin). Memory is the most that was held while training,
 above what it was with the model loaded (on a GPU: all that was allocated). That all compute the same is seen from the
 loss of the first step.
+
+With --states nothing is trained: by turns, all tensors of a state (weights and AdamW's moments) are copied to the
+memory of the host, and a state is saved: until training may go on, and until all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +41,7 @@ from gqa.convert import convert_checkpoint
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
+from gqa.uptrain.state import States
 
 RATE = 1e-4
 
@@ -282,6 +288,44 @@ its peak memory         {own["memory_bytes"] / rows["Trainer"]["memory_bytes"]:.
 first losses agree to   {max(losses) - min(losses):.1e}""")
 
 
+def time_states(options: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Medians of seconds; the first turn is the warm-up."""
+    with tempfile.TemporaryDirectory() as scratch:
+        setup = open_setup(options, Path(scratch))
+        torch.set_num_threads(options["threads"])
+        model, optimizer = setup.accelerator.prepare(setup.model, torch.optim.AdamW(setup.model.parameters(), lr=RATE))
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        states, turns = States(Path(scratch) / "states", 1), list[list[float]]()
+        moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+        tensors = [parameter.data for parameter in model.parameters()] + moments
+        for number in range(rounds + 1):
+            start = time.perf_counter()
+            copies = [tensor.to("cpu", copy=True) for tensor in tensors]
+            copied = time.perf_counter() - start
+            del copies
+            start = time.perf_counter()
+            states.save(setup.accelerator, model, optimizer, {"step": number})
+            held = time.perf_counter() - start
+            states.finish()
+            turns.append([copied, held, time.perf_counter() - start])
+    size = sum(tensor.nbytes for tensor in tensors)
+    named = dict(zip(("copied", "held_up", "on_disk"), zip(*turns[1:], strict=True), strict=True))
+    return {"options": options, "bytes": size, "turns": turns, **{k: statistics.median(v) for k, v in named.items()}}
+
+
+def report_states(figures: dict[str, Any]) -> None:
+    ratios = [held / copied for copied, held, _ in figures["turns"][1:]]
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f}) of a copy"
+    print(f"""
+{Path(figures["options"]["model"]).name}, a state of {figures["bytes"] / 1e9:.2f} GB; medians of {len(ratios)} turns
+a copy of its tensors     {figures["copied"]:.2f} s
+saving holds up training  {figures["held_up"]:.2f} s    {spread}
+on the disk after         {figures["on_disk"]:.2f} s""")
+
+
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--model", type=click.Path(exists=True), help="A checkpoint.  [default: the embedded one -> 2 KV heads]")
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="A random model instead.  [default on a GPU: 1.1b]")
@@ -292,8 +336,9 @@ first losses agree to   {max(losses) - min(losses):.1e}""")
 @click.option("--steps", type=click.IntRange(min=1), default=8, help="Steps that are.")
 @click.option("--threads", type=int, default=2)
 @click.option("--rounds", type=int, default=3)
+@click.option("--states", is_flag=True, help="Time saving a state instead.")
 @JSON_OPTION
-def main(rounds: int, shape: str | None, json_file: Path | None, **options: Any) -> None:
+def main(rounds: int, shape: str | None, states: bool, json_file: Path | None, **options: Any) -> None:
     gpu = torch.accelerator.is_available()
     options["block_size"] = options["block_size"] or (2048 if gpu else 512)
     options["turn"] = options["steps"] if gpu else 1
@@ -305,8 +350,8 @@ def main(rounds: int, shape: str | None, json_file: Path | None, **options: Any)
             else:
                 convert_checkpoint(EMBEDDED, 2, made, method="mean")
             options["model"] = str(made)
-        figures = compare(options, rounds)
-    report(figures)
+        figures = time_states(options, rounds) if states else compare(options, rounds)
+    (report_states if states else report)(figures)
     write_json(figures, json_file)
 
 

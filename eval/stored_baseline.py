@@ -70,8 +70,7 @@ def record_baseline(
 
             nats = scored(record)
         told = {"fingerprint": key, "mass": mass, "tokens": len(nats), "kl_lost_mean": total(lost) / len(nats)}
-        told["tokens_a_prediction"] = total(kept) / len(nats)
-        wait_for_everyone()
+        told["tokens_a_prediction"] = total(kept) / len(nats)  # all have written what they kept
         if rank == 0:
             np.save(directory / "nats.npy", nats)
             write_text(directory / _META, json.dumps(told, indent=2) + "\n")
@@ -90,6 +89,8 @@ class StoredBaseline:
         files = [open_rows(path) for path in sorted(directory.glob(_DATA)) if path.stat().st_size]
         self._kept = [read_row(file, number) for file in files for number in range(file.num_record_batches)]
         order = np.concatenate([kept["rows"] for kept in self._kept]).argsort()
+        if len(order) != len(self.nats):
+            raise ValueError(f"{directory} lacks a part")
         self._counts, self._rest = (
             np.concatenate([kept[name] for kept in self._kept])[order] for name in ("top_counts", "top_rest")
         )

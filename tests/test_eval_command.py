@@ -265,6 +265,10 @@ def test_ranks_share_a_recording(tmp_path: Path) -> None:
     places = np.arange(len(one.nats))
     kept, expected = (stored({}, torch.zeros(1), places)(slice(None)) for stored in (other, one))
     assert all(torch.equal(tensor, vars(expected)[name]) for name, tensor in vars(kept).items())
+    key = json.loads((cache / "baseline.json").read_text())["fingerprint"]
+    assert StoredBaseline.open(cache, key)
+    next(cache.glob("predictions-*.arrow")).unlink()
+    assert StoredBaseline.open(cache, key) is None
     run(*line, "--context", 128, "--baseline-cache", cache, program="gqa-eval")
     assert len([*cache.glob("predictions-*.arrow")]) == 1
 
