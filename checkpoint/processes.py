@@ -69,6 +69,12 @@ def own_share(rows: int, together: int = 1) -> slice:
     return slice(parts * number // processes * together, min(parts * (number + 1) // processes * together, rows))
 
 
+def share_of(count: int) -> slice:
+    """Which of so many are this process' own: one process' after another's, of some none where processes are more."""
+    number, processes = ranks().process_index, ranks().num_processes
+    return slice(count * number // processes, count * (number + 1) // processes)
+
+
 def place_of(rows: int) -> slice:
     """Where so many rows of this process are among those of all, which lie one process' after another's."""
     start = int(sum(of_all(rows)[: ranks().process_index]))

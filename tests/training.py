@@ -409,6 +409,24 @@ def tell_tokens(file: str) -> None:
     Moments.add = tell  # type: ignore[method-assign]
 
 
+def tell_solves(file: str) -> None:
+    """Each key and value of a group that a process solves for."""
+    import gqa.convert.align.moments as module
+
+    def told(name: str) -> None:
+        solve = getattr(module, name)
+
+        def tell(*given: Any) -> Any:
+            with Path(f"{file}-{os.environ.get('RANK', '0')}").open("a") as stream:
+                stream.write(f"{name} ")
+            return solve(*given)
+
+        setattr(module, name, tell)
+
+    told("shared_key")
+    told("shared_value")
+
+
 def keep_samples(cache: str, batch: int, file: str) -> None:
     """What a model writes is kept there, so many sequences a batch; how many batches a process wrote."""
     import datasets.config

@@ -180,6 +180,8 @@ def _data(
 ) -> Dataloader:  # fmt: skip
     """What the model is trained on, where a teacher `writes` it too. Raises RefusedError and CorpusError."""
     processes = ranks().num_processes
+    if options.sampler == "vllm" and (targets or model.config.is_encoder_decoder):
+        raise RefusedError("--sampler vllm is for decoders whose teacher is not recorded; leave it out")
     if targets:
         return open_stored(options, targets, processes)
     if model.config.is_encoder_decoder:
@@ -196,7 +198,10 @@ def _written(
 ) -> SampledBlocks:  # fmt: skip
     """So many blocks of `size` tokens that the teacher writes."""
     plain = parse_self(options.data[0]).plain
-    return sampled_blocks(load, device, teacher, size, count, options.seed, plain, watcher, write, together=True)
+    return sampled_blocks(
+        load, device, teacher, size, count, options.seed, plain, watcher, write, together=True,
+        vllm=options.sampler == "vllm", trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
 
 
 def _maker(

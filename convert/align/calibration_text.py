@@ -56,11 +56,14 @@ def read_blocks(
 
 def write_blocks(
     checkpoint: Checkpoint, device: str, tokens: int, length: int, seed: int, plain: bool,
-    watcher: Watcher,
+    watcher: Watcher, vllm: bool = False, trust_remote_code: bool = False,
 ) -> Ints:  # fmt: skip
     """(N, length) of what the model writes, as `sampled_blocks` gives it to all processes. Raises RefusedError."""
     load = partial(load_model, str(checkpoint.directory), device=device)
-    found = sampled_blocks(load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher, together=True)
+    found = sampled_blocks(
+        load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher, together=True, vllm=vllm,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     return np.stack([found[index]["input_ids"] for index in range(len(found))])
 
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64, float64_device
 from gqa.checkpoint.errors import listing
-from gqa.checkpoint.processes import add_up, mean_of_all, total
+from gqa.checkpoint.processes import add_up, mean_of_all, share_of, total
 from gqa.convert.align.aligned import heads_of
-from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
+from gqa.convert.align.alignment import CUT, GroupMaps, pseudo_inverse, ridge, unturned
 from gqa.convert.align.grouping import find_order
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.moments import Moments, head_maps, stack_groups
@@ -171,7 +172,7 @@ def closed_form(task: Task) -> LayerResult:
     """Keys, then values as the merged attention sees them, then the refit of W_O.
 
     Where groups are searched for, heads are moved together with all that belongs to them. Sums are those of all
-    processes, and so each makes the same maps of them.
+    processes, each of which solves for its share of the groups.
     """
     pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
     text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
@@ -187,10 +188,11 @@ def closed_form(task: Task) -> LayerResult:
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         w_o = w_o[query_order(order, heads.query)]
-    keys = moments.shared_keys(rotary) if free_keys else []
+    own = share_of(groups)
+    keys: list[GroupMaps] = gather_object(moments.shared_keys(rotary, own)) if free_keys else []
     seen = _seen_values(task, head_maps(heads, groups, keys, [], order))
     w_o = w_o.to(device).double()
-    found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o)
+    found = gather_object(moments.shared_values(seen.unflatten(0, (groups, -1))[own], w_o, own))
     return _refit(task, head_maps(heads, groups, keys, found, order), w_o.flatten(0, 1))
 
 

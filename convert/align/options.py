@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
+SAMPLER = "What writes the text of self; vllm: vLLM on all GPUs, where it is installed."
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
@@ -32,7 +33,7 @@ class CalibrationText:
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes, or `self`: it is to write it.
     `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
-    `trust_remote_code`: the tokenizer may be code that comes along.
+    `trust_remote_code`: the tokenizer may be code that comes along. `sampler`: what writes the text of `self`.
     """
 
     sources: tuple[str, ...] = option_field(
@@ -66,12 +67,15 @@ class CalibrationText:
         **OF_TEXT,
     )
     trust_remote_code: bool = option_field(False, **OF_TEXT)
+    sampler: Literal["transformers", "vllm"] = option_field("transformers", SAMPLER, **OF_TEXT)
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
             raise RefusedError(
                 f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
             )
+        if self.sampler == "vllm" and not any(map(is_self, self.sources)):
+            raise RefusedError("--sampler vllm writes the text of --data self, which is not asked for; leave it out")
 
     def check(self, config: Any, name: str, option: str = "--context") -> None:
         """Raises RefusedError where blocks are longer than an encoder-decoder takes; `option` is what they come from.
@@ -93,6 +97,8 @@ class CalibrationText:
             if self.target_field:
                 raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
             return {"input_ids": self.blocks(checkpoint, device, watcher)}
+        if self.sampler == "vllm":
+            raise RefusedError(f"--sampler vllm is for decoders, {checkpoint.name} has an encoder too; leave it out")
         from gqa.convert.align.calibration_text import read_blocks
         from gqa.convert.align.pairs import PairMaker, reads_text
 
@@ -128,7 +134,8 @@ class CalibrationText:
         for source, tokens in self._shares():
             if is_self(source):
                 plain = parse_self(source).plain or not self.repeats
-                parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, watcher))
+                of_vllm = (self.sampler == "vllm", self.trust_remote_code)
+                parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, watcher, *of_vllm))
             else:
                 found = self._parse(source)
                 how = (self.length, self.seed, self.repeats, self.trust_remote_code)
