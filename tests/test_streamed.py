@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from documents import lines
+from hub_server import Hub
+from training import Runs, losses, words_for
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus import sources
@@ -143,3 +146,66 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
         CorpusError, match=r"many \(every 4th file from file 2 on\) holds no text: it is empty or blank"
     ):
         steps(stream(), 0, 1)
+
+
+@pytest.fixture
+def served(hub: Hub, tmp_path: Path) -> list[int]:
+    """`lab/data` on a hub: 16 files of 20 blocks. Their sizes."""
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    data, random = tmp_path / "data", np.random.default_rng(0)
+    data.mkdir()
+    for number in range(16):
+        rows = {"text": [str(random.integers(10**9, size=1)) for _ in range(120)]}
+        pyarrow.parquet.write_table(pyarrow.table(rows), data / f"{number:02}.parquet")
+    # Columns that are not told are looked up in the first file, of which that is all where it is as small as here.
+    (data / "README.md").write_text("---\ndataset_info:\n  features:\n  - {name: text, dtype: string}\n---\n")
+    hub.repo("lab/data", data)
+    return [file.stat().st_size for file in sorted(data.glob("*.parquet"))]
+
+
+def fetched(hub: Hub, name: str) -> dict[int, int]:
+    """What a process was sent: numbers of files and bytes of each."""
+    found: dict[int, int] = {}
+    for request in hub.requests:
+        if request.token == name and request.path.endswith(".parquet"):
+            number = int(request.path[-10:-8])
+            found[number] = found.get(number, 0) + request.sent
+    return found
+
+
+RANKS = [pytest.param((2, 1), 0.6), pytest.param((4, 2, 1), 0.35, marks=pytest.mark.scale)]
+
+
+@pytest.mark.parametrize(("chain", "most"), RANKS)
+def test_what_is_fetched(
+    hub: Hub, served: list[int], runs: Runs, tmp_path: Path, chain: tuple[int, ...], most: float
+) -> None:
+    """Of 16 files in 8 lanes each process fetches its share, and the first for what is held out. Killed and continued
+    on fewer processes, a run has the same losses, and fetches one file of a lane again.
+    """
+    words = {"streaming": True, "steps": 28, "heldout_tokens": 192, "save_every": 8, "keep_state": True}
+
+    def run(out: str, ranks: int, name: str, *more: str, then: str = "") -> int:
+        where = f"at_hub({hub.endpoint!r}, {str(tmp_path / 'home')!r}, {name!r}); {then}"
+        given = [*words_for(runs.directory / "model", Path("lab/data"), tmp_path / out, **words), *more]
+        return runs.run(*given, ranks=ranks, before=where).code
+
+    assert run("straight", chain[0], "straight") == 0
+    for rank in range(chain[0]):
+        found = fetched(hub, f"straight-{rank}")
+        assert {number % chain[0] for number in found if number} <= {rank}
+        assert 0.9 / chain[0] <= sum(found.values()) / sum(served) <= most
+    before: set[int] = set()
+    for number, ranks in enumerate(chain):
+        killed = (9, 25, 0)[number - len(chain)] if number + 1 < len(chain) else 0
+        code = run("out", ranks, f"run{number}", *["--resume"] * (number > 0), then=f"kill_at({killed})" * (killed > 0))
+        assert code == (-signal.SIGKILL if killed else 0)
+        found = [fetched(hub, f"run{number}-{rank}") for rank in range(ranks)]
+        again = sum(size for files in found for file, size in files.items() if file in before and file)
+        if number:
+            assert 0 < again <= 8 * max(served)
+        before |= {file for files in found for file in files}
+    assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
+    assert fetched(hub, f"run{len(chain) - 1}-0").keys() == {0, *range(8, 16)}
