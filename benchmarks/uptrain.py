@@ -4,6 +4,7 @@
     python benchmarks/uptrain.py --shape 135m --batch-size 2 --block-size 256 --steps 3
     python benchmarks/uptrain.py --model MODEL-gqa8 --block-size 2048 --batch-size 8 --precision bf16
     python benchmarks/uptrain.py --states --shape 135m --rounds 7    # how long saving a state holds up training
+    python benchmarks/uptrain.py --stream 2M          # what --streaming tokenises in a second of one core
 
 All train the same weights on the same blocks with AdamW (fused), the same batch, precision and number of threads. Each
 is a process of its own, new in every round. They take turns of one step (on a GPU of all steps, one process after the
@@ -37,7 +38,12 @@ from torch.nn.functional import cross_entropy
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from gqa.checkpoint.console import Count
+from gqa.checkpoint.read import read_checkpoint
+from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import convert_checkpoint
+from gqa.corpus.sources import parse_sources
+from gqa.corpus.streamed import StreamedBlocks
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import prepare
@@ -76,6 +82,18 @@ class Clock:
         self.turns.done()
         if timed < self.options["steps"]:
             self.turns.wait()
+
+
+def stream_rate(model: Path, block_size: int, tokens: int) -> float:
+    """Tokens of `stdlib:train` in blocks for each second of processor time, read in one thread."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # a busy thread more would not show how fast one is
+    blocks = StreamedBlocks(
+        parse_sources(["stdlib:train"]), load_tokenizer(read_checkpoint(Path(model))),
+        block_size=block_size, n_blocks=tokens // block_size,
+    )  # fmt: skip
+    began = time.process_time()
+    count = sum(len(block["input_ids"]) for block in blocks)
+    return count / (time.process_time() - began)
 
 
 # ------------------------------------------------------------------------------------------------- what is compared
@@ -337,8 +355,20 @@ on the disk after         {figures["on_disk"]:.2f} s""")
 @click.option("--threads", type=int, default=2)
 @click.option("--rounds", type=int, default=3)
 @click.option("--states", is_flag=True, help="Time saving a state instead.")
+@click.option("--stream", type=Count(), help="Time so many tokens of a stream, and nothing else.")
 @JSON_OPTION
-def main(rounds: int, shape: str | None, states: bool, json_file: Path | None, **options: Any) -> None:
+def main(
+    rounds: int, shape: str | None, states: bool, stream: int | None, json_file: Path | None, **options: Any
+) -> None:
+    if stream:
+        rates = [
+            stream_rate(options["model"] or EMBEDDED, options["block_size"] or 2048, stream) for _ in range(rounds)
+        ]
+        print(
+            f"{statistics.median(rates):,.0f} tokens a second of processor time ({min(rates):,.0f} - {max(rates):,.0f})"
+        )
+        write_json({"tokens_per_core_second": rates}, json_file)
+        return
     gpu = torch.accelerator.is_available()
     options["block_size"] = options["block_size"] or (2048 if gpu else 512)
     options["turn"] = options["steps"] if gpu else 1

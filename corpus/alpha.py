@@ -9,24 +9,19 @@ text are on the same side.
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import count, islice, pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.sources import Source, hash_threshold, is_below
-from gqa.corpus.tokens import Block, Blocks, Encoder, Ints, TokenisedText, block_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from gqa.corpus.sources import hash_threshold, is_below
+from gqa.corpus.tokens import Blocks, Ints, TokenisedText
 
 
 def n_blocks_for(
@@ -113,7 +108,7 @@ def select(
     """
     heldout = heldout_mask(text.digests, heldout_fraction)
     sources = _groups(text, heldout, weights)
-    shares = _shares([1.0] if weights is None else weights)
+    shares = shares_of([1.0] if weights is None else weights)
     sizes = [int(text.lengths[group].sum()) for group in sources]
     data_tokens = min(int(size / share) for size, share in zip(sizes, shares, strict=True))
     n_blocks = n_blocks_for(data_tokens, block_size, **length)
@@ -121,7 +116,8 @@ def select(
     return Selection(Blocks(text, order, block_size, n_blocks, boundaries), data_tokens, int(heldout.sum()))
 
 
-def _shares(weights: Sequence[float]) -> list[Fraction]:
+def shares_of(weights: Sequence[float]) -> list[Fraction]:
+    """Weights, divided by their sum."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     return [weight / sum(exact) for weight in exact]
 
@@ -151,75 +147,3 @@ def _merged(text: TokenisedText, sources: list[Ints], shares: list[Fraction], wa
         due.append(before[before < needed] / float(share))
     order = np.concatenate(orders)[np.argsort(np.concatenate(due), kind="stable")]
     return order[: int(np.searchsorted(np.cumsum(text.lengths[order]), wanted)) + 1]
-
-
-class StreamedBlocks:
-    """The blocks of sources that are too large to be kept: documents in the order of the stream, tokenised on the way.
-
-    With `n_blocks` the stream ends there, and sources that are exhausted before begin again; without it, it ends with
-    the first of them. Every rank reads the whole stream and takes its own blocks.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        block_size: int,
-        n_blocks: int | None = None,
-        heldout_fraction: float = 0.0,
-        boundaries: bool = False,
-    ) -> None:
-        """Raises CorpusError where there are several sources and they have no weights."""
-        if len(sources) > 1 and any(source.weight is None for source in sources):
-            raise CorpusError("several streams need weights (SPEC@WEIGHT): their sizes are not known")
-        if heldout_fraction:
-            sources = [source.part("train", heldout_fraction) for source in sources]
-        self.sources = sources
-        self.encoder = Encoder(tokenizer)
-        self.size, self.n_blocks, self.boundaries = block_size, n_blocks, boundaries
-        self._recent: deque[tuple[int, Block]] = deque(maxlen=8)
-
-    def __iter__(self) -> Iterator[Block]:
-        return islice(self._packed(), self.n_blocks)
-
-    def __getitem__(self, index: int) -> Block:
-        """Block `index`. The stream is read forward, and again from its start for one eight before the last."""
-        if not self._recent or index < self._recent[0][0]:
-            self._read = enumerate(self)
-            self._recent.clear()
-        while not self._recent or self._recent[-1][0] < index:
-            self._recent.append(next(self._read))
-        return dict(self._recent)[index]
-
-    def _packed(self) -> Iterator[Block]:
-        parts: list[NDArray[np.int32]] = []
-        held = 0
-        for document in self._merged():
-            tokens = document  # and then what is left of it
-            while held + len(tokens) >= self.size:
-                taken = self.size - held
-                yield block_of([*parts, tokens[:taken]], self.size, self.boundaries)
-                tokens, parts, held = tokens[taken:], [], 0
-            if len(tokens):
-                parts.append(tokens)
-                held += len(tokens)
-
-    def _merged(self) -> Iterator[NDArray[np.int32]]:
-        """As the function `_merged` does, until a source ends."""
-        shares = _shares([source.weight or 1.0 for source in self.sources])
-        for _, _, tokens in heapq.merge(*map(self._due, range(len(shares)), map(float, shares))):
-            if not len(tokens):
-                return
-            yield tokens
-
-    def _due(self, number: int, share: float) -> Iterator[tuple[float, int, NDArray[np.int32]]]:
-        """The documents of a source that are trained on, after what `_merged` sorts them by; again and again where a
-        number of blocks is wanted, else one without tokens comes last.
-        """
-        before = 0
-        for _ in (0,) if self.n_blocks is None else count():
-            for _, tokens in self.encoder.encode(self.sources[number].documents()):
-                yield before / share, number, np.array(tokens, np.int32)
-                before += len(tokens)
-        yield before / share, number, np.empty(0, np.int32)

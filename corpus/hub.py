@@ -38,8 +38,10 @@ def load_rows(name: str, config: str | None, split: str, revision: str | None, s
         raise _refusal(error, name, revision) from None
 
 
-def read_rows(name: str, rows: Any, field: str) -> Iterator[Document]:
-    """The documents of a data set that is loaded. Raises CorpusError."""
+def read_rows(name: str, rows: Any, field: str, shard: int | None = None) -> Iterator[Document]:
+    """The documents of a data set that is loaded, or of one shard of a stream. Raises CorpusError."""
+    if shard is not None and (shards := rows.num_shards) > 1:
+        rows, name = rows.shard(shards, shard, contiguous=False), f"{name} ({shard + 1} of {shards})"
     if rows.features is not None:  # of some streams it is not known before they are read
         if field not in rows.features:
             raise missing_field(f"the data set {name}", field, rows.features)

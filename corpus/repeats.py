@@ -19,6 +19,7 @@ Ints = NDArray[np.integer[Any]]
 SHORTEST = 16  # tokens of what repeats itself: below it, habit predicts as well as the first copy
 # Of blocks, by what they become; docs/recall.md says what other shares are worth.
 MIX = {"plain": 0.5, "tiled": 0.25, "random": 0.25}
+BEFORE = 7  # blocks that the tokens of a random one are drawn from too
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -29,14 +30,16 @@ def tiled(block: Ints, random: np.random.Generator) -> Ints:
     return np.resize(block[:lag], length)
 
 
-def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int) -> Ints:
+def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0, stride: int = 1) -> Ints:
     """Block `index` of T tokens as `MIX` has it: as it stands, or repeating itself. Shape (T,).
 
-    What it becomes depends on its number, the seed and the seven blocks before it, not on how many there are.
+    What it becomes depends on its number, the seed and the `BEFORE` blocks before it, not on how many there are.
 
     Args:
         blocks: Gives the block of a number as it stands.
         lead: Tokens at the beginning of each block that stay where they are: BOS.
+        first: The first block that may be asked for.
+        stride: From one of the blocks before it to the next.
     """
     own = blocks(index)
     head, block = own[:lead], own[lead:]
@@ -46,6 +49,7 @@ def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int) -> In
         return own
     random = np.random.default_rng([seed, index])
     if kind == "random":
-        near = [blocks(number)[lead:] for number in range(max(0, index - 7), index + 1)]
+        begin = index - stride * min(BEFORE, (index - first) // stride)
+        near = [blocks(number)[lead:] for number in range(begin, index + 1, stride)]
         block = random.choice(np.concatenate(near), len(block))
     return np.concatenate([head, tiled(block, random)])

@@ -13,12 +13,12 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from gqa.checkpoint.console import read_count
 from gqa.checkpoint.errors import CorpusError, listing
@@ -29,6 +29,7 @@ from gqa.corpus.stdlib import Split, stdlib_documents
 
 _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
+_T = TypeVar("_T")
 _WEIGHTED = re.compile(r"(.+)@([^@/]+)")
 
 
@@ -63,26 +64,31 @@ def parse_self(spec: str) -> OwnText:
 class Source:
     """Text that can be read any number of times, always in the same order.
 
-    `spec` is what it was made from; `identify` says what its content is, as a hash; `streaming` means that it is too
-    large or too far away to be kept; `weight` is its share of a mixture's tokens, where it was given one.
+    `spec` is what it was made from; `read` gives its documents, or those of the shard (file) of a number, of which
+    there are `shards`; `identify` says what its content is, as a hash; `streaming` means that it is too large or too
+    far away to be kept; `weight` is its share of a mixture's tokens, where it was given one.
     """
 
     spec: str
-    read: Callable[[], Iterator[Document]]
+    read: Callable[..., Iterator[Document]]
     identify: Callable[[], str]
     streaming: bool = False
     weight: float | None = None
+    shards: Callable[[], int] = field(default=lambda: 1)
 
     def documents(self) -> Iterator[Document]:
         """Documents in the order of the source, none of them blank.
 
         Raises CorpusError, while they are read, for what cannot be read and for a source without any text.
         """
-        documents = self.read()
-        if (first := next(documents, None)) is None:
+        return self.some(self.read())
+
+    def some(self, found: Iterator[_T]) -> Iterator[_T]:
+        """What was found in it, which is something. Raises CorpusError where it is not."""
+        if (first := next(found, None)) is None:
             raise CorpusError(f"{self.spec} holds no text: it is empty or blank")
         yield first
-        yield from documents
+        yield from found
 
     def part(self, side: Split, fraction: float) -> Source:
         """The documents that are held out, about `fraction` of them by a hash of their text, or all others."""
@@ -90,7 +96,7 @@ class Source:
         return replace(
             self,
             spec=f"{self.spec} ({side} part, {fraction:g} held out)",
-            read=lambda: (d for d in self.read() if is_below(text_digest(d.text), threshold) == wanted),
+            read=lambda *shard: (d for d in self.read(*shard) if is_below(text_digest(d.text), threshold) == wanted),
             identify=lambda: f"{self.identify()} {side} {fraction!r}",
         )
 
@@ -119,19 +125,27 @@ def parse_source(
         if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
         modules = partial(stdlib_documents, cast(Split, side))
-        return Source(spec, modules, lambda: _digest_documents(modules()), streaming)
+        return Source(spec, lambda *_: modules(), lambda: _digest_documents(modules()), streaming)
     if is_local(spec):
         files = find_files(spec)
         texts = partial(_read_files, files, field, separator)
-        return Source(spec, texts, lambda: _digest_files(files, field, separator), streaming)
+        digest = partial(_digest_files, files, field, separator)
+        return Source(spec, texts, digest, streaming, shards=lambda: len(files))
     if not (named := _HUB_NAME.fullmatch(spec)):
         raise CorpusError(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
         )
     name, own_config, own_split = named.groups()
-    load = partial(load_rows, name, own_config or config, own_split or split or "train", revision, streaming)
+    # Once: a branch may move on while its files are read.
+    load = cache(partial(load_rows, name, own_config or config, own_split or split or "train", revision, streaming))
     # What identifies its rows is made of the commit, the configuration and the split.
-    return Source(spec, lambda: read_rows(name, load(), field), lambda: str(load()._fingerprint), streaming)
+    return Source(
+        spec,
+        lambda *shard: read_rows(name, load(), field, *(shard if streaming else ())),
+        lambda: str(load()._fingerprint),
+        streaming,
+        shards=lambda: load().num_shards if streaming else 1,
+    )
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
@@ -182,8 +196,11 @@ def is_below(digest: bytes, threshold: int) -> bool:
     return int.from_bytes(digest[:8], "big") < threshold
 
 
-def _read_files(files: Sequence[Path], field: str, separator: str | None) -> Iterator[Document]:
-    return chain.from_iterable(read_file(file, field, separator) for file in files)
+def _read_files(
+    files: Sequence[Path], field: str, separator: str | None, shard: int | None = None
+) -> Iterator[Document]:
+    chosen = files if shard is None else files[shard : shard + 1]
+    return chain.from_iterable(read_file(file, field, separator) for file in chosen)
 
 
 def _digest_files(files: Sequence[Path], field: str, separator: str | None) -> str:

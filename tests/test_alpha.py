@@ -15,8 +15,9 @@ import pytest
 from documents import Counted, texts_of, tokenised, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.alpha import Selection, StreamedBlocks, heldout_mask, n_blocks_for, permutation, select
+from gqa.corpus.alpha import Selection, heldout_mask, n_blocks_for, permutation, select
 from gqa.corpus.sources import parse_source, parse_sources, text_digest
+from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Blocks, TokenisedText, concatenate, tokenise
 
 ALPHAS = (0.01, 0.05, 0.3, 1.0)

@@ -240,6 +240,21 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
     Log.step, States.save = step_and_kill, save_and_wait  # type: ignore[method-assign]
 
 
+def at_hub(endpoint: str, home: str, name: str) -> None:
+    """Data sets come from this hub, which is given a token that says who asks: `name` and the rank."""
+    import importlib
+
+    import datasets
+    from huggingface_hub import close_session, constants
+
+    rank = os.environ.get("RANK", "0")
+    os.environ |= {"HF_TOKEN": f"{name}-{rank}", "HF_ENDPOINT": endpoint, "HF_HOME": home, "NO_PROXY": "*"}
+    del os.environ["HF_HUB_OFFLINE"]
+    importlib.reload(constants)
+    close_session()
+    datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE = endpoint, False
+
+
 def save_and_kill(directory: str, change: int) -> None:
     """The states of steps 2 and 4 of a small module, of which one is kept; SIGKILL just before that of step 4 changes
     the disk for the nth time: a file, a name, a directory.

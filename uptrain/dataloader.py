@@ -14,9 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.align.self_samples import SampledBlocks
-from gqa.corpus.alpha import StreamedBlocks, n_blocks_for, select
-from gqa.corpus.repeats import mixed
+from gqa.corpus.alpha import n_blocks_for, select
+from gqa.corpus.repeats import BEFORE, mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
+from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Block, Blocks, TokenisedText, concatenate, tokenise
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
@@ -71,8 +72,19 @@ class Dataloader:
         """As it is trained on; the first is `first`."""
         if not self.options.repeats:
             return self.make(self.blocks[index], [self.options.seed, index])
-        found = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0)
+        near = {"first": self.first, "stride": getattr(self.blocks, "lanes", 1)}
+        found = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0, **near)
         return {"input_ids": found.astype(np.int64)}
+
+    @property
+    def places(self) -> list[Any]:
+        """How far this process has read a stream, JSON-ready, for `seek`."""
+        return self.blocks.places if isinstance(self.blocks, StreamedBlocks) else []
+
+    def seek(self, places: list[Any]) -> None:
+        """A stream goes on where all processes of a run were."""
+        if isinstance(self.blocks, StreamedBlocks):
+            self.blocks.seek(places)
 
 
 def stack(blocks: list[Block]) -> Batch:
@@ -103,8 +115,9 @@ def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: 
         blocks = StreamedBlocks(
             sources, tokenizer, block_size=options.block, n_blocks=first + steps * options.blocks_per_step,
             heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
+            first=first, batch=options.blocks_per_step, before=BEFORE if options.repeats else 0,
         )  # fmt: skip
-        told = f"a stream of {', '.join(source.spec for source in sources)}"
+        told = f"a stream of {blocks}"
         fingerprint, heldout = f"{told} {blocks.encoder.identify()}", [blocks[number] for number in range(first)]
     else:
         text = concatenate([tokenise(source, tokenizer) for source in sources])

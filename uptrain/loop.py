@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
 from gqa.checkpoint.processes import main_first
@@ -109,8 +109,9 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
 
                 stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved, last))
                 if stop or due:
+                    state = vars(progress) | _identity(setup) | {"stream": gather_object(dataloader.places)}
                     with setup.memory_explained():
-                        setup.states.save(accelerator, model, optimizer, vars(progress) | _identity(setup))
+                        setup.states.save(accelerator, model, optimizer, state)
                     saved = time.monotonic()
                 if stop:
                     raise StoppedError(stop, progress.step)
@@ -260,6 +261,7 @@ def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
     load(path, setup.accelerator, model, optimizer)
     if setup.accelerator.is_main_process:
         setup.states.take_best(path)
+    setup.dataloader.seek(record.get("stream", []))
     return TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
 
 
