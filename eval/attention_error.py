@@ -50,7 +50,7 @@ def attention_errors(
         sums[name][1] += (_first(output) - outputs[name]).square().sum().cpu()
 
     for window in windows:
-        inputs = padded([window], baseline.device)
+        inputs = padded([window], baseline)
         for run, modules, see in ((baseline, theirs, see_baseline), (model, ours, see_model)):
             with watched(modules.items(), see):
                 run(**inputs, use_cache=False)

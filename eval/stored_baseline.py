@@ -22,6 +22,7 @@ from gqa.checkpoint.devices import as_float64
 from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.write import write_text
 from gqa.corpus.likelihood import kl_divergence
+from gqa.corpus.recordings import digest as recording_digest
 from gqa.corpus.windows import Window
 from gqa.eval.scoring import Predictions
 
@@ -37,6 +38,7 @@ def fingerprint(model: str, windows: Sequence[Window], dtype: str) -> str:
                 status = path.stat()
                 digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
     for window in windows:
+        digest.update(recording_digest(window.heard.path) if window.heard else b"")
         digest.update(np.array([window.scored, *window.source, -1, *window.ids], np.int64).tobytes())
     return digest.hexdigest()
 
