@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gqa.corpus.recordings import Recording
+
 
 @dataclass(frozen=True)
 class Window:
     """`ids`: what is read, and the last target; `scored`: how many predictions count, from the end.
 
-    `document` numbers the text that it is a part of. `source` are the encoder's ids where there is an encoder.
+    `document` numbers the text that it is a part of. `source` are the encoder's ids where there is an encoder,
+    `heard` what one is given that hears.
     """
 
     ids: tuple[int, ...]
     scored: int
     document: int = 0
     source: tuple[int, ...] = ()
+    heard: Recording | None = None
 
     def __post_init__(self) -> None:
         assert 0 < self.scored < len(self.ids), f"{self.scored} scored of {len(self.ids)} ids"

@@ -21,7 +21,9 @@ def seconds(baseline: str, others: Sequence[str], options: EvaluateOptions) -> f
     models = (1 + len(others)) * (1 + len(options.cache_bits or ()))
     length = choose_context(subjects, options.context, options.beyond_positions)
     if options.data:
-        read = sum(len(window.ids) + len(window.source) for window in read_text(subjects, options).windows)
+        heard = int(getattr(subject.config, "max_source_positions", 0))  # of a recording
+        windows = read_text(subjects, options).windows
+        read = sum(len(window.ids) + (heard if window.heard else len(window.source)) for window in windows)
         tokens += read * (models + (models - 1 if options.kl and not options.baseline_cache else 0))
     if context := find_recall_context(subjects, options):
         tokens += tokens_read(context) * models

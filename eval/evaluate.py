@@ -72,7 +72,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     with quantised_attention(options.cache_bits or ()):
         text = None
         if options.data:
-            text = read_text(subjects, options)
+            text = read_text(subjects, options, partial(_dictated, subjects[0], options))
             results["text"] = {"data": options.data, **text.record()}
             measure_quality(subjects, text, options)
             if text.protocol == "pairs" and (options.metrics or options.kl or options.output):
@@ -394,6 +394,11 @@ def measure_written(subjects: Sequence[Subject], text: Text, options: EvaluateOp
         if metrics:
             subject.record["metrics"] = against_targets(metrics, subject.tokenizer, own, pairs)
         del head  # before the next one is loaded
+
+
+def _dictated(subject: Subject, options: EvaluateOptions, pairs: Sequence[Window]) -> list[Window]:
+    with _explained(subject.name, options, "what it writes", "give a smaller --batch-size or --context"):
+        return write(load(subject, options), pairs, options.batch_size)
 
 
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:

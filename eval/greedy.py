@@ -7,6 +7,8 @@ writes: read along its text, a model leaves it where another token is the most p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.corpus.windows import Window
+from gqa.eval.scoring import sources
 from gqa.eval.statistics import mean_interval
 
 STEPS = 64
@@ -51,40 +54,41 @@ def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]
 @torch.inference_mode()
 def continued(
     model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS,
-    sources: Sequence[Sequence[int]] | None = None,
+    pairs: Sequence[Window] = (),
 ) -> list[Window]:  # fmt: skip
     """What the model writes after each opening, EOS at most `steps` tokens later, as windows that score it; of an
-    encoder-decoder for the `sources`, openings all of a length.
+    encoder-decoder for the sources of `pairs`, openings all of a length.
 
     Raises RefusedError for a model that transformers cannot generate with.
     """
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     how = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
-    how.eos_token_id = None
+    how.eos_token_id = sorted(ends) or None
     kept, model.generation_config = model.generation_config, how  # the checkpoint's habits: penalties, sampling
-    read, masks = sources or openings, [[1] * len(one) for one in sources or openings]
-    side = "right" if sources else "left"
-    ids, mask = (
-        pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side=side).to(model.device)
-        for lines in (read, masks)
-    )
-    more: dict[str, Any] = {}
-    if sources:
-        more["decoder_input_ids"] = torch.tensor(openings, device=model.device)
+    given: dict[str, Any] = sources(pairs, model)
+    if pairs:
+        given["decoder_input_ids"] = torch.tensor(openings, device=model.device)
         # transformers' own has as many layers as T5's encoder.
-        more["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        given["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
         how.decoder_start_token_id = openings[0][0]
-    try:
-        found: Tensor = model.generate(ids, attention_mask=mask, generation_config=how, **more)
+    else:
+        given["input_ids"], given["attention_mask"] = (
+            pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
+            for lines in (openings, [[1] * len(one) for one in openings])
+        )
+    try:  # not Whisper's own, which adds tokens and other searches
+        generate = partial(GenerationMixin.generate, model) if pairs else model.generate
+        found: Tensor = generate(generation_config=how, **given)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from None
     finally:
         model.generation_config = kept
-    windows, first = [], len(openings[0]) if sources else ids.shape[1]
+    windows, first = [], given["decoder_input_ids" if pairs else "input_ids"].shape[1]
     for number, (opening, written) in enumerate(zip(openings, found[:, first:].tolist(), strict=True)):
         end = next((place for place, token in enumerate(written, 1) if token in ends), steps)
-        windows.append(Window((*opening, *written[:end]), end, number, tuple(sources[number]) if sources else ()))
+        window = Window((*opening, *written[:end]), end, number)
+        windows.append(replace(pairs[number], ids=window.ids, scored=end) if pairs else window)
     return windows
 
 
@@ -108,4 +112,7 @@ def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    return [{"prompt": decoded(w.source or w.ids[: -w.scored]), "text": decoded(w.ids[-w.scored :])} for w in windows]
+    def prompt(window: Window) -> str:
+        return window.heard.path.name if window.heard else decoded(window.source or window.ids[: -window.scored])
+
+    return [{"prompt": prompt(window), "text": decoded(window.ids[-window.scored :])} for window in windows]

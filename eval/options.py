@@ -27,7 +27,7 @@ class EvaluateOptions:
     # fmt: off
     data: str | None = option_field(
         None, "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
-        "stdlib:heldout, or a hub data set.", metavar="SOURCE", callback=None)
+        "stdlib:heldout, or a hub data set; 'speech/*.wav' for Whisper.", metavar="SOURCE", callback=None)
     field: str = option_field("text")
     target_field: str | None = option_field(
         None, "The column to predict from --field, of encoder-decoders.", metavar="NAME")
@@ -137,14 +137,13 @@ class EvaluateOptions:
 
 # Options that mean nothing without another.
 _NEEDS = {
-    "data": ("kl", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
-    "target_field": ("metrics",),
+    "data": ("kl", "field", "target_field", "metrics", "data_config", "split", "protocol", "stride", "tokens"),
     "kl": ("baseline_cache",),
     "baseline_cache": ("baseline_mass",),
     "decode": ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
     "tasks": ("shots", "limit", "include_tasks", "tasks_engine"),
     "output": ("overwrite",),
-}
+}  # fmt: skip
 
 
 def _flag(name: str) -> str:

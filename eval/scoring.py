@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import free_memory
 from gqa.checkpoint.errors import RefusedError
@@ -107,16 +108,25 @@ def score(
     return Scores(**{key: np.concatenate([found[key] for _, found in parts])[order] for key in parts[0][1]})
 
 
-def padded(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:
+def padded(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
     """What a model reads of windows, each (B, T), padded on the right: with causal attention no scored position sees
     padding, so no mask is needed. An encoder reads both directions: its padding is masked.
     """
-    ids = _side_by_side((window.ids[:-1] for window in windows), device)
+    ids = _side_by_side((window.ids[:-1] for window in windows), model.device)
+    given = sources(windows, model)
+    return given | {"decoder_input_ids": ids} if given else {"input_ids": ids}
+
+
+def sources(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
+    """What an encoder reads or hears of windows, by the names of the model's arguments; nothing where there is none."""
+    if heard := [window.heard for window in windows if window.heard]:
+        features = torch.stack([recording.features() for recording in heard])
+        return {heard[0].hearing.reads: features.to(model.device, model.dtype)}
     if not any(window.source for window in windows):
-        return {"input_ids": ids}
-    source = _side_by_side((window.source for window in windows), device)
-    mask = _side_by_side(([1] * len(window.source) for window in windows), device)
-    return {"input_ids": source, "attention_mask": mask, "decoder_input_ids": ids}
+        return {}
+    source = _side_by_side((window.source for window in windows), model.device)
+    mask = _side_by_side(([1] * len(window.source) for window in windows), model.device)
+    return {"input_ids": source, "attention_mask": mask}
 
 
 def _side_by_side(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
@@ -132,7 +142,7 @@ def _score_batch(
 ) -> dict[str, NDArray[Any]]:
     """What `Scores` holds, of these windows' predictions, which stand at `rows` in it."""
     device, parts = head.model.device, []
-    inputs = padded(windows, device)
+    inputs = padded(windows, head.model)
     scored = _side_by_side(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
     places = scored.flatten().nonzero().squeeze(1)
     targets = torch.tensor([token for window in windows for token in window.ids[-window.scored :]], device=device)
@@ -181,7 +191,7 @@ def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:
-    where = first_not_finite(model, padded([windows[bad]], model.device))
+    where = first_not_finite(model, padded([windows[bad]], model))
     return f"{model.name_or_path}: the logits of window {bad} (document {windows[bad].document}) are not finite; " + (
         f"the first module whose output is not finite is {where}" if where else "all modules' outputs are finite"
     )

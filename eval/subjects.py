@@ -66,12 +66,17 @@ class Subject:
         """Positions that the model was made for; None where its config states none."""
         return positions(self.config)
 
+    @property
+    def hears(self) -> bool:
+        """Whether there is an encoder that is given sound."""
+        return self.config.is_encoder_decoder and not reads_text(self.config)
+
     def check_reads_text(self, option: str) -> None:
-        """Raises RefusedError for a model whose encoder is given something else."""
-        if self.config.is_encoder_decoder and not reads_text(self.config):
+        """Raises RefusedError for a model whose encoder is given sound."""
+        if self.hears:
             raise RefusedError(
-                f"the encoder of {self.name} is given sound, and {option} gives it text; benchmarks/speech.py measures "
-                "a Whisper on recordings"
+                f"the encoder of {self.name} is given sound, and {option} gives it text; gqa-eval --data "
+                "'speech/*.wav' measures it on recordings"
             )
 
     @cached_property

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, read_pairs
+from gqa.corpus.recordings import Hearing, Recording, check_columns, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
@@ -22,18 +23,22 @@ from gqa.eval.options import EvaluateOptions, Protocol
 from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 
+Writer = Callable[[Sequence[Window]], Sequence[Window]]  # what a model is to say where windows have nothing
 MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions would be scored in windows of 128k
 
 
-def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
-    """The text that gqa-eval's options name, as tokens of the first checkpoint. Raises RefusedError."""
+def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writer = lambda windows: windows) -> Text:
+    """The text that gqa-eval's options name, as tokens of the first checkpoint; of recordings with nothing said beside
+    them it is to `write` what it hears. Raises RefusedError.
+    """
 
     def column(field: str) -> Source:
         return parse_source(str(options.data), field=field, config=options.data_config, split=options.split or "test")
 
     first, target = subjects[0], options.target_field
-    first.check_reads_text("--data")
-    if first.config.is_encoder_decoder != bool(target):
+    if options.metrics and not (target or first.hears):
+        raise RefusedError("--metrics means nothing without --target-field: give both or none")
+    if not first.hears and first.config.is_encoder_decoder != bool(target):
         raise RefusedError(
             f"{first.name} is an encoder-decoder: name the text to predict with --target-field"
             if first.config.is_encoder_decoder
@@ -41,10 +46,22 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
         )
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
     context = choose_context(subjects, options.context, options.beyond_positions, most)
-    check_models_agree(subjects, next(column(options.field).documents()).text[:2000])
-    if target:
-        encoder = PairEncoder(first.config, first.tokenizer, first.name)
-        pairs = ((source.text, answer) for source, answer in read_pairs(column(options.field), column(target)))
+    if first.hears and target:
+        check_columns([str(options.data)])
+    named = target if first.hears else options.field
+    check_models_agree(subjects, next(column(named).documents()).text[:2000] if named else "")
+    hearing = Hearing(first.path, first.name) if first.hears else None
+    encoder = PairEncoder(first.config, first.tokenizer, first.name) if first.config.is_encoder_decoder else None
+    if encoder and hearing and not target:
+        heard = [Recording(file, hearing) for file in find_recordings([str(options.data)], first.name)]
+        text = make_dictated(heard, encoder, first.tokenizer, context, write, options.tokens)
+    elif encoder and target:
+        columns = column(options.field), column(target)
+        pairs: Iterable[tuple[str | Recording, str]] = (
+            ((Recording(file, hearing), said) for file, said in read_transcripts(*columns))
+            if hearing
+            else ((source.text, answer) for source, answer in read_pairs(*columns))
+        )
         text = make_pairs(pairs, encoder, context, options.tokens)
     else:
         text = make_text(
@@ -207,21 +224,23 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def make_pairs(
-    pairs: Iterable[tuple[str, str]], encoder: PairEncoder, context: int, max_tokens: int | None = None
+    pairs: Iterable[tuple[str | Recording, str]], encoder: PairEncoder, context: int, max_tokens: int | None = None
 ) -> Text:
-    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder's first one.
+    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder's first one, and
+    after what it is told where the source is heard.
 
     What is longer than the context is cut to it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError and
     CorpusError.
     """
 
-    def found() -> Iterator[tuple[str, list[int], list[int], bool]]:
+    def found() -> Iterator[tuple[str, list[int], list[int] | Recording, bool]]:
         for source, target in pairs:
-            ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
+            read = [] if isinstance(source, Recording) else encoder.encode([source])[0]
+            ids = read, encoder.encode([target], target=True)[0]
             if ids[1]:
                 given, asked = encoder.framed(*ids, context)
-                whole = encoder.framed(*ids, max(map(len, ids)) + context)
-                yield target, asked, given, (given, asked) != whole
+                heard = source if isinstance(source, Recording) else given
+                yield target, asked, heard, encoder.cuts(*ids, context)
 
     taken = _taken(found(), max_tokens)
     windows = [_pair_window(encoder, given, asked, number) for number, (_, asked, given, _) in enumerate(taken)]
@@ -243,7 +262,22 @@ def make_spans(blocks: Iterable[Block], encoder: PairEncoder, tokenizer: Any, co
     return Text(tuple(windows), "spans", context, len(windows), *_sizes(told))
 
 
-def _pair_window(encoder: PairEncoder, given: Sequence[int], asked: Sequence[int], number: int) -> Window:
+def make_dictated(
+    recordings: Sequence[Recording], encoder: PairEncoder, tokenizer: Any, context: int, write: Writer,
+    max_tokens: int | None = None,
+) -> Text:  # fmt: skip
+    """Recordings with what a model is to `write` of them, which may fill the context."""
+    blank = [*encoder.told, *[encoder.end] * (context - len(encoder.told))]
+    said = write([_pair_window(encoder, one, blank, number) for number, one in enumerate(recordings)])
+    taken = _taken(((window, window.ids[-window.scored :]) for window in said), max_tokens)
+    told = [tokenizer.decode(list(ids), skip_special_tokens=True) for _, ids in taken]
+    cut = sum(ids[-1] != encoder.end for _, ids in taken)
+    return Text(tuple(window for window, _ in taken), "pairs", context, len(taken), *_sizes(told), cut=cut)
+
+
+def _pair_window(encoder: PairEncoder, given: Sequence[int] | Recording, asked: Sequence[int], number: int) -> Window:
+    if isinstance(given, Recording):
+        return Window((encoder.start, *asked), len(asked) - len(encoder.told), number, heard=given)
     return Window((encoder.start, *asked), len(asked), number, tuple(given))
 
 

@@ -5,6 +5,7 @@ The metrics are those of the libraries that papers cite: sacrebleu, rouge-score 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -32,7 +33,7 @@ def write(model: PreTrainedModel, pairs: Sequence[Window], batch_size: int) -> l
     steps, found = max(pair.scored for pair in pairs), list[Window]()
     for start in range(0, len(pairs), batch_size):
         some = pairs[start : start + batch_size]
-        found += continued(model, [pair.ids[:1] for pair in some], steps, [pair.source for pair in some])
+        found += continued(model, [pair.ids[: -pair.scored] for pair in some], steps, some)
     return found
 
 
@@ -91,9 +92,10 @@ def _bleu(ours: Texts, theirs: Texts) -> Found:
 
 
 def _wer(ours: Texts, theirs: Texts) -> Found:
-    """Insertions, deletions and replacements by words of the targets (jiwer)."""
+    """Insertions, deletions and replacements by words of the targets (jiwer), without case and punctuation."""
     import jiwer
 
+    ours, theirs = ([re.sub(r"[^\w\s']", " ", text.lower()) for text in texts] for texts in (ours, theirs))
     pairs = [(said, wanted) for said, wanted in zip(ours, theirs, strict=True) if wanted.split()]
     counted = [jiwer.process_words(wanted, said) for said, wanted in pairs]
     errors = np.array([one.substitutions + one.deletions + one.insertions for one in counted], float)

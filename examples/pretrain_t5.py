@@ -3,11 +3,12 @@
     python examples/pretrain_t5.py --out stdlib-t5
 
 It takes 15 minutes on two cores, 38 (`--minutes`) on one that has other work, and is kept by default in the user's
-cache, not in git. Every second batch are pairs: the signature and the docstring of a function, and its body. The others
-are blocks of text of which spans are left out, as T5 was trained (arXiv 1910.10683). It begins with the tokenizer and
-the layers of `examples/stdlib-mha`, a decoder; what is new are sentinels, cross-attention and the bias by distance.
-Beside the weights lie `train.jsonl` and `heldout.jsonl` with the pairs of training modules and of held-out ones, in
-columns `source` and `target`. As in `examples/pretrain.py` the learning rate follows the elapsed share of `--minutes`.
+cache, not in git; what is there is not trained again. Every second batch are pairs: the signature and the docstring
+of a function, and its body. The others are blocks of text of which spans are left out, as T5 was trained (arXiv
+1910.10683). It begins with the tokenizer and the layers of `examples/stdlib-mha`, a decoder; what is new are
+sentinels, cross-attention and the bias by distance. Beside the weights lie `train.jsonl` and `heldout.jsonl` with
+the pairs of training modules and of held-out ones, in columns `source` and `target`. As in `examples/pretrain.py`
+the learning rate follows the elapsed share of `--minutes`.
 """
 
 from __future__ import annotations
@@ -247,6 +248,9 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
+    if args.out == CACHE and (CACHE / "tokenizer_config.json").is_file():  # what is written last
+        print(f"{CACHE} holds one; give --out to train another")
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
     texts, heldout = Texts("train", tokenizer, args.out), Texts("heldout", tokenizer, args.out)

@@ -14,6 +14,7 @@ from checkpoints import run
 from embedded import SOURCE
 from evaluations import refused, results, told, with_tokenizer
 from test_families import write_checkpoint
+from test_pairs import write_sound
 from tiny_models import TINY, build
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -21,6 +22,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.convert.recast.targets import checkpoint_cache
+from gqa.corpus.recordings import Hearing
 from gqa.eval.decode import greedy_decode, measured_cache_bytes
 from gqa.eval.written import METRICS
 
@@ -31,14 +33,23 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """T5 and BART of 4 heads, their conversions to 2 and back to 4, Whisper, pairs."""
+    """T5, BART and Whisper of 4 heads, their conversions to 2 and back to 4, pairs, recordings."""
     found = tmp_path_factory.mktemp("seq2seq")
     for name in ("t5", "bart"):
         tiny = replace(TINY[f"gqa_{name}"], options={**TINY[f"gqa_{name}"].options, "vocab_size": 4096})
         source = with_tokenizer(build(tiny, 4), found / name)
         convert_checkpoint(source, 2, found / f"{name}-2", method="mean")
         convert_checkpoint(found / f"{name}-2", 4, found / f"{name}-back")
-    write_checkpoint(build(TINY["gqa_whisper"], 4), found / "whisper")
+    heard = {**TINY["gqa_whisper"].options, "vocab_size": 4096, "decoder_start_token_id": 3}
+    with_tokenizer(build(replace(TINY["gqa_whisper"], options=heard), 4), found / "whisper")
+    hears = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "hop_length": 1000}
+    (found / "whisper" / "preprocessor_config.json").write_text(json.dumps({**hears, "chunk_length": 1}))
+    convert_checkpoint(found / "whisper", 2, found / "whisper-2", method="mean")
+    convert_checkpoint(found / "whisper-2", 4, found / "whisper-back")
+    for number in range(6):
+        write_sound(found / f"{number}.wav", seed=number)
+    spoken = [{"audio": f"{number}.wav", "meant": row["meant"]} for number, row in enumerate(ROWS[:6])]
+    (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spoken))
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return found
 
@@ -85,6 +96,64 @@ def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
     held: Any = model(input_ids=ids, decoder_input_ids=ids, use_cache=True).past_key_values
     parts = (held.self_attention_cache, held.cross_attention_cache)
     return [sum(layer.keys.nbytes + layer.values.nbytes for layer in part.layers) for part in parts]
+
+
+def spoken(place: Path, *names: str) -> str:
+    models = " ".join(str(place / name) for name in names)
+    return f"{models} --data {place / 'speech.jsonl'} --field audio --target-field meant"
+
+
+@torch.no_grad()
+def test_nats_of_transcripts(place: Path) -> None:
+    """Of transformers' own class, each text given its recording, after what the tokenizer tells; of others not."""
+    model, tokenizer = load_model(str(place / "whisper")), AutoTokenizer.from_pretrained(SOURCE)
+    hearing, nats = Hearing(place / "whisper", "whisper"), {0: 0.0, 1: 0.0}
+    for number, row in enumerate(ROWS[:6]):
+        ids = tokenizer(row["meant"], add_special_tokens=False)["input_ids"]
+        read, labels = [3, tokenizer.bos_token_id, *ids], [-100, *ids, model.config.eos_token_id]
+        for shift in nats:
+            heard = hearing.features(place / f"{(number + shift) % 6}.wav")[None]
+            out = model(input_features=heard, decoder_input_ids=torch.tensor([read]), labels=torch.tensor([labels]))
+            nats[shift] += float(out.loss) * (len(labels) - 1)
+    for size in (1, 4):
+        quality = results(spoken(place, "whisper"), "--batch-size", size)["models"][0]["quality"]
+        assert quality["nats"] == pytest.approx(nats[0], rel=1e-6)
+        assert quality["nats"] != pytest.approx(nats[1], rel=2e-5)
+
+
+def test_divergence_of_what_is_heard(place: Path, tmp_path: Path) -> None:
+    """None of a conversion whose heads are only repeated, also from what is stored; some of one that merged them."""
+    found = results(spoken(place, "whisper", "whisper-2"), "--kl")["models"]
+    assert found[1]["against_baseline"]["kl"]["mean"] > 1e-7
+    assert max(line["own"] for line in found[1]["attention_error"]) > 1e-3
+    (again,) = results(spoken(place, "whisper-2", "whisper-back"), "--kl")["models"][1:]
+    assert again["against_baseline"]["kl"]["maximum"] < 1e-9
+    stored = results(spoken(place, "whisper", "whisper-2"), "--kl", "--baseline-cache", tmp_path / "kept")["models"]
+    expected = pytest.approx(found[1]["against_baseline"]["kl"]["mean"], rel=0.05, abs=1e-6)
+    assert stored[1]["against_baseline"]["kl"]["mean"] == expected
+
+
+@torch.no_grad()
+def test_what_is_heard_is_written(place: Path) -> None:
+    """Without texts the first model writes them, as transformers' own search does: it says so itself, others do not."""
+    pytest.importorskip("jiwer", reason="it needs jiwer, which the extra dev has")
+    models = " ".join(str(place / name) for name in ("whisper", "whisper", "whisper-2"))
+    found = results(f"{models} --data {place}/*.wav --context 12 --kl --metrics wer --precision float32")
+    first, again, merged = found["models"]
+    assert (first["greedy"]["whole"], first["metrics"]["wer"]["value"], again["metrics"]) == (1, 0, first["metrics"])
+    assert merged["metrics"]["wer"]["value"] > 0
+    assert found["text"]["windows"] == 6
+    model, hearing = load_model(str(place / "whisper")), Hearing(place / "whisper", "whisper")
+    tokenizer = AutoTokenizer.from_pretrained(SOURCE)
+    for number, sample in enumerate(first["samples"]):
+        read = torch.tensor([[3, tokenizer.bos_token_id]])
+        heard = hearing.features(place / f"{number}.wav")[None]
+        for _ in range(11):
+            last = model(input_features=heard, decoder_input_ids=read).logits[:, -1:].argmax(-1)
+            read = torch.cat([read, last], 1)
+            if int(last) == model.config.eos_token_id:
+                break
+        assert sample == {"prompt": f"{number}.wav", "text": tokenizer.decode(read[0, 2:], skip_special_tokens=True)}
 
 
 @torch.no_grad()
@@ -136,10 +205,8 @@ def test_decoding_and_memory(place: Path) -> None:
     [
         ("bart --decode --decode-contexts 60", "60 tokens and 32 steps are more than the 64 positions of bart"),
         ("whisper --decode --decode-contexts 8", "the encoder of whisper is given sound, and --decode gives it text"),
-        (
-            "whisper --data PAIRS --target-field meant",
-            "the encoder of whisper is given sound, and --data gives it text",
-        ),
+        ("whisper --data PAIRS", "the encoder of whisper is given sound: it takes recordings, and"),
+        ("whisper --data PAIRS --field said --target-field meant", "def f0(x): is no WAV file that can be read"),
         ("t5 --recall", "--recall is for decoders, and t5 is an encoder-decoder"),
         ("t5 --data PAIRS --field said --target-field none", "has no field 'none'; it has 'meant', 'said'"),
     ],
@@ -184,6 +251,14 @@ def test_metrics_are_the_libraries() -> None:
                 assert (value, low, high) == pytest.approx([expected] * 3, abs=1e-6)
         for value, low, high in METRICS[name][1](near, targets).values():
             assert 0 < low < value < high < 1.0001
+
+
+def test_words_wrong() -> None:
+    """By jiwer, without case and punctuation: of two and five words one is left out and one is another."""
+    pytest.importorskip("jiwer", reason="it needs jiwer, which the extra dev has")
+    said, meant = ["Don't", "the cat sat, down there"], ["don't go", "The bat sat down there."]
+    assert METRICS["wer"][1](said, meant)["wer"][0] == pytest.approx(2 / 7)
+    assert METRICS["wer"][1]([text.upper() for text in meant], meant)["wer"] == (0, 0, 0)
 
 
 def test_a_library_that_is_not_installed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

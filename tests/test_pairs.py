@@ -26,9 +26,10 @@ from gqa.convert import plan_conversion
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.align.refine import Calls, Rows
-from gqa.convert.align.watcher import SILENT
+from gqa.convert.align.watcher import SILENT, Bar
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder, corrupted, read_pairs
+from gqa.corpus.recordings import Hearing
 from gqa.corpus.sources import parse_source
 
 START, END = 1, 2  # of the tiny models
@@ -65,6 +66,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_sound(found / "whole.wav", samples=16_000)
     (found / "broken.wav").write_bytes(b"RIFF")
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = [{"audio": f"speech/{number}.wav", "text": f"the number {number}" * (1 + number)} for number in range(6)]
+    (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found / "gone.jsonl").write_text(json.dumps({"audio": "speech/gone.wav", "text": "gone"}) + "\n")
     (found / "text.txt").write_text("What was said was meant. " * 300)
     return found
 
@@ -167,6 +171,22 @@ def test_recordings(place: Path, tmp_path: Path) -> None:
     assert " --data speech " in told["command"]
 
 
+def test_transcripts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each recording with what its row says, cut to the context; how many are is told."""
+    text = CalibrationText((str(place / "speech.jsonl"),), 8 * 6, 8, field="audio", target_field="text")
+    with Bar(quiet=True) as bar:
+        given = text.inputs(read_checkpoint(place / "whisper"), "cpu", bar)
+    hearing, cut = Hearing(place / "whisper", "whisper"), 0
+    for number in range(6):
+        heard = hearing.features(place / "speech" / f"{number}.wav")
+        (row,) = [at for at, one in enumerate(given["input_features"]) if torch.equal(one, heard)]
+        ids = tokenizer()(f"the number {number}" * (1 + number))["input_ids"]
+        assert rows(given, "decoder_")[row] == ids[:8]
+        cut += len(ids) > 8  # as long as this with the end in the place of BOS
+    assert 0 < cut < 6
+    assert f"warning: {cut} of 6 pairs are longer, and cut to 8 tokens a side" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
     words = (
@@ -201,7 +221,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
         (
             "whisper",
             "--data text.txt",
-            "and {place}/text.txt names none; give WAV files with --data 'speech/*.wav', or use",
+            "rows that name them with --field and --target-field, or use",
         ),
         (
             "whisper",
@@ -215,6 +235,16 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
             "long.wav has 1.01 s; whisper hears 1 s: cut it into such pieces, or leave it out",
         ),
         ("whisper", "--data broken.wav --context 24", "broken.wav is no WAV file that can be read"),
+        (
+            "whisper",
+            "--data speech/*.wav --target-field text",
+            "/speech/*.wav has no columns: give --data with rows of a path and a text, or leave --target-field out",
+        ),
+        (
+            "whisper",
+            "--data gone.jsonl --field audio --target-field text --context 24",
+            "{place}/speech/gone.wav is no WAV file that can be read",
+        ),
         (
             "marian",
             "--data text.txt --context 24",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import check_refused, load, run
+from embedded import SOURCE
 from test_losses import assert_close, gradients, set_slices
 from test_pairs import write_sound
 from tiny_models import TINY, build
@@ -30,6 +31,7 @@ from training import (
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gqa.convert import convert_checkpoint
+from gqa.corpus.recordings import Hearing
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare
 from gqa.uptrain.summary import plan_record
@@ -126,6 +128,8 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "speech").mkdir()
     for number in range(40):
         write_sound(found / "speech" / f"{number}.wav", seed=number)
+    spoken = [{"audio": f"speech/{n}.wav", "meant": f"the number {n}" + " and one" * (n // 4)} for n in range(40)]
+    (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spoken))
     rows = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(80)]
     rows[3]["meant"] = None
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -139,11 +143,13 @@ def options(place: Path, name: str, out: Path, data: str | None = "text.jsonl", 
     return TrainOptions(str(place / name), out, data=sources, **short | given)
 
 
+SPOKEN = {"data": "speech.jsonl", "field": "audio", "target_field": "meant"}
 DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "spans": ("t5", {}),
     "denoising": ("bart", {}),
     "pairs": ("marian", {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}),
     "recordings": ("whisper", {"data": "speech/*.wav", "heldout_tokens": 64}),
+    "transcripts": ("whisper", {**SPOKEN, "heldout_tokens": 64}),
     "self": ("t5", {"data": "self"}),
     "self without marks": ("marian", {"data": "self:4K"}),
     "nothing is said": ("bart", {"data": None, "heldout_tokens": 64}),
@@ -219,6 +225,27 @@ def test_sharded_weights_change_nothing(runs: Runs, made_of: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("alone")
+def test_what_is_said_in_recordings(made_of: Path, tmp_path: Path) -> None:
+    """A block is a recording and the text of its row, with or without a teacher; longer texts are cut, and counted."""
+    tokenizer, hearing = AutoTokenizer.from_pretrained(SOURCE), Hearing(made_of / "whisper", "whisper")
+    texts = [f"the number {n}" + " and one" * (n // 4) for n in range(40)]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    known = {hearing.features(made_of / f"speech/{n}.wav").numpy().tobytes(): text for n, text in enumerate(ids)}
+    cut = sum(len(text) > 15 for text in ids)  # beside the end
+    for given in ({"teacher": "none"}, {}):
+        data = prepare(
+            options(made_of, "whisper", tmp_path / "out", **SPOKEN, **given, block_size=16), dry=True
+        ).dataloader
+        for number in range(8):
+            block = data.block(number)
+            text = known[block["input_features"].tobytes()]
+            assert block["labels"].tolist() == [*text[:15], 2]
+        assert f"; {cut} are cut to 16 a side" in data.summary
+        assert 0 < cut < 40
+        fresh()
+
+
+@pytest.mark.usefixtures("alone")
 def test_alpha_is_a_prefix_of_the_pairs(made_of: Path, tmp_path: Path) -> None:
     """79 rows have both columns; a twentieth is held back, and none of it trains."""
     seen = {}
@@ -272,8 +299,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("t5", {"record_teacher": "kept"}, "--record-teacher is for decoders, t5 is an encoder-decoder"),
     ("whisper", {}, "the encoder of whisper-base is given sound: it takes recordings, and"),
     ("whisper", {"data": None}, "it takes recordings, and self names none; give WAV files with --data 'speech/*.wav'"),
-    ("whisper", PAIRS, "is given sound, and the --teacher writes what is heard in --data 'speech/*.wav'; do without"),
-    ("whisper", {"teacher": "none"}, "do without --target-field, --streaming and --teacher none"),
+    ("whisper", PAIRS, "0 in words is one is no WAV file that can be read"),
+    ("whisper", {"teacher": "none"}, "do without --streaming, and give a --teacher or --target-field"),
+    ("whisper", SPOKEN | {"data": "speech"}, "speech has no columns: give --data with rows of a path and a text"),
 ]
 
 

@@ -40,6 +40,7 @@ from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder
+from gqa.corpus.recordings import Hearing
 from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled, open_stored
@@ -186,7 +187,8 @@ def _data(
         return open_stored(options, targets, processes)
     if model.config.is_encoder_decoder:
         encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
-        return open_pairs(options, encoder, tokenizer, longest, processes, writes, not dry)
+        hearing = None if reads_text(model.config) else Hearing(checkpoint.directory, checkpoint.name)
+        return open_pairs(options, encoder, tokenizer, longest, processes, writes, not dry, hearing)
     if is_self(options.data[0]):
         return open_sampled(options, partial(writes, not dry), longest, processes)
     return open_dataloader(options, tokenizer, longest, processes)
@@ -276,10 +278,11 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     model = _load(checkpoint, options, device, options.weights, weights=not (dry or accelerator.is_fsdp2))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
-    if model.main_input_name != "input_ids" and (options.target_field or options.streaming or not options.teachers):
+    said = options.target_field or options.teachers
+    if model.main_input_name != "input_ids" and (options.streaming or not said):
         raise RefusedError(
-            f"the encoder of {checkpoint.name} is given sound, and the --teacher writes what is heard in --data "
-            "'speech/*.wav'; do without --target-field, --streaming and --teacher none"
+            f"the encoder of {checkpoint.name} is given sound, and what is said in it the --teacher writes or another "
+            "column has: do without --streaming, and give a --teacher or --target-field"
         )
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)

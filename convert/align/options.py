@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -104,12 +105,12 @@ class CalibrationText:
 
         how_made = (checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code)
         if not reads_text(config):
-            from gqa.convert.align.recordings import INSTEAD, RecordingMaker, find_recordings
+            from gqa.convert.align.recordings import INSTEAD, RecordingMaker
 
-            files = find_recordings(self.sources, checkpoint.name, INSTEAD)
+            rows = self._recordings(checkpoint.name, INSTEAD)
             self.check(config, checkpoint.name)
             hearing = RecordingMaker(*how_made)
-            return hearing.inputs(hearing.hear(files, max(1, self.tokens // self.length)))
+            return hearing.inputs(hearing.hear(rows, max(1, self.tokens // self.length)))
         self.check(config, checkpoint.name)
         maker, pairs = PairMaker(*how_made), []
         for source, tokens in self._shares():
@@ -146,7 +147,7 @@ class CalibrationText:
         """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
         fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
         named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
-        from gqa.convert.align.recordings import find_recordings, identify, names_recordings
+        from gqa.corpus.recordings import find_recordings, identify, names_recordings
 
         def content(spec: str, field: str) -> str:
             if names_recordings(spec):
@@ -154,6 +155,16 @@ class CalibrationText:
             return spec if is_self(spec) else self._parse(spec, field).identify()
 
         return [content(*each) for each in named]
+
+    def _recordings(self, name: str, instead: str) -> Sequence[tuple[Path, str | None]]:
+        """And what is said in them, where a column has it. Raises RefusedError and CorpusError."""
+        from gqa.corpus.recordings import check_columns, find_recordings, read_transcripts
+
+        if not self.target_field or self.target_field == "self" or any(map(is_self, self.sources)):
+            return [(file, None) for file in find_recordings(self.sources, name, instead)]
+        check_columns(self.sources)
+        columns = ((self._parse(source), self._parse(source, self.target_field)) for source in self.sources)
+        return [row for each in columns for row in read_transcripts(*each)]
 
     def _parse(self, source: str, field: str | None = None) -> Source:
         return parse_sources((source,), field=field or self.field)[0]

@@ -59,17 +59,23 @@ class PairMaker:
         """So many pairs of two columns of one data set, chosen by a hash of their place and the seed; targets that are
         None are written by the decoder. Raises RefusedError and CorpusError.
         """
-        load_tokenizer(self._checkpoint, self._trusted)
         rows = read_pairs(source, targets) if targets else ((found, "") for found in source.documents())
         chosen = nsmallest(count, rows, key=lambda row: hashlib.sha256(f"{self._seed} {row[0].name}".encode()).digest())
-        sources = self._encoder.encode([found.text for found, _ in chosen])
-        answers = self._encoder.encode([answer for _, answer in chosen], target=True)
-        pairs = [self._encoder.framed(*both, self.length) for both in zip(sources, answers, strict=True)]
+        pairs = self._framed([found.text for found, _ in chosen], [answer for _, answer in chosen])
         if targets:
-            return list(pairs)
+            return pairs
         sources = [one for one, _ in pairs]
         self._announce(len(sources))
         return list(zip(sources, self._write(sources, self._seed), strict=True))
+
+    def _framed(self, sources: Sequence[str], answers: Sequence[str]) -> list[Pair]:
+        """Of texts; no `sources` where they are heard. Says how many are cut. Raises RefusedError."""
+        load_tokenizer(self._checkpoint, self._trusted)
+        read = self._encoder.encode(sources) if sources else [[]] * len(answers)
+        pairs = list(zip(read, self._encoder.encode(answers, target=True), strict=True))
+        if cut := sum(self._encoder.cuts(*both, self.length) for both in pairs):
+            self._watcher.warn(f"{cut:,} of {len(pairs):,} pairs are longer, and cut to {self.length} tokens a side")
+        return [self._encoder.framed(*both, self.length) for both in pairs]
 
     def corrupt(self, blocks: Ints) -> list[Pair]:
         """Of plain text (N, T), as `PairEncoder` does. Raises RefusedError."""
