@@ -144,7 +144,7 @@ def check_case(model: str, groups: int | str, expected: dict[str, Expected], pro
     return failures
 
 
-# What llama.cpp stores keys and values as, and how far that is off at most, in nats; each is farther than those above it.
+# What llama.cpp stores keys and values as, and how many nats that is off at most; each is farther off than those above.
 CACHES = (("F32", LlamaCpp.tolerance), ("Q8_0", 0.3), ("Q4_0", 3.0))
 
 
