@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from evaluations import refused, results
 from test_families import write_checkpoint
 from tiny_models import QUERY_HEADS, TINY, build
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.errors import RefusedError
@@ -43,6 +44,46 @@ def test_numbers_on_the_grid_stay_and_others_move_by_half_a_step(bits: int, dim:
 
 def test_a_part_of_equal_numbers_stays() -> None:
     assert rounded(torch.full((2, 64), 0.5), 4).equal(torch.full((2, 64), 0.5))
+
+
+def kept(backend: str, bits: int, heads: Tensor, axis: int) -> Tensor:
+    """What transformers' quantised cache gives back of keys (1, n, T, 64); its parts are single tokens of a head."""
+    groups = {"q_group_size": 64, "axis_key": axis, "axis_value": axis}
+    config = build(TINY["llama"], QUERY_HEADS).config
+    cache = QuantizedCache(backend, config, nbits=bits, **groups)
+    cache.update(heads, heads, 0)  # gives back what it was given, and keeps it quantised
+    found = cache.update(heads[:, :, :1], heads[:, :, :1], 0)
+    assert found[0].equal(found[1])
+    return found[0][:, :, :-1]
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_quanto_rounds_as_we_do(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number for number, but for edges, which it keeps in 32 bits."""
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed; it is no dependency")
+    from optimum.quanto.library.extensions.cpp import ext
+
+    def unpack(packed: Tensor, bits: int) -> Tensor:
+        return torch.cat([packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)])
+
+    monkeypatch.setattr(ext, "_lib", SimpleNamespace(unpack=unpack))  # its own is compiled here, which takes minutes
+    heads = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(bits))
+    step = (heads.amax(-1, keepdim=True) - heads.amin(-1, keepdim=True)) / (2**bits - 1)
+    away = (kept("quanto", bits, heads, 0) - rounded(heads, bits)).abs() / step
+    assert (away < 0.02).float().mean() > 0.99  # a number half-way may be rounded to the other side
+    assert away.max() < 1.02
+    other = (kept("quanto", bits, heads, 0) - rounded(heads, 6 - bits)).abs() / step
+    assert (other < 0.02).float().mean() < 0.5
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_hqq_is_about_as_near(bits: int) -> None:
+    """It has the same parts and moves their edges afterwards, so that other numbers come out."""
+    pytest.importorskip("hqq", reason="hqq is not installed; it is no dependency")
+    heads = torch.randn(1, 2, 40, 64, generator=torch.Generator().manual_seed(bits))
+    lost, ours = ((found - heads).abs().mean() for found in (kept("hqq", bits, heads, 1), rounded(heads, bits)))
+    assert 0.7 * ours < lost < 1.3 * ours
+    assert not 0.7 * ours < (rounded(heads, bits - 1) - heads).abs().mean() < 1.3 * ours
 
 
 def test_bytes_are_those_of_codes_and_scales() -> None:

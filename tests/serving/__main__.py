@@ -3,7 +3,8 @@
 Every engine continues a prompt by 32 greedy tokens. They must be those of transformers (float32, sdpa), and the
 log-probabilities of the ten most probable tokens of each step must be as near as the engine's arithmetic allows. The
 same comparison must reject a checkpoint whose key/value heads are swapped. What docs/engines.md says an engine refuses
-or misreads is checked too, so that a new version which does better is noticed. Exit code 1 if anything is otherwise.
+or misreads is checked too, so that a new version which does better is noticed. So are llama.cpp's quantised KV caches:
+how far each is off. Exit code 1 if anything is otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import click
 import torch
 from transformers import AutoTokenizer
 
-from serving.clients import ENGINES, STEPS, TOP, Answer, Client, Transformers, quiet
+from serving.clients import ENGINES, STEPS, TOP, Answer, Client, LlamaCpp, Transformers, quiet
 from serving.gguf_converter import ConverterError, gguf_converter
 from serving.models import EMBEDDED, HEADS, convert, swap_heads, write_random
 
@@ -142,6 +143,28 @@ def check_case(model: str, groups: int | str, expected: dict[str, Expected], pro
     return failures
 
 
+# What llama.cpp stores keys and values as, and how many nats that is off at most; each is farther off than those above.
+CACHES = (("F32", LlamaCpp.tolerance), ("Q8_0", 0.3), ("Q4_0", 3.0))
+
+
+def check_caches(prompt: list[int], work: Path) -> int:
+    """The embedded model with its own heads and KV caches of few bits; the number of failures."""
+    with quiet():
+        reference = Transformers().answer(EMBEDDED, work, prompt)
+    failures, nearer = 0, 0.0
+    for cache, bound in CACHES:
+        client = LlamaCpp(cache)
+        with quiet():
+            equal, difference = compare(client.answer(EMBEDDED, work / cache, prompt), reference)
+        good = 3 * nearer < difference < bound
+        failures += not good
+        verdict = "" if good else f", FAILED: allowed is {3 * nearer:.0e} to {bound:.0e}"
+        text = f"{equal:2}/{STEPS} tokens equal, max |Δ log p| {difference:.1e}{verdict}"
+        show(client, f"{EMBEDDED.name}, {cache}", HEADS, text)
+        nearer = difference
+    return failures
+
+
 def show(client: Client, model: str, groups: int | str, text: str) -> None:
     click.echo(f"{client.name:17} {f'{client.package} {client.version}':24} {model:22} G={groups}  {text}")
 
@@ -157,6 +180,8 @@ def main() -> None:
     for model, groups, expected in CASES:
         with tempfile.TemporaryDirectory() as work:
             failures += check_case(model, groups, expected, prompt, Path(work))
+    with tempfile.TemporaryDirectory() as work:
+        failures += check_caches(prompt, Path(work))
     verdict = f"{failures} FAILED" if failures else "all as expected"
     click.echo(f"{verdict} in {time.monotonic() - start:.0f} s; reference: transformers {Transformers().version}")
     sys.exit(bool(failures))
