@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.recordings import Hearing, Recording, check_columns, find_recordings, read_transcripts
+from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
@@ -44,10 +44,10 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
             if first.config.is_encoder_decoder
             else f"--target-field is for encoder-decoders, {first.name} is none"
         )
+    if first.hears and options.protocol not in (None, "rolling"):
+        raise RefusedError("recordings are not cut into windows: leave --protocol and --stride out")
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
     context = choose_context(subjects, options.context, options.beyond_positions, most)
-    if first.hears and target:
-        check_columns([str(options.data)])
     named = target if first.hears else options.field
     check_models_agree(subjects, next(column(named).documents()).text[:2000] if named else "")
     hearing = Hearing(first.path, first.name) if first.hears else None

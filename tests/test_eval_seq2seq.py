@@ -22,8 +22,10 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.convert.recast.targets import checkpoint_cache
-from gqa.corpus.recordings import Hearing
+from gqa.corpus.recordings import Hearing, Recording
+from gqa.corpus.windows import Window
 from gqa.eval.decode import greedy_decode, measured_cache_bytes
+from gqa.eval.stored_baseline import fingerprint
 from gqa.eval.written import METRICS
 
 ROWS = [
@@ -131,6 +133,9 @@ def test_divergence_of_what_is_heard(place: Path, tmp_path: Path) -> None:
     stored = results(spoken(place, "whisper", "whisper-2"), "--kl", "--baseline-cache", tmp_path / "kept")["models"]
     expected = pytest.approx(found[1]["against_baseline"]["kl"]["mean"], rel=0.05, abs=1e-6)
     assert stored[1]["against_baseline"]["kl"]["mean"] == expected
+    recordings = [Recording(place / f"{number}.wav", Hearing(place / "whisper", "whisper")) for number in (0, 1)]
+    one, other = (fingerprint("model", [Window((3, 1, 2), 1, heard=heard)], "float32") for heard in recordings)
+    assert one != other, "what is stored of other recordings is no baseline"
 
 
 @torch.no_grad()
@@ -206,6 +211,7 @@ def test_decoding_and_memory(place: Path) -> None:
         ("bart --decode --decode-contexts 60", "60 tokens and 32 steps are more than the 64 positions of bart"),
         ("whisper --decode --decode-contexts 8", "the encoder of whisper is given sound, and --decode gives it text"),
         ("whisper --data PAIRS", "the encoder of whisper is given sound: it takes recordings, and"),
+        ("whisper --data PAIRS --stride 8", "recordings are not cut into windows: leave --protocol and --stride out"),
         ("whisper --data PAIRS --field said --target-field meant", "def f0(x): is no WAV file that can be read"),
         ("t5 --recall", "--recall is for decoders, and t5 is an encoder-decoder"),
         ("t5 --data PAIRS --field said --target-field none", "has no field 'none'; it has 'meant', 'said'"),

@@ -238,7 +238,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
         (
             "whisper",
             "--data speech/*.wav --target-field text",
-            "/speech/*.wav has no columns: give --data with rows of a path and a text, or leave --target-field out",
+            "nothing matches {place}/speech/*.wav (files: .txt,",
         ),
         (
             "whisper",

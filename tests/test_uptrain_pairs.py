@@ -301,7 +301,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("whisper", {"data": None}, "it takes recordings, and self names none; give WAV files with --data 'speech/*.wav'"),
     ("whisper", PAIRS, "0 in words is one is no WAV file that can be read"),
     ("whisper", {"teacher": "none"}, "do without --streaming, and give a --teacher or --target-field"),
-    ("whisper", SPOKEN | {"data": "speech"}, "speech has no columns: give --data with rows of a path and a text"),
+    ("whisper", SPOKEN | {"data": "speech"}, "speech has no file with text; allowed are"),
 ]
 
 

@@ -18,7 +18,7 @@ from gqa.convert.align.pairs import PairMaker
 from gqa.convert.align.recordings import RecordingMaker
 from gqa.corpus.alpha import heldout_mask
 from gqa.corpus.pairs import PairEncoder, numbered, pair_digest, tokenise_pairs
-from gqa.corpus.recordings import Hearing, Recording, check_columns, digest, find_recordings, read_transcripts
+from gqa.corpus.recordings import Hearing, Recording, digest, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, is_self, parse_sources
 from gqa.corpus.tokens import Block, Ints, TokenisedText
 from gqa.uptrain.dataloader import (
@@ -155,7 +155,6 @@ def _parsed(options: TrainOptions, data: Sequence[str]) -> list[tuple[Source, So
 def _transcripts(
     options: TrainOptions, encoder: PairEncoder, hearing: Hearing, size: int, data: Sequence[str]
 ) -> _Rows:
-    check_columns(data)
     columns = _parsed(options, data)
     parts = [[(Recording(path, hearing), text) for path, text in read_transcripts(*each)] for each in columns]
     rows = [row for part in parts for row in part]

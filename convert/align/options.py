@@ -158,11 +158,10 @@ class CalibrationText:
 
     def _recordings(self, name: str, instead: str) -> Sequence[tuple[Path, str | None]]:
         """And what is said in them, where a column has it. Raises RefusedError and CorpusError."""
-        from gqa.corpus.recordings import check_columns, find_recordings, read_transcripts
+        from gqa.corpus.recordings import find_recordings, read_transcripts
 
         if not self.target_field or self.target_field == "self" or any(map(is_self, self.sources)):
             return [(file, None) for file in find_recordings(self.sources, name, instead)]
-        check_columns(self.sources)
         columns = ((self._parse(source), self._parse(source, self.target_field)) for source in self.sources)
         return [row for each in columns for row in read_transcripts(*each)]
 
