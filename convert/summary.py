@@ -56,13 +56,15 @@ def kv_line(plan: Plan) -> str:
 
 
 def allotment_text(heads: Sequence[int], losses: Sequence[Mapping[int, float]]) -> str:
-    """The heads of every layer, and what it would lose if it alone had the fewest."""
+    """The heads of every layer, what it would lose if it alone had the fewest, and the sum for those that it has."""
     fewest = min(min(layer) for layer in losses)
     layers = enumerate(zip(heads, losses, strict=True))
     told = [f"{number:3d} {kept:2d} {layer[fewest]:.4f}" for number, (kept, layer) in layers]
     rows = [told[start : start + 5] for start in range(0, len(told), 5)]
     title = f"layers      KV heads, and nats a token that are lost if that layer alone has {fewest}\n"
-    return title + "\n".join("            " + "  ".join(row) for row in rows)
+    alone = sum(layer[kept] for kept, layer in zip(heads, losses, strict=True))
+    sums = f"\nin sum      {alone:.3f} nats a token that layers of these heads lose alone; together by calibrated, more"
+    return title + "\n".join("            " + "  ".join(row) for row in rows) + sums
 
 
 def tensor_parallel(groups: Groups, query: int, ranks: int) -> tuple[bool, str]:

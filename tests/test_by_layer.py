@@ -284,8 +284,11 @@ def test_heads_go_where_they_are_missed(uneven: Path) -> None:
 def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path: Path) -> None:
     """And says what it took; --groups with those numbers gives the same bytes."""
     words = ("--method", "calibrated", "--tokens", 512, "--context", 16, "--json")
-    told = json.loads(run(uneven, "--kv-budget", 0.625, *words, "-o", tmp_path / "budget").out)
+    made = run(uneven, "--kv-budget", 0.625, *words, "-o", tmp_path / "budget")
+    told = json.loads(made.out)
     assert told["heads"]["kv_after"] == told["allotment"]["heads"] == [1, 4, 1, 4]
+    alone = sum(layer[str(kept)] for layer, kept in zip(told["allotment"]["nats"], [1, 4, 1, 4], strict=True))
+    assert f"in sum      {alone:.3f} nats" in made.err
     cache = told["kv_cache"]
     assert cache["bytes_per_token_after"] == 0.625 * cache["bytes_per_token_before"]
     run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
