@@ -18,10 +18,11 @@ from gqa.checkpoint.filesystems import check_target, is_url, name_in, upload
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
 from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
-from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
+from gqa.convert.method_option import OF_DRAWS, OF_TEXT, is_given, only_for, refuse_unused
 from gqa.convert.methods import ALIGNING, AUTO, AUTOMATIC, LAYERWISE, MEASURING, METHODS
 
 if TYPE_CHECKING:
+    from gqa.convert.align.allot import Forecast
     from gqa.convert.api import Conversion, Plan
     from gqa.convert.heads.layout import Groups
 
@@ -85,6 +86,8 @@ _WRITING = [
     option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]"),
     option("--revision"),
     option("--dry-run", help="Print the plan and write nothing; of a hub id only headers are fetched."),
+    option("--forecast", is_flag=True, help="With --dry-run: run the layers on a part of the text, and say what to "
+           "expect of the result.", **OF_TEXT),
     option("--json", "as_json"),
     option("--overwrite", help="Replace the checkpoint at DIR once the new one is complete."),
     option("--checksums", is_flag=True, help="Compare every untouched byte; record SHA-256 of all shards."),
@@ -120,6 +123,8 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
         asked = (*asked, MEASURING)
         options["method"] = MEASURING if options["method"] == AUTO else options["method"]
     refuse_unused(asked, f"--method {options['method']}")
+    if options["forecast"] and not options["dry_run"]:
+        raise RefusedError("--forecast goes with --dry-run, which converts nothing; give both or neither")
     main = True
     if options["method"] in LAYERWISE and not (options["maps"] or options["dry_run"]):
         from gqa.checkpoint.processes import share_work
@@ -134,10 +139,12 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
     plan = plan_conversion(
         model, groups, method=options["method"], seed=options["seed"], dtype=options["dtype"],
         max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
-        target=read_target(options), grouping=options["grouping"], headers_only=options["dry_run"],
+        target=read_target(options), grouping=options["grouping"],
+        headers_only=options["dry_run"] and not options["forecast"],
         output=lambda plan: OutputDirectory(_output(plan, options), None, options["overwrite"]),
         for_cache_bits=options["for_cache_bits"],
     )  # fmt: skip
+    options["forecast"] = _forecast(plan, options) if options["forecast"] else None
     _announce(plan, options)
     if options["dry_run"]:
         return _report(plan, None, options)
@@ -164,8 +171,8 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
             option = f"--{other.replace('_', '-')}"
             raise RefusedError(f"--kv-budget measures the layers of a model, {option} runs none; leave one of them out")
     from gqa.checkpoint.hub import open_model
-    from gqa.convert.align.allot import heads_within
-    from gqa.convert.summary import allotment_text
+    from gqa.convert.align.allot import forecast, heads_within
+    from gqa.convert.summary import allotment_text, forecast_text
 
     source, how = open_model(options["model"], options["revision"]), read_maps(options)
     if options["output"]:  # what would refuse it later does so before the work
@@ -174,7 +181,12 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
     with Bar(options["quiet"]) as bar:
         heads, losses = heads_within(source, options["kv_budget"], how, options["tensor_parallel"] or 1, bar)
     _say(allotment_text(heads, losses), options)
-    return heads, {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
+    told = {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
+    if together := METHODS[options["method"]].together:
+        found = forecast(sum(layer[kept] for kept, layer in zip(heads, losses, strict=True)), together)
+        _say(forecast_text(found), options)
+        told["forecast"] = found._asdict()
+    return heads, told
 
 
 def _output(plan: Plan, options: dict[str, Any]) -> Path:
@@ -245,6 +257,11 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         _say(f"written     {out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
         record["estimates"] = _estimates(plan, result, options)
+    if forecast := options["forecast"]:
+        from gqa.convert.summary import forecast_text
+
+        _say(forecast_text(forecast), options)
+        record["forecast"] = forecast._asdict()
     if not result:
         _say("dry run     nothing was written", options)
     if options["as_json"]:
@@ -281,6 +298,15 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         each.method.name: {"seconds": round(each.seconds, 1), "memory_bytes": each.memory, "disk_bytes": each.disk}
         for each in found
     }
+
+
+def _forecast(plan: Plan, options: dict[str, Any]) -> Forecast:
+    from gqa.convert.align.allot import forecast_of
+
+    how = read_maps(options)
+    console.say_device(how.device, options["quiet"])
+    with Bar(options["quiet"]) as bar:
+        return forecast_of(plan, how, bar)
 
 
 def main() -> None:

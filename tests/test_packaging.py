@@ -49,7 +49,7 @@ def dead_links(page: str) -> list[str]:
     found = [str(part.attrs["src" if part.type == "image" else "href"]) for part in parts if part.type in LINKS]
     assert found
     inside = [(address, address.removeprefix(start)) for address in found for start in (RAW, FILES)]
-    missing = {address for address, name in inside if name != address and not (ROOT / name).is_file()}
+    missing = {address for address, name in inside if name != address and not (ROOT / name.partition("#")[0]).is_file()}
     return [address for address in found if address in missing or not address.startswith("https://")]
 
 

@@ -24,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "documents": {
         "mask_documents": True, "train": "kv", "optimizer": "adafactor",
-        "teacher": "teacher", "distill": 0.5, "temperature": 2.0, "match": "attention",
+        "teacher": "teacher", "distill": 0.5, "temperature": 2.0,
     },
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
 @pytest.mark.scale  # four processes
 def test_a_teacher_is_shared_out_too(runs: Runs, tmp_path: Path) -> None:
     """Each of four processes holds a quarter of it and little more between its passes, and it teaches the same."""
-    words = {"steps": 2, "batch_size": 8, "teacher": "teacher", "match": "attention"}
+    words = {"steps": 2, "batch_size": 8, "teacher": "teacher"}
     told = str(tmp_path / "told")
     for way, before in (("ddp", ""), ("fsdp", "shard(); ")):
         runs.finish(*runs.words(tmp_path / way, **words), ranks=4, before=f"{before}tell_teacher({told + way!r})")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +24,54 @@ from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.layerwise import Stream
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.heads.config import read_config, valid_groups
-from gqa.convert.methods import MEASURING
+from gqa.convert.heads.config import read_config, read_top, valid_groups
+from gqa.convert.methods import MEASURING, METHODS
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
 
 FITTED, MEASURED = 16_384, 4_096  # tokens at the most that a layer is fitted to, and whose distributions are compared
 
 Losses = Sequence[Mapping[int, float]]  # of each layer: heads that it may keep -> nats a token that are lost by it
+
+
+class Forecast(NamedTuple):
+    """What a conversion is expected to lose, in nats a token of text like the model's own, and an interval."""
+
+    alone: float  # the sum of what each layer loses alone
+    nats: float
+    low: float
+    high: float
+
+
+def forecast(alone: float, together: tuple[float, float, float]) -> Forecast:
+    """What layers lose together which alone lose `alone` nats a token in sum; `together` is that of a method."""
+    scale, power, factor = together
+    nats = scale * alone**power
+    return Forecast(alone, nats, nats / factor, nats * factor)
+
+
+def forecast_of(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> Forecast:
+    """What a plan by a method that reads text is expected to lose. Runs every layer of the model, on at most FITTED +
+    MEASURED tokens of the text of `options`. Raises RefusedError.
+    """
+    name, together = plan.checkpoint.name, METHODS[plan.method].together if plan.method in METHODS else None
+    if not together:
+        raise RefusedError(f"--forecast is about merging heads, {name} keeps its own; leave it out")
+    if read_top(plan.checkpoint.config, name).is_encoder_decoder or isinstance(plan.config.symmetry, str):
+        raise RefusedError(f"--forecast is for decoders whose heads can be aligned, {name} is none; leave it out")
+    fitted, measured = _text(plan.checkpoint, options, watcher)
+    watcher.stage("measuring layers", plan.config.layers, "layer")
+    alone = replace(plan, merging=replace(plan.merging, method=MEASURING))
+    return forecast(sum(losses_alone(alone, fitted, measured, options, lambda: watcher.update(1))), together)
+
+
+def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:
+    """Blocks to fit layers to, and further ones to measure them on."""
+    last = max(1, MEASURED // options.text.length)
+    rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
+    text = replace(options.text, tokens=rows * options.text.length)
+    blocks = text.blocks(checkpoint, options.device, watcher)
+    return blocks[:-last], blocks[-last:]
 
 
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
@@ -76,16 +117,13 @@ def heads_within(
             f"is {least}"
         )
     make_plan(checkpoint, (heads, *[min(counts)] * (layers - 1)), MEASURING)  # refuses what cannot differ by layer
-    rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
-    text = replace(options.text, tokens=rows * options.text.length)
-    blocks = text.blocks(checkpoint, options.device, watcher)
-    last = max(1, MEASURED // options.text.length)
+    fitted, measured = _text(checkpoint, options, watcher)
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
     merging = [kept for kept in counts if kept < heads]
     watcher.stage("measuring layers", len(merging) * layers, "layer")
     for kept in merging:
         alone = make_plan(checkpoint, kept, MEASURING)
-        found = losses_alone(alone, blocks[:-last], blocks[-last:], options, lambda: watcher.update(1))
+        found = losses_alone(alone, fitted, measured, options, lambda: watcher.update(1))
         for layer, lost in enumerate(found):
             losses[layer][kept] = lost
     return allotted(losses, budget), losses
