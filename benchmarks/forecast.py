@@ -2,13 +2,18 @@
 
     python benchmarks/forecast.py --kind qwen3 --kind phi --json points.json     # tiny models, trained by auto.py
     python benchmarks/forecast.py --kind none --model examples/stdlib-mha
+    python benchmarks/forecast.py --fit points.json
 
 A row for each model, number of heads and method: the sum of what every layer loses alone, as `--kv-budget` measures it,
 and the KL divergence of the whole conversion from the base model, on the same 4,096 tokens of the model's own text.
+--fit gives a and b of a * alone ** b by least squares of logarithms for each method, the factor that is twice the
+standard deviation of what is left, and how many points lie within those of a fit to all models but their own.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +65,25 @@ def measure(model: Path, options: dict[str, Any], scratch: Path) -> list[dict[st
     return rows
 
 
+def fit(points: Path) -> None:
+    import numpy as np
+
+    def line(found: list[dict[str, Any]]) -> tuple[float, float, float]:
+        x, y = np.log([[row[key] for row in found] for key in ("alone", "joint")])
+        power, scale = np.polyfit(x, y, 1)
+        return float(power), float(scale), 2 * float(np.std(y - power * x - scale, ddof=2))
+
+    rows = json.loads(points.read_text())
+    for method in sorted({row["method"] for row in rows}):
+        own, within = [row for row in rows if row["method"] == method], 0
+        for row in own:
+            power, scale, width = line([other for other in own if other["model"] != row["model"]])
+            within += abs(math.log(row["joint"]) - power * math.log(row["alone"]) - scale) <= width
+        power, scale, width = line(own)
+        print(f"{method}: {math.exp(scale):.3g} * alone ** {power:.3g}, within a factor of {math.exp(width):.3g}; "
+              f"{within} of {len(own)} points by a fit to the other models")  # fmt: skip
+
+
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--kind", "kinds", type=click.Choice((*KINDS, "none")), multiple=True, default=tuple(KINDS))
 @click.option("--model", "models", type=click.Path(exists=True, path_type=Path), multiple=True, help="Others as well.")
@@ -68,8 +92,18 @@ def measure(model: Path, options: dict[str, Any], scratch: Path) -> list[dict[st
 @click.option("--steps", type=int, default=400, help="Of training, 2,048 tokens each.")
 @click.option("--tokens", type=int, default=65_536, help="Of calibration text.")
 @click.option("--length", type=int, default=CONTEXT, help="Tokens of a block.")
+@click.option("--fit", "points", type=click.Path(exists=True, path_type=Path), help="Measure nothing.")
 @JSON_OPTION
-def main(json_file: Path | None, kinds: tuple[str, ...], models: tuple[Path, ...], **options: Any) -> None:
+def main(
+    json_file: Path | None,
+    kinds: tuple[str, ...],
+    models: tuple[Path, ...],
+    points: Path | None,
+    **options: Any,
+) -> None:
+    if points:
+        fit(points)
+        return
     with tempfile.TemporaryDirectory() as place:
         scratch, rows = Path(place), []
         print("| model | KV heads | method | alone, in sum | together |\n|---|---|---|---|---|")

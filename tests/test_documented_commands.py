@@ -154,7 +154,8 @@ def made_small(program: str, words: list[str]) -> list[str]:
     if program == "gqa-ablate" and "stdlib:train" in words and "--heldout" not in words:
         found += ["--heldout", "heldout.jsonl"]  # stdlib:train brings it along
     study_of_old = program == "gqa-ablate" and "--data" not in words
-    told = {"--maps", "--dry-run"} & {*words} or study_of_old
+    planned = {"--maps", "--dry-run"} & {*words} and "--forecast" not in words
+    told = planned or study_of_old
     for name, extras in ADDED.items():
         if not told and name in (program, *(words if program == "gqa-convert" else ())):
             left = LENGTHS if program == "gqa-uptrain" and LENGTHS & {*words} else set()
