@@ -46,7 +46,7 @@ class Forecast(NamedTuple):
 def forecast(alone: float, together: tuple[float, float, float]) -> Forecast:
     """What layers lose together which alone lose `alone` nats a token in sum; `together` is that of a method."""
     scale, power, factor = together
-    nats = scale * alone**power
+    nats = scale * max(alone, 0.0) ** power  # where nothing is lost, rounding may make it less
     return Forecast(alone, nats, nats / factor, nats * factor)
 
 
