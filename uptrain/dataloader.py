@@ -93,7 +93,7 @@ def stack(blocks: list[Block]) -> Batch:
     """
 
     def joined(name: str) -> torch.Tensor:
-        parts = [torch.from_numpy(block[name]) for block in blocks]
+        parts = [torch.tensor(block[name]) for block in blocks]
         if name in ("top_ids", "top_logs"):
             return torch.cat(parts)
         return pad_sequence(parts, True, -100 if name == "labels" else 0)
