@@ -30,7 +30,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.allot import allotted, heads_within, losses_alone
+from gqa.convert.align.allot import allotted, forecast, heads_within, losses_alone
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import make_plan
@@ -307,6 +307,7 @@ def test_a_forecast_is_of_what_layers_lose_alone(uneven: Path, tmp_path: Path) -
     assert found[uneven]["nats"] == pytest.approx(scale * found[uneven]["alone"] ** power)
     assert found[uneven]["high"] == pytest.approx(factor**2 * found[uneven]["low"])
     assert found[equal]["high"] < 1e-5 < found[uneven]["low"]
+    assert forecast(-1e-9, (scale, power, factor)).high == 0  # as rounding leaves it where nothing is lost
     assert snapshot(tmp_path) == before
     assert "forecast" not in json.loads(run(uneven, *words).out)
 
