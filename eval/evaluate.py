@@ -296,13 +296,14 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
 class Probe:
     """What models are asked about their context, and the texts that the first of them writes by itself.
 
-    stream: Token ids of the text that is evaluated; prefix: what a sequence begins with.
+    stream: Token ids of the text that is evaluated; prefix: what a sequence begins with; tokenizer: of the first.
     """
 
     asked: Sequence[Questions]
     texts: Sequence[Window]
     stream: NDArray[np.integer[Any]]
     prefix: int
+    tokenizer: Any
 
     @property
     def windows(self) -> list[Window]:
@@ -312,6 +313,11 @@ class Probe:
         """What `scores` of the windows say of a model, for its record."""
         written = scores.hits[-sum(window.scored for window in self.texts) :]
         return {"recall": recall(self.asked, scores), "greedy": agreement(written, self.texts)}
+
+    def written_by(self, model: PreTrainedModel) -> list[dict[str, str]]:
+        """Some of the prompts, and what a model writes after them, as a report shows them. Raises RefusedError."""
+        openings = [window.ids[: -window.scored] for window in self.texts[:SHOWN]]
+        return as_text(self.tokenizer, continued(model, openings))
 
 
 def check_recall(first: Subject, context: int) -> None:
@@ -341,7 +347,7 @@ def make_probe(first: Subject, text: Text | None, context: int, options: Evaluat
     model = load(first, options)
     with _explained(first.name, options, "greedy texts", "give --no-recall"):
         texts = continued(model, prompts(tokenizer, samples[: len(PROMPTS)]))
-    return Probe(asked, texts, plain.get("text", np.array([], int)), prefix)
+    return Probe(asked, texts, plain.get("text", np.array([], int)), prefix, tokenizer)
 
 
 def measure_recall(subjects: Sequence[Subject], text: Text | None, context: int, options: EvaluateOptions) -> None:
@@ -364,10 +370,7 @@ def measure_recall(subjects: Sequence[Subject], text: Text | None, context: int,
             _bar(share, "tok", f"{subject.name}, recall", options) as bar,
         ):
             found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=bar.update)))
-            shown = probe.texts[:SHOWN]
-            if subject is not subjects[0]:
-                shown = continued(head.model, [window.ids[: -window.scored] for window in shown])
-            found[-1]["samples"] = as_text(subject.tokenizer, shown)
+            found[-1]["samples"] = probe.written_by(head.model)
             if far:
                 nats.append(score(head, far, batch_size=1, progress=bar.update).nats)
                 base = nats[0] if nats[1:] else None

@@ -327,7 +327,7 @@ def write_report(results: Record, directory: Path) -> list[str]:
     return made
 
 
-def _samples(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+def texts_beside(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Prompts, and what each model writes after one: its name, as far as it is the first model's text, and the rest."""
     for lines in zip(*(model.get("samples", []) for model in models), strict=True):
         texts = [line["text"] for line in lines]
@@ -348,7 +348,7 @@ def _make_report(results: Record, directory: Path) -> list[str]:
         verdicts=verdicts(results),
         pictures=pictures,
         tables=tables(results, every=True),
-        samples=list(_samples(results["models"])),
+        samples=list(texts_beside(results["models"])),
         commands=[one_line(results["command"], 4000)],
         foot=" ".join([*filter(None, [remark]), f"{measured_with(results)}."]),
     ).write(directory)

@@ -146,12 +146,15 @@ def test_recall_is_what_the_command_finds(tmp_path: Path) -> None:
             if one["kind"] in ("text", "random"):  # at one distance each
                 assert told[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
         assert told["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
+        assert told["samples"] == model["samples"]
         assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= told.keys()
     assert found[0]["recall_text"] < source["recall_text"] - 0.1
     assert 0 < source["recall_first_reading"] < source["recall_text"]
     html = (out / "report.html").read_text()
     assert "Recall: second copies of the text" in html
     assert f"{found[0]['recall_text']:.1%}" in html
+    assert "What the models write" in html
+    assert html.count("<h3>mean, 4 KV heads, untrained</h3>") == html.count("<h3>base model</h3>") == 4
 
 
 # ----------------------------------------------------------------------------------------------------------- grid

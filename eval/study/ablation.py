@@ -280,7 +280,7 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
         try:
             bench.probe = evaluate.make_probe(subject, study.text, study.text.context, how)
             head = ChunkedHead(bench.load(subject.path, options.dtype))
-            told = bench.recall(head) | bench.first_reading(head)
+            told = bench.recall(head) | bench.first_reading(head) | bench.texts(head.model)
         except RefusedError as error:  # what is measured by itself does not cost what was asked for
             if options.recall:
                 raise

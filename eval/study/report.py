@@ -12,10 +12,10 @@ import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
-from gqa.eval.report import measured_with, verdict
+from gqa.eval.report import measured_with, texts_beside, verdict
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
-from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, points, recommend
+from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, name, points, recommend
 from gqa.eval.tables import Table, filled, table
 
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
@@ -165,9 +165,20 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
     lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
     foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}."])
     tables = list(_tables(results))
-    Page(title=title, verdicts=verdicts, lead=lead, pictures=pictures, tables=tables, commands=made, foot=foot).write(
-        directory
-    )
+    Page(
+        title=title, verdicts=verdicts, lead=lead, pictures=pictures, tables=tables, samples=_texts(results),
+        commands=made, foot=foot,
+    ).write(directory)  # fmt: skip
+
+
+def _texts(results: Results) -> list[Any]:
+    """What the base model writes and, of each smaller number of heads, the result of the least loss."""
+    source, found = results.source, results.points
+    if "samples" not in source:  # recall was not measured, or by an earlier version
+        return []
+    best = found[(found.groups < source["groups"]) & (found.bits == 0)].sort_values("loss").drop_duplicates("groups")
+    models = [{"name": name(point), "samples": point.samples} for point in best.itertuples()]
+    return list(texts_beside([{"name": BASE, **source}, *models]))
 
 
 def _verdicts(results: Results, advised: Recommendation) -> list[str]:
