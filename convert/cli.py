@@ -179,7 +179,7 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
         OutputDirectory(Path(options["output"]), source.directory, options["overwrite"])
     console.say_device(how.device, options["quiet"])
     with Bar(options["quiet"]) as bar:
-        heads, losses = heads_within(source, options["kv_budget"], how, options["tensor_parallel"] or 1, bar)
+        (heads,), losses = heads_within(source, [options["kv_budget"]], how, options["tensor_parallel"] or 1, bar)
     _say(allotment_text(heads, losses), options)
     told = {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
     if together := METHODS[options["method"]].together:

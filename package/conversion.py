@@ -176,7 +176,7 @@ def _planned(
         raise RefusedError(f"method {method!r} and maps {os.fspath(how['maps'])!r} are two ways; give one of them")
     if isinstance(asked, float):
         with Bar(not progress) as bar:
-            asked, _ = heads_within(open_model(place, how["revision"]), asked, options, ranks, bar)
+            (asked,), _ = heads_within(open_model(place, how["revision"]), [asked], options, ranks, bar)
         method = MEASURING if method == AUTO else method
     how["target"] = how["target"] or ANY
     return plan_conversion(place, asked, grouping=options.grouping, method=method, headers_only=False, **how)

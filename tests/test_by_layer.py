@@ -276,10 +276,10 @@ def watcher() -> Any:
 
 
 def test_heads_go_where_they_are_missed(uneven: Path) -> None:
-    heads, losses = heads_within(read_checkpoint(uneven), 0.625, small_options())
+    (heads,), losses = heads_within(read_checkpoint(uneven), [0.625], small_options())
     assert heads == (1, 4, 1, 4)
     assert [sorted(layer) for layer in losses] == [[1, 2, 4]] * 4
-    even, _ = heads_within(read_checkpoint(uneven), 0.9, small_options(), ranks=2)
+    (even,), _ = heads_within(read_checkpoint(uneven), [0.9], small_options(), ranks=2)
     assert set(even) <= {2, 4}
 
 

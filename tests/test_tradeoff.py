@@ -77,6 +77,10 @@ def test_why() -> None:
     assert "at best refined, 1 KV head, alpha 0.1: +0.2000 nats per token" in text
     assert "refined, 2 KV heads, alpha 0.1: +0.0400 nats per token is better" in text
     assert "gqa-convert org/name --groups 2 --method refined" in text
+    assert "--precision" not in text
+    for precision in ("float32", "bfloat16"):
+        said = recommend(points([one | {"calibration_dtype": precision} for one in TABLE]), SOURCE, Bounds(0.1)).text
+        assert ("--precision bfloat16" in said) == (precision == "bfloat16")
     trained = recommend(points(TABLE), SOURCE, Bounds(0.25)).text
     assert "gqa-uptrain name-gqa1 --data text --alpha 0.1 --learning-rate 0.001 --schedule constant" in trained
     assert "--train all --teacher none -o name-gqa1-trained" in trained

@@ -24,7 +24,7 @@ from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.layerwise import Stream
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.heads.config import read_config, read_top, valid_groups
+from gqa.convert.heads.config import ModelConfig, read_config, read_top, valid_groups
 from gqa.convert.methods import MEASURING, METHODS
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
@@ -51,26 +51,32 @@ def forecast(alone: float, together: tuple[float, float, float]) -> Forecast:
 
 
 def forecast_of(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> Forecast:
-    """What a plan by a method that reads text is expected to lose. Runs every layer of the model, on at most FITTED +
-    MEASURED tokens of the text of `options`. Raises RefusedError.
-    """
-    name, together = plan.checkpoint.name, METHODS[plan.method].together if plan.method in METHODS else None
+    """What a plan by a method that reads text is expected to lose. Raises RefusedError."""
+    together = METHODS[plan.method].together if plan.method in METHODS else None
     if not together:
-        raise RefusedError(f"--forecast is about merging heads, {name} keeps its own; leave it out")
+        raise RefusedError(f"--forecast is about merging heads, {plan.checkpoint.name} keeps its own; leave it out")
+    return forecast(sum_alone(plan, options, watcher), together)
+
+
+def sum_alone(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> float:
+    """Nats a token that layers lose alone with the heads of a plan, in sum. Runs every layer of the model, on at most
+    FITTED + MEASURED tokens of the text of `options`. Raises RefusedError.
+    """
+    name = plan.checkpoint.name
     if read_top(plan.checkpoint.config, name).is_encoder_decoder or isinstance(plan.config.symmetry, str):
         raise RefusedError(f"--forecast is for decoders whose heads can be aligned, {name} is none; leave it out")
     fitted, measured = _text(plan.checkpoint, options, watcher)
     watcher.stage("measuring layers", plan.config.layers, "layer")
     alone = replace(plan, merging=replace(plan.merging, method=MEASURING))
-    return forecast(sum(losses_alone(alone, fitted, measured, options, lambda: watcher.update(1))), together)
+    return sum(losses_alone(alone, fitted, measured, options, lambda: watcher.update(1)))
 
 
 def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:
-    """Blocks to fit layers to, and further ones to measure them on."""
-    last = max(1, MEASURED // options.text.length)
+    """Blocks to fit layers to, and further ones to measure them on, half of all where text is short."""
     rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
     text = replace(options.text, tokens=rows * options.text.length)
     blocks = text.blocks(checkpoint, options.device, watcher)
+    last = max(1, min(MEASURED // options.text.length, len(blocks) // 2))
     return blocks[:-last], blocks[-last:]
 
 
@@ -98,25 +104,41 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     return tuple(reversed(heads))
 
 
-def heads_within(
-    checkpoint: Checkpoint, share: float, options: MapsOptions, ranks: int = 1, watcher: Watcher = SILENT
-) -> tuple[tuple[int, ...], Losses]:
-    """KV heads of every layer of a model, such that `share` of the KV cache's bytes is left, and what layers would
-    lose by any number. Raises RefusedError.
+def uneven(checkpoint: Checkpoint, share: float, ranks: int = 1) -> tuple[int, ...]:
+    """Heads by layer of which `share` of the KV cache's bytes has room: all in the first, the fewest in the others.
 
-    ranks: Every number is a multiple of this, for tensor parallelism.
+    Raises RefusedError where the fewest everywhere are more, and where layers cannot differ.
     """
     config = read_config(as_it_is(checkpoint).config, checkpoint.name)
-    heads, layers = config.main.kv, config.layers
-    counts = [kept for kept in valid_groups(config) if kept <= heads and kept % ranks == 0]
-    budget = math.floor(share * layers * heads + 1e-9)
-    if not counts or min(counts) * layers > budget:
+    heads, counts = config.main.kv, _counts(config, ranks)
+    if not counts or min(counts) > share * heads + 1e-9:
         least = f"{min(counts) / heads:.3g}" if counts else f"none is a multiple of {ranks}"
         raise RefusedError(
             f"--kv-budget {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
             f"is {least}"
         )
-    make_plan(checkpoint, (heads, *[min(counts)] * (layers - 1)), MEASURING)  # refuses what cannot differ by layer
+    found = (heads, *[min(counts)] * (config.layers - 1))
+    make_plan(checkpoint, found, MEASURING)
+    return found
+
+
+def _counts(config: ModelConfig, ranks: int) -> list[int]:
+    """What a layer may have."""
+    return [kept for kept in valid_groups(config) if kept <= config.main.kv and kept % ranks == 0]
+
+
+def heads_within(
+    checkpoint: Checkpoint, shares: Sequence[float], options: MapsOptions, ranks: int = 1, watcher: Watcher = SILENT
+) -> tuple[list[tuple[int, ...]], Losses]:
+    """For each share of the KV cache's bytes the KV heads of every layer that leave at most so much, and what layers
+    would lose by any number. Raises RefusedError.
+
+    ranks: Every number is a multiple of this, for tensor parallelism.
+    """
+    for share in shares:
+        uneven(checkpoint, share, ranks)
+    config = read_config(as_it_is(checkpoint).config, checkpoint.name)
+    heads, layers, counts = config.main.kv, config.layers, _counts(config, ranks)
     fitted, measured = _text(checkpoint, options, watcher)
     losses: list[dict[int, float]] = [{heads: 0.0} for _ in range(layers)]
     merging = [kept for kept in counts if kept < heads]
@@ -126,7 +148,7 @@ def heads_within(
         found = losses_alone(alone, fitted, measured, options, lambda: watcher.update(1))
         for layer, lost in enumerate(found):
             losses[layer][kept] = lost
-    return allotted(losses, budget), losses
+    return [allotted(losses, math.floor(share * layers * heads + 1e-9)) for share in shares], losses
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
@@ -15,8 +15,10 @@ import numpy as np
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.provenance import asked, without_place
+from gqa.convert.align.allot import forecast, heads_within, sum_alone, uneven
 from gqa.convert.estimate import TRAINING, operations
 from gqa.convert.heads.config import ModelConfig
+from gqa.convert.heads.layout import Groups
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.methods import AUTO, METHODS
@@ -153,7 +155,8 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     if AUTO in methods:
         methods[methods.index(AUTO)] = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).method
     grid = replace(grid, methods=methods, groups=grid.settled(config.main.kv))
-    for method, groups in product(grid.methods, grid.groups or ()):
+    sizes: list[Groups] = [*(grid.groups or ()), *(uneven(subject.checkpoint, one) for one in grid.kv_budgets or ())]
+    for method, groups in product(grid.methods, sizes):
         try:
             plan = make_plan(subject.checkpoint, groups, method)
             searches(plan, grouping if plan.merging.how.aligns else "contiguous")
@@ -219,7 +222,7 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         record = read_record(options.output) or {"schema": SCHEMA, "identity": study.identity, "runs": []}
         rows, speeds = Rows(options.output), read_speeds(options.output)
         left = study.left
-        caches = {heads: (study.heads, None)} | {cell.cache: (cell.groups, cell.bits) for cell in study.cells}
+        caches = {heads: (heads, None)} | {cell.cache: (cell.heads, cell.bits) for cell in study.cells}
         timed = {name: cache for name, cache in caches.items() if name not in speeds}
         if not left and not timed:
             return rows
@@ -245,11 +248,13 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
             told(row)
 
         save()
-        speeds |= measure_speeds(study.subject, options, timed, work)
+        of_layers = {heads: study.heads} | _heads(study, speeds)
+        sizes = {name: (of_layers[kept], bits) for name, (kept, bits) in timed.items()}
+        speeds |= measure_speeds(study.subject, options, sizes, work)
         rows.rewrite(speeds)  # before they are known: a run that is killed between times them again
         write_json(options.output, SPEEDS, speeds)
         if left:
-            bench, record["source"] = _measure_source(study, work)
+            bench, record["source"] = _measure_source(study, work, of_layers)
             record["source"] |= speeds[heads]
             save()
             for _, cells in groupby(left, key=lambda cell: cell.conversion):
@@ -262,7 +267,18 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
     return rows
 
 
-def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
+def _heads(study: Study, speeds: Mapping[str, Row]) -> dict[str, Groups]:
+    """The heads of all layers, by `Cell.heads`. For budgets that `speeds` does not know yet each layer is measured."""
+    found: dict[str, Groups] = {cell.heads: int(cell.groups) for cell in study.cells}
+    budgets = {cell.heads: cell.budget for cell in study.cells if cell.budget}
+    found |= {name: tuple(speeds[name]["kv_heads"]) for name in budgets if name in speeds}
+    if new := {name: share for name, share in budgets.items() if name not in speeds}:
+        options = study.options.maps_of(study.cells[0])
+        found |= zip(new, heads_within(study.subject.checkpoint, [*new.values()], options)[0], strict=True)
+    return found
+
+
+def _measure_source(study: Study, work: Path, of_layers: Mapping[str, Groups]) -> tuple[Bench, Row]:
     """What cells are measured with, and the source's numbers."""
     subject, options, start = study.subject, study.options, time.perf_counter()
     how = EvaluateOptions(
@@ -272,7 +288,7 @@ def _measure_source(study: Study, work: Path) -> tuple[Bench, Row]:
     nats = evaluate.measure_quality([subject], study.text, how)
     key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
     layers = len(subject.cache.layers) if subject.cache else 0
-    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, layers), {}
+    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, of_layers, layers), {}
     for bits in study.grid.cache_bits or ():  # refused before anything is converted and trained
         with bench.cache_of(bench.load(subject.path, options.dtype), bits):
             pass
@@ -310,7 +326,8 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     for _, some in groupby(cells, key=lambda cell: cell.conversion):
         first, converting = (group := list(some))[0], 0.0
         if first.method in METHODS:  # else nothing is merged
-            plan = make_plan(checkpoint, first.groups, first.method)
+            groups = uneven(checkpoint, first.budget) if first.budget else int(first.groups)
+            plan = make_plan(checkpoint, groups, first.method)
             counted = operations(plan, METHODS[first.method], study.options.maps)  # as gqa-convert --dry-run does it
             converting = counted / (2 * checkpoint.parameters)
         for run in study.options.runs(group):
@@ -334,6 +351,24 @@ def forward_rate(study: Study) -> float:
     return sum(len(window.ids) + len(window.source) for window in windows) / min(seconds[1:])
 
 
+def forecast_table(study: Study) -> Table:
+    """What untrained conversions are expected to lose by what layers lose alone, which is measured, where all layers
+    have as many heads. Raises RefusedError.
+    """
+    alone, records = dict[float, float](), []
+    for method, groups in dict.fromkeys((cell.method, cell.groups) for cell in study.cells if not cell.budget):
+        if together := METHODS[method].together if method in METHODS else None:
+            if groups not in alone:
+                plan = make_plan(study.subject.checkpoint, int(groups), method)
+                alone[groups] = sum_alone(plan, study.options.maps_of(study.cells[0]))
+            records.append({"method": method, "groups": groups} | forecast(alone[groups], together)._asdict())
+    columns = {
+        "method": "{method}", "KV heads": "{groups}", "layers alone, in sum": "{alone:.3f}",
+        "expected above base": "{nats:.3f}", "interval": "{low:.3f} - {high:.3f}",
+    }  # fmt: skip
+    return table("Forecast", columns, records, "nats a token of text like the model's own")
+
+
 def cost_table(study: Study) -> Table:
     rate, left = forward_rate(study), passes(study, study.left)
     records = [
@@ -345,7 +380,8 @@ def cost_table(study: Study) -> Table:
     ]  # fmt: skip
     note = (
         f"{len(left)} of {len(records)} cells to measure, about "
-        f"{sum(left.values()) / rate / 60:.1f} minutes and the base model's evaluation; from "
+        f"{sum(left.values()) / rate / 60:.1f} minutes and the base model's evaluation"
+        f"{', and what --kv-budgets measures of its layers' if study.grid.kv_budgets else ''}; from "
         f"{rate:,.0f} tokens/s of a forward pass timed now: training counts {TRAINING:g} passes (a teacher "
         f"{TEACHING:g} more), measuring 1, converting as gqa-convert --dry-run says"
     )

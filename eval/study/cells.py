@@ -24,6 +24,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.cache_bits import quantise_cache, quantised_attention
 from gqa.convert.align.find_maps import find_maps
+from gqa.convert.heads.layout import Groups
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
@@ -50,8 +51,8 @@ class Bench:
     """What cells are measured with, found out once. It keeps the source in memory, as teacher.
 
     source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
-    `work`; steps: of each alpha; layers: how many have a KV cache; probe: what is asked about the context, if
-    anything is.
+    `work`; steps: of each alpha; heads: of all layers, by `Cell.heads`; layers: how many have a KV cache; probe: what
+    is asked about the context, if anything is.
     """
 
     options: StudyOptions
@@ -60,6 +61,7 @@ class Bench:
     source_nats: NDArray[np.float32]
     baseline_key: str
     steps: dict[float, int]
+    heads: Mapping[str, Groups]
     layers: int = 0
     probe: Probe | None = None
 
@@ -197,19 +199,19 @@ def _told(error: Exception) -> str:
 
 def convert(bench: Bench, cell: Cell, work: Path) -> float:
     """The seconds that the checkpoint in `work` took; one that a killed study left is taken as it is."""
-    options, note = bench.options, work / "seconds.json"
+    options, groups, note = bench.options, bench.heads[cell.heads], work / "seconds.json"
     if note.exists():
         return float(json.loads(note.read_text()))
     start, maps = time.perf_counter(), None
     method = "mean" if cell.method in UNMERGED else cell.method
-    plan = make_plan(open_model(options.model), cell.groups, method, cell.seed)
+    plan = make_plan(open_model(options.model), groups, method, cell.seed)
     if plan.lacks_maps:  # found in a file of their own: layers that are done are not sought again
         maps = work / "maps.safetensors"
         if not maps.exists():
             work.mkdir(exist_ok=True)
             find_maps(plan, maps, options.maps_of(cell))
     convert_checkpoint(
-        options.model, cell.groups, work / CONVERTED, method=method, seed=cell.seed, maps=maps, overwrite=True
+        options.model, groups, work / CONVERTED, method=method, seed=cell.seed, maps=maps, overwrite=True
     )
     seconds = time.perf_counter() - start
     note.write_text(json.dumps(seconds))
@@ -252,13 +254,13 @@ def train_along(
 
 
 def measure_speeds(
-    subject: Subject, options: StudyOptions, sizes: Mapping[str, tuple[int, int | None]], work: Path
+    subject: Subject, options: StudyOptions, sizes: Mapping[str, tuple[Groups, int | None]], work: Path
 ) -> dict[str, dict[str, Any]]:
     """Columns by `Cell.cache`, as neither the method nor the weights change them: KV bytes of a token, by formula, and
     of those that are not quantised the time of decoding one. They are timed in turns, each as a conversion whose
     weights are means.
 
-    sizes: the groups and the bits of each.
+    sizes: the heads and the bits of each; heads that differ by layer are a column, too.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, (groups, bits) in sizes.items():
@@ -266,6 +268,8 @@ def measure_speeds(
         cache = plan.cache_after.quantised(bits) if bits else plan.cache_after
         after, before = cache.bytes_per_token, plan.cache_before.bytes_per_token
         found[name] = {"kv_bytes_per_token": after, "kv_share": after / before}
+        if isinstance(groups, tuple):
+            found[name]["kv_heads"] = list(groups)
         if cross := cache.cross_bytes_per_token:
             found[name]["cross_bytes_per_token"] = cross  # of each token of the source
     whole = [name for name, (_, bits) in sizes.items() if not bits]

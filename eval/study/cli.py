@@ -27,7 +27,7 @@ from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.options import OptionsOf
 from gqa.convert.calibrate_cli import MapsWords
 from gqa.convert.method_option import OF_TEXT, is_given, refuse_unused
-from gqa.convert.methods import AUTO, AUTOMATIC
+from gqa.convert.methods import AUTO, AUTOMATIC, MEASURING
 from gqa.eval.study.study import GRID, STUDY, TRAINING
 from gqa.uptrain.options import TrainOptions
 
@@ -70,6 +70,8 @@ _RUN = [
     option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
            "that MODEL gets right and the result does not, where MODEL recalls them."),
     option("--dry-run", help="List the cells and what they would cost, and stop."),
+    option("--forecast", is_flag=True, help="With --dry-run: run the layers on a part of the text, and say what "
+           "calibrated and refined are expected to lose, in nats a token."),
     option("--overwrite", help="Remove the study at DIR first."),
     option("--verbose"),
     option("--quiet"),
@@ -88,12 +90,14 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     """
     import transformers
 
-    from gqa.eval.study.ablation import cost_table, open_study
+    from gqa.eval.study.ablation import cost_table, forecast_table, open_study
     from gqa.eval.study.directory import forget
     from gqa.uptrain.loop import StoppedError
 
     transformers.utils.logging.set_verbosity_error()
     failed, bounds = 0, read_bounds(options)
+    if options["forecast"] and not (model and options["dry_run"]):
+        raise RefusedError("--forecast goes with a MODEL and --dry-run, which measures no cell; give both or neither")
     if model is not None:
         if options["overwrite"] and not options["dry_run"]:
             forget(output)
@@ -103,6 +107,8 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
                 click.echo(one_line(f"without {method}: {reason}"), err=True)
         if options["dry_run"]:
             click.echo(cost_table(study).text())
+            if options["forecast"]:
+                click.echo("\n" + forecast_table(study).text())
             return
         try:
             say_device(study.options.run_device, quiet)
@@ -120,6 +126,7 @@ def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[Study
     """What the options of the command that runs say. Raises RefusedError for what no method of them uses."""
     methods = options["methods"]
     known = {*methods} - {AUTO} | ({*AUTOMATIC} if AUTO in methods else set())
+    known |= {MEASURING} if options["kv_budgets"] else set()
     refuse_unused(known, f"--methods {','.join(methods)}")
     text = {name: options[name] for name in ("field", "target_field", "trust_remote_code")}
     text |= {"sources": options["calibration"] or options["data"]}
@@ -137,7 +144,7 @@ def measure(study: Study, quiet: bool, words: str) -> Rows:
 
     def told(row: dict[str, Any]) -> None:
         bar.update()
-        name = f"{row['method']}, {row['groups']} heads, alpha {row['alpha']:g}"
+        name = f"{row['method']}, {row['groups']:.3g} heads, alpha {row['alpha']:g}"
         name += f", int{row['bits']} cache" if row["bits"] else ""
         text = f"{name}: {row['error'] or format(row['loss'], '.4f')}"
         bar.set_postfix_str(text)

@@ -20,7 +20,7 @@ from gqa.eval.tables import Table, filled, table
 
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
-CELL = {"method": "{method}", "KV heads": "{groups}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
+CELL = {"method": "{method}", "KV heads": "{groups:.3g}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
         "alpha": "{alpha:g}", "cache bits": "{bits:d}"}  # fmt: skip
 _CELLS = {
     **CELL, "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}",
@@ -112,7 +112,7 @@ def _by_alpha(results: Results, title: str, told: Callable[[Any], str], columns:
     if BASE not in set(found.series):
         source = pandas.Series(results.source | {"seeds": 1})
         records.insert(0, {"series": BASE, **results.source, "at": dict.fromkeys(alphas[:1], told(source))})
-    columns = {"method": "{series}", "KV heads": "{groups}", **columns}
+    columns = {"method": "{series}", "KV heads": "{groups:.3g}", **columns}
     return table(title, columns | {alpha: f"{{at[{alpha}]}}" for alpha in alphas}, records, note)
 
 
@@ -189,7 +189,7 @@ def _verdicts(results: Results, advised: Recommendation) -> list[str]:
     if chosen is None:
         return lines
 
-    def record(of: Any, groups: int, **more: Any) -> Row:
+    def record(of: Any, groups: float, **more: Any) -> Row:
         recalls = {"recall": of["recall_by_distance"]} if "recall_by_distance" in source else {}
         return {"heads": {"kv": groups}, "kv_cache": {"bytes_per_token": of["kv_bytes_per_token"]}, **recalls, **more}
 

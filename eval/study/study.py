@@ -32,21 +32,28 @@ _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "
 class Cell(NamedTuple):
     """One measurement: a conversion, trained on a share `alpha` of the data. `train`: which weights; `teacher`: none or
     source. The seed is that of the method and of the order of the data. `bits`: of a number in the KV cache, where it
-    is quantised.
+    is quantised. `budget`: the share of the KV cache that is left, where layers have heads of their own; `groups` are
+    then those of a layer on average, at most.
     """
 
     method: str
-    groups: int
+    groups: float
     seed: int
     train: str
     teacher: str
     alpha: float
     bits: int | None = None
+    budget: float | None = None
+
+    @property
+    def heads(self) -> str:
+        """Cells with the same one have the same heads in all layers."""
+        return f"{self.groups:g}" if self.budget is None else f"budget{self.budget:g}"
 
     @property
     def conversion(self) -> str:
         """Cells that differ in training alone share one."""
-        return f"{self.method}-g{self.groups}-s{self.seed}"
+        return f"{self.method}-g{self.heads}-s{self.seed}"
 
     @property
     def training(self) -> str:
@@ -56,7 +63,7 @@ class Cell(NamedTuple):
     @property
     def cache(self) -> str:
         """Cells with the same one have KV caches of the same size."""
-        return f"{self.groups}-int{self.bits}" if self.bits else str(self.groups)
+        return f"{self.heads}-int{self.bits}" if self.bits else self.heads
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -66,7 +73,7 @@ class Cell(NamedTuple):
         names = (*UNMERGED, *METHODS)
         return (
             self.groups, names.index(self.method), self.seed, SCOPES.index(self.train), TEACHERS.index(self.teacher),
-            self.alpha, bool(self.bits), -(self.bits or 0),
+            self.alpha, bool(self.bits), -(self.bits or 0), self.budget or 0,
         )  # fmt: skip
 
     def row(self, error: str | None = None, **found: Any) -> dict[str, Any]:
@@ -111,6 +118,13 @@ class Grid:
         "source: learn MODEL's predictions; none: learn from text alone.",
         aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="source",
     )  # fmt: skip
+    kv_budgets: Sequence[float] | None = option_field(
+        None,
+        "Also layers with heads of their own, such that this share of the KV cache is left, as gqa-convert --kv-budget "
+        "finds them.",
+        type=Several(click.FloatRange(0, 1, min_open=True, max_open=True)),
+        metavar="SHARE[,...]",
+    )  # fmt: skip
     cache_bits: Sequence[int] | None = option_field(
         None,
         "Also measure every cell, and MODEL, with a KV cache of so many bits, like 8,4,2.",
@@ -138,13 +152,13 @@ class Grid:
         bits = self.cache_bits or ()
         scope = self.train[0] if self.train[0] != AUTO else "all"
         found = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, each) for each in bits}
-        for groups in self.settled(heads):
-            merged = groups < heads
-            for method in self.methods if merged else [UNMERGED[groups > heads]]:
+        whole: list[tuple[float, float | None]] = [(groups, None) for groups in self.settled(heads)]
+        for groups, budget in [*whole, *((share * heads, share) for share in self.kv_budgets or ())]:
+            for method in self.methods if groups < heads else [UNMERGED[groups > heads]]:
                 usual = "attention" if method in METHODS and METHODS[method].aligns else "all"
                 trains = [usual if name == AUTO else name for name in self.train]
                 variants = product(range(self.seeds), trains, self.teachers, self.alphas, (None, *bits))
-                found |= {Cell(method, groups, *variant) for variant in variants}
+                found |= {Cell(method, groups, *variant, budget) for variant in variants}
         return sorted(found, key=lambda cell: cell.order)
 
 

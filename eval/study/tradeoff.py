@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pandas
 
+from gqa.convert.align.options import DTYPES, MapsOptions
 from gqa.convert.methods import METHODS
 from gqa.convert.summary import size
 from gqa.eval.study.directory import Row
@@ -18,30 +19,31 @@ from gqa.uptrain.options import NO_TEACHER, TrainOptions
 
 BASE = "base model"  # the series of what is not converted
 Point = Any  # a line of `points`
-_POINT = ["groups", "method", "train", "teacher", "alpha", "bits"]
+_POINT = ["groups", "method", "train", "teacher", "alpha", "bits", "budget"]
 _NUMBERS = ("loss", "loss_increase", "kl", "recall_text", "kv_bytes_per_token", "decode_seconds_per_token",
             "decode_tokens_before")  # fmt: skip
 
 
 def measured(rows: Iterable[Row]) -> pandas.DataFrame:
     """Rows without an error, in the order of the grid. `series`: the method, what is unusual about its training, and
-    the `bits` of its KV cache, which are 0 where it is not quantised. The columns that are counted on are there though
-    nothing was measured.
+    the `bits` of its KV cache, which are 0 where it is not quantised, as `budget` is where all layers are alike. The
+    columns that are counted on are there though nothing was measured.
     """
     found = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
     cells = [Cell.of(row) for row in found]
-    more = [{"series": _series(cell, cells), "bits": cell.bits or 0} for cell in cells]
+    more = [{"series": _series(cell, cells), "bits": cell.bits or 0, "budget": cell.budget or 0} for cell in cells]
     frame = pandas.DataFrame([row | own for row, own in zip(found, more, strict=True)])
     columns = list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns]))
     return frame.reindex(columns=columns).astype({"kl": float})
 
 
 def _series(cell: Cell, cells: Sequence[Cell]) -> str:
-    """The method, its training where it is trained in several ways, and the bits of its cache."""
+    """The method, its training where it is trained in several ways, and what is unusual about its cache."""
     own = [other for other in cells if other.method == cell.method]
     parts = [BASE if cell.method == "none" else cell.method]
     parts += [cell.train] * (len({other.train for other in own}) > 1)
     parts += ["taught"] * (cell.teacher != "none" and len({other.teacher for other in own}) > 1)
+    parts += ["heads by layer"] if cell.budget else []
     parts += [f"int{cell.bits} cache"] if cell.bits else []
     return ", ".join(parts)
 
@@ -62,8 +64,8 @@ def points(rows: Iterable[Row]) -> pandas.DataFrame:
     ).reset_index()  # fmt: skip
 
 
-def heads(groups: int) -> str:
-    return f"{groups} KV heads" if groups > 1 else "1 KV head"
+def heads(groups: float) -> str:
+    return f"{groups:.3g} KV heads" if groups != 1 else "1 KV head"
 
 
 def name(point: Point) -> str:
@@ -223,6 +225,7 @@ _FLAGS = {
     "calibration": "data",
     "calibration_tokens": "tokens",
     "calibration_length": "context",
+    "calibration_dtype": "precision",
     "block_size": "context",
 }
 
@@ -232,8 +235,10 @@ def commands(point: Point) -> list[str]:
     model, method = point["model"], point["method"]
     if method == UNMERGED[0] and not point["alpha"]:
         return []
-    out = f"{model.split('/')[-1]}-gqa{point['groups']}"
-    words = ["gqa-convert", model, "--groups", point["groups"]]
+    by_layer = point["budget"] > 0
+    groups = ",".join(map(str, point["kv_heads"])) if by_layer else f"{point['groups']:g}"
+    out = f"{model.split('/')[-1]}-gqa{'-budget' if by_layer else ''}{point['budget' if by_layer else 'groups']:g}"
+    words = ["gqa-convert", model, "--groups", groups]
     if method not in UNMERGED:
         words += ["--method", method]
     names: list[str] = []
@@ -245,6 +250,7 @@ def commands(point: Point) -> list[str]:
     if how and how.needs == "text":
         names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
         names += [name for name in ("field", "target_field") if pandas.notna(point.get(name)) and point[name] != "text"]
+        names += ["calibration_dtype"] if point.get("calibration_dtype") in {*DTYPES} - {MapsOptions.dtype} else []
         words += [] if point.get("calibration_repeats") else ["--no-repeats"]
     if how and how.refines:
         names += ["refine_steps", "refine_batch", "refine_learning_rate", "refine_precision"]

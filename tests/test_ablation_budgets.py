@@ -1,0 +1,91 @@
+"""`gqa-ablate --kv-budgets`: cells whose layers have heads of their own are what `gqa-convert --groups LIST` makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import run
+from studies import ablate, measured, place
+from test_ablation import by_cell, command, evaluated
+from test_ablation_refusals import refused
+from training import tiny_checkpoint, words_for
+
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.align.allot import forecast_of, heads_within
+from gqa.convert.align.options import CalibrationText, MapsOptions
+from gqa.convert.plan import make_plan
+from gqa.eval.study import ablation
+from gqa.eval.study.study import Cell
+from gqa.eval.study.tradeoff import commands, points
+
+SHARE = 0.625  # of 2 layers of 4 heads: 5 heads
+HOW: dict[str, Any] = {"calibration_tokens": 640, "calibration_context": 64, "groups": "2", "kv_budgets": SHARE}
+
+
+def options() -> MapsOptions:
+    return MapsOptions(CalibrationText((str(place() / "train.jsonl"),), tokens=640, length=64), device="cpu")
+
+
+def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As converted, with a cache of few bits, and trained; the same number of heads in all layers is another cell. What
+    was measured of the layers is not measured again.
+    """
+    out, converted, trained = tmp_path / "study", tmp_path / "converted", tmp_path / "trained"
+    measured(out, **HOW, methods="mean", alphas="0,0.1", cache_bits=4)
+    told = by_cell(out)
+    (heads,), _ = heads_within(read_checkpoint(place() / "model"), [SHARE], options())
+    assert sorted(heads) == [1, 4]
+    given = "--groups", ",".join(map(str, heads)), "--method", "mean"
+    result = run("-q", *given, "-o", converted, place() / "model", program="gqa-convert")
+    assert (result.code, "custom modelling code" in result.err) == (0, True), result
+    plainly = {"schedule": "constant", "teacher": "none", "train": "all", "learning_rate": 3e-3}
+    words = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **plainly)
+    command("gqa-uptrain", *words, "--heldout", place() / "heldout.jsonl")
+    expected = evaluated(place() / "model", converted, trained, "--cache-bits", "4")
+    for bits, models in ((None, expected[1:3]), (4, expected[4:6])):
+        for alpha, model in zip((0.0, 0.1), models, strict=True):
+            row = told[Cell("mean", 2.5, 0, "all", "none", alpha, bits, SHARE)]
+            assert row["loss"] == pytest.approx(model["quality"]["nats_per_token"], abs=1e-6)
+            assert row["kv_bytes_per_token"] == model["kv_cache"]["bytes_per_token"]
+            assert row["kv_heads"] == list(heads)
+            assert abs(row["loss"] - told[Cell("mean", 2, 0, "all", "none", alpha, bits)]["loss"]) > 1e-5
+    monkeypatch.setattr(ablation, "heads_within", None)
+    measured(out, **HOW, methods="mean,first", alphas="0", cache_bits=4)
+    assert by_cell(out)[Cell("first", 2.5, 0, "all", "none", 0.0, None, SHARE)]["kv_heads"] == list(heads)
+    html = (out / "report.html").read_text()
+    assert "mean, heads by layer" in html
+    found = points(told.values())
+    lines = commands(found[(found.budget > 0) & (found.alpha > 0) & (found.bits == 0)].iloc[0])
+    named = ",".join(map(str, heads))
+    assert lines[0] == f"gqa-convert model --groups {named} --method mean -o model-gqa-budget0.625"
+    assert lines[1].startswith("gqa-uptrain model-gqa-budget0.625 ")
+
+
+def test_budgets_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    refused(
+        tmp_path / "study",
+        "--kv-budget 0.2 is not possible for the 4 key/value heads",
+        "least is 0.25",
+        **HOW | {"kv_budgets": 0.2},
+    )
+    refused(tmp_path / "study", "'--kv-budgets': 1.0 is not in the range 0<x<1", kv_budgets=1)
+    t5 = tiny_checkpoint(tmp_path / "t5" / "model", "gqa_t5", 4)
+    refused(tmp_path / "study", "layer", model=t5, kv_budgets=0.5)
+
+
+def test_a_dry_run_says_what_to_expect(tmp_path: Path) -> None:
+    """Of heads that are merged by calibrated and refined, untrained, what gqa-convert says; of others nothing."""
+    how = HOW | {"groups": "4,1", "methods": "mean,calibrated,refined", "alphas": "0,0.1", "forecast": True}
+    result = ablate(tmp_path / "study", **how, dry_run=True)
+    assert (result.code, "what --kv-budgets measures" in result.out) == (0, True), result
+    costs, expected = (part.splitlines() for part in result.out.split("\nForecast\n"))
+    assert [line.split()[1] for line in costs if line.startswith("refined")] == ["1", "1", "2.5", "2.5"]
+    assert len([line for line in expected if line.startswith(("calibrated", "refined", "mean"))]) == 2
+    for method in ("calibrated", "refined"):
+        plan = make_plan(read_checkpoint(place() / "model"), 1, method)
+        alone, *numbers = (f"{number:.3f}" for number in forecast_of(plan, options()))
+        told = " ".join((method, "1", alone, numbers[0], numbers[1], "-", numbers[2]))
+        assert told in [" ".join(line.split()) for line in expected]
+    refused(tmp_path / "study", "--forecast goes with a MODEL and --dry-run", **how)
