@@ -59,8 +59,8 @@ def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatc
     found = points(told.values())
     lines = commands(found[(found.budget > 0) & (found.alpha > 0) & (found.bits == 0)].iloc[0])
     named = ",".join(map(str, heads))
-    assert lines[0] == f"gqa-convert model --groups {named} --method mean -o model-gqa-budget0.625"
-    assert lines[1].startswith("gqa-uptrain model-gqa-budget0.625 ")
+    assert lines[0] == f"gqa-convert model --groups {named} --method mean -o model-kv62"
+    assert lines[1].startswith("gqa-uptrain model-kv62 ")
 
 
 def test_budgets_that_cannot_be_had_are_refused(tmp_path: Path) -> None:

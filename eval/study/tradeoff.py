@@ -235,9 +235,10 @@ def commands(point: Point) -> list[str]:
     model, method = point["model"], point["method"]
     if method == UNMERGED[0] and not point["alpha"]:
         return []
-    by_layer = point["budget"] > 0
-    groups = ",".join(map(str, point["kv_heads"])) if by_layer else f"{point['groups']:g}"
-    out = f"{model.split('/')[-1]}-gqa{'-budget' if by_layer else ''}{point['budget' if by_layer else 'groups']:g}"
+    groups, named = f"{point['groups']:g}", f"gqa{point['groups']:g}"
+    if point["budget"]:
+        groups, named = ",".join(map(str, point["kv_heads"])), f"kv{100 * point['budget']:.0f}"
+    out = f"{model.split('/')[-1]}-{named}"
     words = ["gqa-convert", model, "--groups", groups]
     if method not in UNMERGED:
         words += ["--method", method]
