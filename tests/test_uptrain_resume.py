@@ -49,7 +49,8 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     files, again = (state_files(state(out, STEPS)) for out in (one, other))
     for rank in range(ranks):
         assert {f"random_states_{rank}.pkl", f"shards/__{rank}_0.distcp"} <= set(files)
-    assert files.pop("shards/.metadata") != again.pop("shards/.metadata")  # it has the name of the directory
+    for name in ("shards/.metadata", "best/.metadata") if "best/.metadata" in files else ("shards/.metadata",):
+        assert files.pop(name) != again.pop(name)  # it has the name of the directory
     assert again == files
     told = metrics(one / "gqa_uptraining.jsonl")
     assert metrics(other / "gqa_uptraining.jsonl") == told
@@ -191,6 +192,11 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     runs.finish(*words)
 
 
+def hashed_by(rank: int) -> list[str]:
+    """Names of files of a state: its own, and those of the best weights."""
+    return [f"random_states_{rank}.pkl", *2 * [f"__{rank}_0.distcp", *([] if rank else [".metadata"])]]
+
+
 def test_each_process_checks_its_files(runs: Runs, tmp_path: Path) -> None:
     """And all hear of what one finds damaged."""
     words = saving(runs, tmp_path / "out", keep_state=True)
@@ -200,9 +206,9 @@ def test_each_process_checks_its_files(runs: Runs, tmp_path: Path) -> None:
     done = runs.run(*words, "--resume", ranks=2, before=f"tell_hashes({str(tmp_path / 'told')!r})")
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert "is damaged: shards/__1_0.distcp not as saved" in done.err
-    for rank, more in ((0, {".metadata", "best.bin"}), (1, set())):
+    for rank in (0, 1):
         names = (tmp_path / f"told-{rank}").read_text().split()
-        assert sorted(names) == sorted({f"random_states_{rank}.pkl", f"__{rank}_0.distcp", *more})
+        assert sorted(names) == sorted(hashed_by(rank))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}"])
@@ -290,12 +296,12 @@ def test_training_goes_on_while_a_state_is_written(runs: Runs, tmp_path: Path, h
     runs.finish(*saving(runs, one, **words), **given | {"before": f"{before}write_after(3, 2)"})
     runs.finish(*saving(runs, other, **words), **given)
     files, again = (state_files(state(out, 2)) for out in (one, other))
-    assert files.pop("shards/.metadata") != again.pop("shards/.metadata")
+    for name in ("shards/.metadata", "best/.metadata"):
+        assert files.pop(name) != again.pop(name)
     assert again == files
     for rank in range(ranks if ranks > 1 else 0):
         names = Path(f"{told}-{rank}").read_text().split()
-        own = {f"random_states_{rank}.pkl", f"__{rank}_0.distcp"}
-        assert set(names) == (own if rank else {*own, ".metadata", "best.bin"})
+        assert set(names) == set(hashed_by(rank))
 
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:

@@ -352,6 +352,8 @@ def slow(seconds: float, patience: float) -> None:
     """
     import torch.distributed
 
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
     import gqa.uptrain.run
     import gqa.uptrain.setup
     import gqa.uptrain.state as state
@@ -359,8 +361,9 @@ def slow(seconds: float, patience: float) -> None:
     begin = torch.distributed.init_process_group
     limit = timedelta(seconds=patience)
     torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
-    for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"), (torch, "save"),
-                        (state, "_describe"), (state, "write_text")):  # fmt: skip
+    for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"),
+                        (gqa.uptrain.run, "write_tensor"), (FileSystemWriter, "write_data"), (state, "_describe"),
+                        (state, "write_text")):  # fmt: skip
         work, left = getattr(owner, name), [os.environ["RANK"] == "0"]
 
         def after(*given: Any, work: Any = work, left: list[bool] = left, **options: Any) -> Any:
