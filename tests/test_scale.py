@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoints import header_only, load
 from embedded import SOURCE
-from training import Runs, tiny_checkpoint
+from training import Runs, difference, tiny_checkpoint
 
 pytestmark = pytest.mark.scale
 
@@ -36,6 +36,36 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
         both = size["model"] + size.get(teacher, 0)
         assert len(held) == ranks
         assert min(held) > both if way == "whole" else max(held) < both / 2, (way, held, size)
+
+
+WHOLE = """
+import gqa.uptrain.run as module
+gathered = module.gathered
+@contextmanager
+def at_once(weights):
+    with gathered(weights) as found:
+        yield dict(found) if os.environ["RANK"] == "0" else {}
+module.gathered = at_once
+"""
+
+
+def test_no_process_holds_the_result(runs: Runs, tmp_path: Path) -> None:
+    """While the best weights are kept, read and written each of two holds less than a third of them beyond its share.
+    Control: the first gathers all before it writes, which gives the same result.
+    """
+    sizes = SIZES | {"num_hidden_layers": 4}
+    model = tiny_checkpoint(tmp_path / "model", kv_heads=4, num_attention_heads=16, **sizes)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    for way, before in (("parts", ""), ("whole", WHOLE)):
+        words = [model, *runs.words(tmp_path / way, steps=2, batch_size=4, train="all")[1:], "--teacher", "none"]
+        told = tmp_path / f"told-{way}"
+        runs.finish(*words, ranks=2, before=f"shard(); judged(9, 8, 9); tell_result({str(told)!r})\n{before}")
+        found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{told.name}-*"))]
+        assert [len(each) for each in found] == [2] * 2
+        assert max(kept for kept, _ in found) < size / 3, (found, size)
+        assert max(written for _, written in found[1:]) < size / 3, (found, size)
+        assert found[0][1] > size if before else found[0][1] < size / 3, (found, size)
+    assert difference(tmp_path / "parts", tmp_path / "whole") == 0
 
 
 LATE = """

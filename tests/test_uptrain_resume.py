@@ -70,7 +70,9 @@ BEST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str) -> None:
-    """The first step's, though others follow, and though a run that was killed had thought of a later one better."""
+    """The first step's, though others follow, and though a run that was killed had thought of a later one better; of
+    shards also where one process continues.
+    """
     options = dict(BEST[name])
     how = {"ranks": options.pop("ranks", 1)}
     before = options.pop("before", "")
@@ -78,8 +80,9 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     runs.finish(*saving(runs, one, **options), **how, before=f"{before}judged(9, 8, 9, 9, 9)")
     words = saving(runs, other, **options)
     assert runs.run(*words, **how, before=f"{before}judged(9, 8, 9, 7, 9); kill_at(3)").code == -signal.SIGKILL
-    runs.finish(*words, "--resume", **how, before=f"{before}judged(9, 8, 9, 9, 9)")
+    runs.finish(*words, "--resume", before="judged(9, 8, 9, 9, 9)")
     assert difference(one, other) == 0
+    assert {f"best/__{rank}_0.distcp" for rank in range(how["ranks"])} <= set(state_files(state(other, STEPS)))
     told = json.loads((one / "gqa_uptraining.json").read_text())
     assert told["losses"]["best_step"] == 1
     assert told["losses"]["heldout_after"] == 8
@@ -251,13 +254,15 @@ def test_foreign_names_in_the_directory_of_states(out: Path) -> None:
 
 
 def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
-    """The disk is full at the very end; the last state is there, and continuing only writes."""
+    """The disk is full at the very end; the last state is there, and continuing only writes. No other process waits."""
     out = tmp_path / "out"
     full = "import gqa.checkpoint.shards as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
     told = refused(runs, *saving(runs, out), code=1, before=full)
     assert f"no space left for {out}: nothing was kept" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]
     before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
+    with pytest.raises(AssertionError, match=r"\(\[1, 0\]"):  # exit codes
+        runs.run(*saving(runs, out), "--resume", ranks=2, before=f"shard(); {full}")
     runs.finish(*saving(runs, out), "--resume")
     assert (out / "gqa_uptraining.jsonl").read_bytes() == before
     assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS
