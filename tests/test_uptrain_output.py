@@ -136,6 +136,18 @@ def test_numbers_too_large_for_the_stored_dtype(tmp_path: Path) -> None:
         _write_weights(model, weights, source, tmp_path / "out")
 
 
+def test_a_result_is_looked_at_without_being_held(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source")
+    assert {tensor.device.type for tensor in load_model(str(source), device="meta").state_dict().values()} == {"meta"}
+    tensors = load(source)
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"missing keys: model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load_model(str(source), device="meta")
+
+
 @pytest.mark.parametrize("mask", [0o022, 0o027])
 def test_modes_follow_the_umask(tmp_path: Path, mask: int) -> None:
     source = tiny_checkpoint(tmp_path / "source")
