@@ -4,8 +4,11 @@ import torch
 
 from gqa.checkpoint.errors import RefusedError, explain
 
-# Of torch's allocators of the machine's memory (Linux and macOS, Windows), of MPS and of cuBLAS.
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Of torch's allocators of the machine's memory (Linux and macOS, Windows), of its maps of files, of MPS and of cuBLAS.
+_NO_MEMORY = (
+    "can't allocate memory", "Cannot allocate memory", "not enough memory", "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)  # fmt: skip
 
 
 def default_device() -> str:

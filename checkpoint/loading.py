@@ -37,8 +37,8 @@ def load_model(
 
     Args:
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
-        device: A device, or `auto`: layer by layer all devices of this machine, each to `FILLED`, then its memory, then
-            its disk, as accelerate does it.
+        device: A device; `meta`, where what is stored is only looked at; or `auto`: layer by layer all devices of this
+            machine, each to `FILLED`, then its memory, then its disk, as accelerate does it.
         host_memory: Bytes of the machine's memory that weights may take with `auto`; None for what is free.
         weights: Whether it has any; without, its parameters are on `meta` and what is stored is not looked at.
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
@@ -58,6 +58,8 @@ def load_model(
             return _empty(made, config, dtype, options | {"trust_remote_code": trust_remote_code})
         if device == "auto":
             options |= _spread(host_memory)
+        elif device == "meta":
+            options["device_map"] = device
         model, info = made.from_pretrained(
             name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
             output_loading_info=True, **options,

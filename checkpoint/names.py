@@ -1,5 +1,6 @@
 """A class' parameters and the tensors that its checkpoints store: the same under other names, in other pieces, tied."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
@@ -34,22 +35,36 @@ def tied_names(model: PreTrainedModel) -> set[str]:
     return {name for name, same in shared_names(model).items() if len(same) > 1}
 
 
-def stored_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each stored tensor, without a byte of it; of shards those of the whole, without adapters."""
-    weights = {
+def _hollow(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A state dict without a byte in it; of shards that of the whole, without adapters."""
+    return {
         name.replace(".base_layer.", "."): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict().items()
         if ".lora_" not in name
     }
-    return {name: tuple(tensor.shape) for name, tensor in saved_tensors(model, weights).items()}
 
 
 def parameter_names(model: PreTrainedModel) -> dict[str, str]:
     """Stored name -> the parameter's name, of tensors that are stored as they are."""
-    weights = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    weights = _hollow(model)
     by_identity = {id(tensor): name for name, tensor in weights.items()}
     stored = stored_tensors(model, weights)
     return {name: by_identity[id(tensor)] for name, tensor in stored.items() if id(tensor) in by_identity}
+
+
+def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str]]]:
+    """Stored name -> the shape, and the names in a state dict without adapters of which alone `saved_tensors` makes it:
+    one where it is stored as it is, else all of a layer that are put together or taken apart.
+    """
+    weights, groups = _hollow(model), defaultdict[str, list[str]](list)
+    alone = set(parameter_names(model).values())
+    for name in weights:
+        groups[name if name in alone else re.sub(r"(\.\d+)\..*", r"\1", name)].append(name)
+    return {
+        stored: (tuple(tensor.shape), names)
+        for names in groups.values()
+        for stored, tensor in saved_tensors(model, {name: weights[name] for name in names}).items()
+    }
 
 
 def stored_parts(model: PreTrainedModel, name: str) -> list[str]:

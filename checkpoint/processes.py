@@ -32,6 +32,18 @@ def wait_for_everyone() -> None:
         state.wait_for_everyone()  # the first process may keep the store: it goes when all have been answered
 
 
+def said(word: str = "") -> str:
+    """A word of the main process, for which the others wait as long."""
+    if ranks().num_processes > 1:
+        key, store = f"gqa {next(_meetings)} said", _get_default_store()
+        if ranks().is_main_process:
+            store.set(key, word)
+        else:
+            store.wait([key], PATIENCE)
+            word = store.get(key).decode()
+    return word
+
+
 @contextmanager
 def main_first() -> Iterator[None]:
     """The main process goes through the block, then the others do, also where it fails."""

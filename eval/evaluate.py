@@ -130,7 +130,8 @@ def run_device(options: EvaluateOptions) -> str:
 
 
 def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
-    advice = "choose another --precision or give fewer checkpoints to --decode"
+    spread = "less --host-memory" if options.device == "auto" else "--device auto"
+    advice = f"choose another --precision, {spread} or fewer checkpoints to --decode"
     with _explained(subject.name, options, "its weights", advice):
         model = load_model(
             subject.path, dtype=options.precision, device="auto" if options.device == "auto" else run_device(options),

@@ -143,10 +143,11 @@ def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB\nlines of advice"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("unable to mmap 5767312 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
 ]
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine"])
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine", "file"])
 @pytest.mark.parametrize("run", [2, 3, 5])
 def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever memory ends: while the head is found to split (runs 1 and 2 of it) and in any batch."""
@@ -169,7 +170,7 @@ def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pyte
     assert "--batch-size or --context" in said
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine"])
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine", "file"])
 def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
     said = refused("SRC --data TEXT --context 64")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoints import header_only, load
 from embedded import SOURCE
-from training import Runs, tiny_checkpoint
+from training import Runs, difference, tiny_checkpoint
 
 pytestmark = pytest.mark.scale
 
@@ -36,6 +37,36 @@ def test_no_process_holds_a_model(runs: Runs, tmp_path: Path) -> None:
         both = size["model"] + size.get(teacher, 0)
         assert len(held) == ranks
         assert min(held) > both if way == "whole" else max(held) < both / 2, (way, held, size)
+
+
+WHOLE = """
+import gqa.uptrain.run as module
+gathered = module.gathered
+@contextmanager
+def at_once(weights):
+    with gathered(weights) as found:
+        yield dict(found) if os.environ["RANK"] == "0" else {}
+module.gathered = at_once
+"""
+
+
+def test_no_process_holds_the_result(runs: Runs, tmp_path: Path) -> None:
+    """While the best weights are kept, read and written each of two holds less than a third of them beyond its share.
+    Control: the first gathers all before it writes, which gives the same result.
+    """
+    sizes = SIZES | {"num_hidden_layers": 4}
+    model = tiny_checkpoint(tmp_path / "model", kv_heads=4, num_attention_heads=16, **sizes)
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    for way, before in (("parts", ""), ("whole", WHOLE)):
+        words = [model, *runs.words(tmp_path / way, steps=2, batch_size=4, train="all")[1:], "--teacher", "none"]
+        told = tmp_path / f"told-{way}"
+        runs.finish(*words, ranks=2, before=f"shard(); judged(9, 8, 9); tell_result({str(told)!r})\n{before}")
+        found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{told.name}-*"))]
+        assert [len(each) for each in found] == [2] * 2
+        assert max(kept for kept, _ in found) < size / 3, (found, size)
+        assert max(written for _, written in found[1:]) < size / 3, (found, size)
+        assert found[0][1] > size if before else found[0][1] < size / 3, (found, size)
+    assert difference(tmp_path / "parts", tmp_path / "whole") == 0
 
 
 LATE = """
@@ -168,3 +199,41 @@ def test_long_blocks_are_looked_at_in_pieces(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)  # fmt: skip
     assert peak_of(tmp_path, "calibrated", 1, 32768, 1) < 1e9
     assert peak_of(tmp_path, "calibrated", 1, 12288, 1, scores=1 << 40) > 1.5e9
+
+
+_LIMITED = """
+import resource, sys
+from gqa.cli import call
+limit, *words = sys.argv[1:]
+if int(limit):
+    resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
+try:
+    call("eval", words)
+finally:
+    lines = open("/proc/self/status").read().splitlines()
+    print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak")), file=sys.stderr)
+"""
+
+
+def test_a_model_is_evaluated_in_less_memory_than_it_takes(tmp_path: Path) -> None:
+    """Under a limit of the address space: what a small model takes, and three quarters of the weights. Control: without
+    the disk it ends in one line.
+    """
+    text = ["--data", "stdlib:heldout", "--context", "64", "--tokens", "100", "--precision", "float32", "-q", "--json"]
+    sizes = {"small": {}, "model": SIZES | {"num_hidden_layers": 20, "num_attention_heads": 16}}
+    for name, size in sizes.items():
+        tiny_checkpoint(tmp_path / name, dtype="bfloat16", **size)
+
+    def evaluated(name: str, limit: int, *how: str) -> tuple[list[str], float]:
+        words = [sys.executable, "-c", _LIMITED, str(limit), str(tmp_path / name), *text, *how]
+        done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return done.stderr.splitlines(), json.loads(done.stdout)["models"][0]["quality"]["nats"] if done.stdout else 0.0
+
+    weights = 2 * sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert weights > 850 << 20
+    limit = int(evaluated("small", 0)[0][-1]) + 3 * weights // 4
+    spread = "--device", "auto", "--host-memory", "90MB"
+    assert evaluated("model", limit, *spread)[1] == pytest.approx(evaluated("model", 0)[1], rel=1e-6)
+    told, nats = evaluated("model", limit)
+    assert (len(told), nats) == (2, 0.0), told
+    assert "the memory of cpu is too small for its weights; choose another --precision, --device auto" in told[0]

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.names import stored_tensors
 from gqa.checkpoint.provenance import without_place
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
@@ -85,7 +84,7 @@ def test_weights_that_were_not_trained_are_written_bit_for_bit(tmp_path: Path, n
     model = load_model(str(source.directory), dtype="float32")
     check_exportable(model, source)
     (tmp_path / "out").mkdir()
-    _write_weights(stored_tensors(model, model.state_dict()), source, tmp_path / "out")
+    _write_weights(model, model.state_dict(), source, tmp_path / "out")
     before, after = load(tmp_path / "source"), load(tmp_path / "out")
     assert shapes(before) == shapes(after)
     assert all(tensor_bytes(before[key]) == tensor_bytes(after[key]) for key in before)
@@ -134,7 +133,19 @@ def test_numbers_too_large_for_the_stored_dtype(tmp_path: Path) -> None:
     weights["model.norm.weight"][3] = 1e6
     (tmp_path / "out").mkdir()
     with pytest.raises(OutputError, match=r"model\.norm\.weight has become too large for F16"):
-        _write_weights(stored_tensors(model, weights), source, tmp_path / "out")
+        _write_weights(model, weights, source, tmp_path / "out")
+
+
+def test_a_result_is_looked_at_without_being_held(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source")
+    assert {tensor.device.type for tensor in load_model(str(source), device="meta").state_dict().values()} == {"meta"}
+    tensors = load(source)
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"missing keys: model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load_model(str(source), device="meta")
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])

@@ -123,9 +123,9 @@ def test_adapters_and_towers(runs: Runs, tmp_path: Path, name: str) -> None:
 
 
 def test_others_wait_for_the_first_process_longer_than_a_collective_would(runs: Runs, tmp_path: Path) -> None:
-    """Text, states, and the result are work of one process alone."""
+    """Text, states, and the result of shards are work of one process."""
     words = runs.words(tmp_path / "out", steps=2, save_every=2, keep_state=True)
-    runs.finish(*words, ranks=2, before="slow(5, 4)")
+    runs.finish(*words, ranks=2, before="shard(); slow(5, 4)")
     assert len(losses(tmp_path / "out")) == 2
 
 

@@ -49,7 +49,8 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     files, again = (state_files(state(out, STEPS)) for out in (one, other))
     for rank in range(ranks):
         assert {f"random_states_{rank}.pkl", f"shards/__{rank}_0.distcp"} <= set(files)
-    assert files.pop("shards/.metadata") != again.pop("shards/.metadata")  # it has the name of the directory
+    for name in ("shards/.metadata", "best/.metadata") if "best/.metadata" in files else ("shards/.metadata",):
+        assert files.pop(name) != again.pop(name)  # it has the name of the directory
     assert again == files
     told = metrics(one / "gqa_uptraining.jsonl")
     assert metrics(other / "gqa_uptraining.jsonl") == told
@@ -69,7 +70,9 @@ BEST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BEST)
 def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str) -> None:
-    """The first step's, though others follow, and though a run that was killed had thought of a later one better."""
+    """The first step's, though others follow, and though a run that was killed had thought of a later one better; of
+    shards also where one process continues.
+    """
     options = dict(BEST[name])
     how = {"ranks": options.pop("ranks", 1)}
     before = options.pop("before", "")
@@ -77,8 +80,9 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     runs.finish(*saving(runs, one, **options), **how, before=f"{before}judged(9, 8, 9, 9, 9)")
     words = saving(runs, other, **options)
     assert runs.run(*words, **how, before=f"{before}judged(9, 8, 9, 7, 9); kill_at(3)").code == -signal.SIGKILL
-    runs.finish(*words, "--resume", **how, before=f"{before}judged(9, 8, 9, 9, 9)")
+    runs.finish(*words, "--resume", before="judged(9, 8, 9, 9, 9)")
     assert difference(one, other) == 0
+    assert {f"best/__{rank}_0.distcp" for rank in range(how["ranks"])} <= set(state_files(state(other, STEPS)))
     told = json.loads((one / "gqa_uptraining.json").read_text())
     assert told["losses"]["best_step"] == 1
     assert told["losses"]["heldout_after"] == 8
@@ -191,6 +195,11 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     runs.finish(*words)
 
 
+def hashed_by(rank: int) -> list[str]:
+    """Names of files of a state: its own, and those of the best weights."""
+    return [f"random_states_{rank}.pkl", *2 * [f"__{rank}_0.distcp", *([] if rank else [".metadata"])]]
+
+
 def test_each_process_checks_its_files(runs: Runs, tmp_path: Path) -> None:
     """And all hear of what one finds damaged."""
     words = saving(runs, tmp_path / "out", keep_state=True)
@@ -200,9 +209,9 @@ def test_each_process_checks_its_files(runs: Runs, tmp_path: Path) -> None:
     done = runs.run(*words, "--resume", ranks=2, before=f"tell_hashes({str(tmp_path / 'told')!r})")
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert "is damaged: shards/__1_0.distcp not as saved" in done.err
-    for rank, more in ((0, {".metadata", "best.bin"}), (1, set())):
+    for rank in (0, 1):
         names = (tmp_path / f"told-{rank}").read_text().split()
-        assert sorted(names) == sorted({f"random_states_{rank}.pkl", f"__{rank}_0.distcp", *more})
+        assert sorted(names) == sorted(hashed_by(rank))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}"])
@@ -245,13 +254,15 @@ def test_foreign_names_in_the_directory_of_states(out: Path) -> None:
 
 
 def test_a_result_that_cannot_be_written_is_not_trained_again(runs: Runs, tmp_path: Path) -> None:
-    """The disk is full at the very end; the last state is there, and continuing only writes."""
+    """The disk is full at the very end; the last state is there, and continuing only writes. No other process waits."""
     out = tmp_path / "out"
     full = "import gqa.checkpoint.shards as m; m.write_bytes = lambda *_: (_ for _ in ()).throw(OSError(28, 'full'))"
     told = refused(runs, *saving(runs, out), code=1, before=full)
     assert f"no space left for {out}: nothing was kept" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out-state"]
     before = (tmp_path / "out-state" / "metrics.jsonl").read_bytes()
+    with pytest.raises(AssertionError, match=r"\(\[1, 0\]"):  # exit codes
+        runs.run(*saving(runs, out), "--resume", ranks=2, before=f"shard(); {full}")
     runs.finish(*saving(runs, out), "--resume")
     assert (out / "gqa_uptraining.jsonl").read_bytes() == before
     assert json.loads((out / "gqa_uptraining.json").read_text())["steps"] == STEPS
@@ -290,12 +301,12 @@ def test_training_goes_on_while_a_state_is_written(runs: Runs, tmp_path: Path, h
     runs.finish(*saving(runs, one, **words), **given | {"before": f"{before}write_after(3, 2)"})
     runs.finish(*saving(runs, other, **words), **given)
     files, again = (state_files(state(out, 2)) for out in (one, other))
-    assert files.pop("shards/.metadata") != again.pop("shards/.metadata")
+    for name in ("shards/.metadata", "best/.metadata"):
+        assert files.pop(name) != again.pop(name)
     assert again == files
     for rank in range(ranks if ranks > 1 else 0):
         names = Path(f"{told}-{rank}").read_text().split()
-        own = {f"random_states_{rank}.pkl", f"__{rank}_0.distcp"}
-        assert set(names) == (own if rank else {*own, ".metadata", "best.bin"})
+        assert set(names) == set(hashed_by(rank))
 
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ is here are in conftest.py.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -351,6 +352,7 @@ def slow(seconds: float, patience: float) -> None:
     collective ends after `patience`.
     """
     import torch.distributed
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     import gqa.uptrain.run
     import gqa.uptrain.setup
@@ -359,8 +361,9 @@ def slow(seconds: float, patience: float) -> None:
     begin = torch.distributed.init_process_group
     limit = timedelta(seconds=patience)
     torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
-    for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"), (torch, "save"),
-                        (state, "_describe"), (state, "write_text")):  # fmt: skip
+    for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"),
+                        (gqa.uptrain.run, "write_tensor"), (FileSystemWriter, "write_data"), (state, "_describe"),
+                        (state, "write_text")):  # fmt: skip
         work, left = getattr(owner, name), [os.environ["RANK"] == "0"]
 
         def after(*given: Any, work: Any = work, left: list[bool] = left, **options: Any) -> Any:
@@ -484,19 +487,51 @@ def tell_memory(file: str) -> None:
 
     import gqa.uptrain.setup as module
 
-    prepare, held = module.prepare, Path("/proc/self/status")
-
-    def peak(key: str) -> int:
-        return next(1024 * int(line.split()[1]) for line in held.read_text().splitlines() if line.startswith(key))
+    prepare = module.prepare
 
     def told(*given: Any, **options: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = peak("VmRSS")
+        before = resident()
         prepare(*given, **options)
-        Path(f"{file}-{os.environ['RANK']}").write_text(str(peak("VmHWM") - before))
+        Path(f"{file}-{os.environ['RANK']}").write_text(str(resident("VmHWM") - before))
         sys.exit()
 
     module.prepare = told
+
+
+def resident(key: str = "VmRSS") -> int:
+    """Bytes of memory that this process has, from which on `VmHWM` is the most that it has had."""
+    if key == "VmRSS":
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def tell_result(file: str) -> None:
+    """How many bytes more than before a process has held while the best weights were kept, and while they were read and
+    written as the result.
+    """
+    import gqa.uptrain.run as module
+    from gqa.uptrain.state import States
+
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # from a megabyte on what is free goes back to the system
+    keep, read, uptrain, before, told = States.keep_best, States.read_best, module.uptrain, [0], [0]
+
+    def kept(self: States, *given: Any) -> None:
+        held = resident()
+        keep(self, *given)
+        told.append(resident("VmHWM") - held)
+
+    def begun(self: States, *given: Any) -> None:
+        before[0] = resident()
+        read(self, *given)
+
+    def ended(*given: Any, **options: Any) -> Any:
+        found = uptrain(*given, **options)
+        told.append(resident("VmHWM") - before[0])
+        Path(f"{file}-{os.environ['RANK']}").write_text(json.dumps(told[1:]))
+        return found
+
+    States.keep_best, States.read_best, module.uptrain = kept, begun, ended  # type: ignore[method-assign]
 
 
 def write_after(step: int, first: int) -> None:

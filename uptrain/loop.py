@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from gqa.checkpoint.processes import main_first
 from gqa.convert.align.cache_bits import check_reads, layers_with_cache, quantised_attention
@@ -67,8 +68,9 @@ class TrainingProgress:
 
 
 def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = None) -> tuple[TrainingProgress, Weights]:
-    """Train a setup that is `held`; returns how it went and the weights (adapters apart), whole on the main process:
-    those with the lowest held-out loss, or the last where nothing is held out; none where those that came are best.
+    """Train a setup that is `held`; returns how it went and the weights as each process has them (adapters apart, of
+    FSDP2 shards): those with the lowest held-out loss, or the last where nothing is held out; none where those that
+    came are best.
 
     No checkpoint is written. Raises RefusedError (a state of another run, or too little memory), DivergedError,
     StoppedError, and OutputError where no state can be saved.
@@ -197,10 +199,7 @@ def _evaluate(setup: Setup, model: Any, progress: TrainingProgress) -> dict[str,
     elif math.isfinite(found["loss"]) and not found["loss"] >= best["loss"]:  # which need not be finite
         progress.heldout_after, progress.best_step = found, progress.step
         if progress.step < setup.dataloader.steps:  # the last are at hand when they are written
-            own = weights(setup.accelerator, model)
-            with main_first():
-                if setup.accelerator.is_main_process:
-                    setup.states.keep_best({name: own[name] for name in trained_names(setup.model)})
+            setup.states.keep_best(_trained(setup, weights(setup.accelerator, model)))
     return {f"heldout_{name}": value for name, value in found.items()}
 
 
@@ -209,9 +208,13 @@ def _best(setup: Setup, model: Any, progress: TrainingProgress) -> Weights:
     if setup.heldout and not progress.best_step:
         return {}
     found = weights(setup.accelerator, model)
-    if setup.heldout and progress.best_step < progress.step and setup.accelerator.is_main_process:
-        found |= setup.states.best()
+    if setup.heldout and progress.best_step < progress.step:
+        setup.states.read_best(_trained(setup, found))
     return found
+
+
+def _trained(setup: Setup, found: Weights) -> Weights:
+    return {name: found[name] for name in trained_names(setup.model) if name in found}
 
 
 @torch.no_grad()
@@ -238,9 +241,9 @@ def heldout_losses(setup: Setup, model: Any) -> dict[str, float]:
 
 
 def weights(accelerator: Accelerator, wrapped: Any) -> Weights:
-    """The model's state dict, gathered from all ranks (whole on the main one), under the model's own names."""
-    found = accelerator.get_state_dict(wrapped)
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    """The model's state dict, under FSDP2 of shards, under the model's own names; they are the model's own memory."""
+    get: Callable[[Any], dict[str, Any]] = get_model_state_dict if accelerator.is_fsdp2 else accelerator.get_state_dict
+    return {name.removeprefix("model."): tensor for name, tensor in get(wrapped).items()}
 
 
 def _is_due(options: TrainOptions, step: int, saved: float, last: bool) -> bool:
@@ -259,8 +262,9 @@ def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
     path, record = setup.states.latest()
     check_same_run(path, record, _identity(setup))
     load(path, setup.accelerator, model, optimizer)
-    if setup.accelerator.is_main_process:
-        setup.states.take_best(path)
+    with main_first():
+        if setup.accelerator.is_main_process:
+            setup.states.take_best(path)
     setup.dataloader.seek(record.get("stream", []))
     return TrainingProgress(**{name: record[name] for name in vars(TrainingProgress())})
 

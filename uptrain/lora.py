@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -37,14 +38,24 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
 def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state dict with adapters as one without: W + ALPHA / r x B A under W's own name. Others stay as they are."""
     plain = {}
-    for name, tensor in weights.items():
-        if ".lora_" in name:
-            continue
-        path, base, tail = name.rpartition(_BASE)
-        if base and tail == "weight":
-            down, up = weights[path + _DOWN], weights[path + _UP]
+    for name, (own, *adapter) in parts(weights).items():
+        tensor = weights[own]
+        if adapter:
+            down, up = (weights[each] for each in adapter)
             tensor = tensor + (ALPHA / len(down)) * (up @ down)
             if not bool(tensor.isfinite().all()):
-                raise OutputError(f"the adapter of {path} is not finite; nothing was written")
-        plain[f"{path}.{tail}" if base else name] = tensor
+                raise OutputError(f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written")
+        plain[name] = tensor
     return plain
+
+
+def parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names in a state dict -> those of `merged`, each with what it is made of: W, or W, A and B."""
+    found = {}
+    for name in names:
+        path, base, tail = name.rpartition(_BASE)
+        if base:
+            found[f"{path}.{tail}"] = [name, path + _DOWN, path + _UP] if tail == "weight" else [name]
+        elif ".lora_" not in name:
+            found[name] = [name]
+    return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.names import saved_tensors
-from gqa.checkpoint.processes import main_first
+from gqa.checkpoint.names import saved_tensors, sources
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint, holds_weights, read_checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, shard_names, write_index
@@ -29,13 +28,15 @@ from gqa.checkpoint.write import (
     write_tensor,
     write_text,
 )
-from gqa.uptrain.loop import AfterStep, TrainingProgress, Weights, train
-from gqa.uptrain.lora import merged
+from gqa.uptrain.loop import AfterStep, TrainingProgress, train
+from gqa.uptrain.lora import merged, parts
 from gqa.uptrain.setup import Setup
+from gqa.uptrain.shards import gathered
 from gqa.uptrain.summary import card, record_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
@@ -51,14 +52,14 @@ def uptrain(
     with setup.states.held():
         progress, weights = train(setup, quiet=quiet, after_step=after_step)
         record = finite(record_of(setup, progress, words))
-        with main_first():
+        with gathered(weights) as whole:
             if setup.accelerator.is_main_process:
-                _export(setup, weights, record)
+                _export(setup, whole, record)
     return progress, record
 
 
-def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
-    """Write what the model's state dict has become, verified by loading it again; then the states are not needed.
+def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any]) -> None:
+    """Write what the model's state dict has become, verified by looking at it again; then the states are not needed.
     Where there are no `weights` those of the source are written.
 
     The directory appears at once, complete.
@@ -67,7 +68,7 @@ def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
     with OutputDirectory(options.output, source.directory, options.overwrite) as output:
         work = output.work
         require_space(source.nbytes, output.out)
-        _write_weights(saved_tensors(setup.model, merged(weights)), source, work)
+        _write_weights(setup.model, weights, source, work)
         for name in source.side_files:
             if name not in _WRITTEN and not holds_weights(name):
                 copy_file(source.path(name), work / name)
@@ -81,18 +82,24 @@ def _export(setup: Setup, weights: Weights, record: dict[str, Any]) -> None:
         shutil.rmtree(setup.states.directory)
 
 
-def _write_weights(stored: dict[str, Tensor], source: Checkpoint, work: Path) -> None:
-    """The files of the source with their tensors in their order; what the class does not read stays as it is.
+def _write_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Checkpoint, work: Path) -> None:
+    """The files of the source with their tensors in their order; what the class does not read stays as it is. Each of
+    the `weights` is looked up when it is due.
 
     Raises OutputError where a number has become too large for its dtype.
     """
-    parts = [list(part) for _, part in groupby(source.tensors.values(), key=lambda spec: spec.file)]
-    shards = dict(zip(shard_names(len(parts)), parts, strict=True))
+    files = [list(part) for _, part in groupby(source.tensors.values(), key=lambda spec: spec.file)]
+    shards = dict(zip(shard_names(len(files)), files, strict=True))
+    made_of, own = sources(model) if weights else {}, parts(weights)
+    ready: dict[str, Tensor] = {}
     for file, specs in shards.items():
         with new_shard(work / file, specs) as target:
             for spec in specs:
-                if spec.name in stored:
-                    write_tensor(target, _cast(stored.pop(spec.name), spec))
+                if spec.name in made_of and spec.name not in ready:
+                    needed = [part for name in made_of[spec.name][1] for part in own[name]]
+                    ready |= saved_tensors(model, merged({name: weights[name] for name in needed}))
+                if spec.name in ready:
+                    write_tensor(target, _cast(ready.pop(spec.name), spec))
                 elif source.has_range(spec):
                     with source.path(spec.file).open("rb") as stream:
                         copy_range(stream, target, spec.begin, spec.nbytes)
@@ -111,7 +118,7 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
 def _verify(work: Path, source: Checkpoint, trust_remote_code: bool) -> None:
     try:
         written = read_checkpoint(work)
-        load_model(str(work), trust_remote_code=trust_remote_code)
+        load_model(str(work), device="meta", trust_remote_code=trust_remote_code)
     except RefusedError as error:
         raise OutputError(f"the result does not verify: {error}") from None
     expected = {name: (spec.dtype, spec.shape) for name, spec in source.tensors.items()}

@@ -28,7 +28,7 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model, positions, ranks
-from gqa.checkpoint.names import stored_shapes, tied_names
+from gqa.checkpoint.names import sources, tied_names
 from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -318,7 +318,7 @@ def _load(
 
 def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     """Raise RefusedError, before anything is trained, where what a model's class stores is not what its source has."""
-    stored, tied = stored_shapes(model), tied_names(model)
+    stored, tied = {name: shape for name, (shape, _) in sources(model).items()}, tied_names(model)
     known = {name: spec.shape for name, spec in source.tensors.items()}
     odd = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
     if odd or not known.keys() & stored.keys():

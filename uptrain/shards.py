@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import fsdp2_prepare_model
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from gqa.checkpoint.loading import read_shards
+from gqa.checkpoint.loading import ranks, read_shards
+from gqa.checkpoint.processes import said, wait_for_everyone
 from gqa.checkpoint.read import Checkpoint
 from gqa.uptrain.training_model import TrainingModel
 
@@ -48,3 +54,34 @@ def prepared(accelerator: Accelerator, training: Any, optimizer: Any) -> tuple[A
     training._is_accelerate_prepared = True
     accelerator._models.append(training)  # all that prepare_model does then, which older ones refuse with FSDP2
     return training, accelerator.prepare_optimizer(optimizer)
+
+
+@contextmanager
+def gathered(weights: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    """In the main process a weight is whole whenever it is looked up, however long the process does other things
+    meanwhile; the others take part in that, and enter the block when it has left it, also where it failed there.
+    """
+    main = ranks().is_main_process
+    while not main and (name := said()):
+        _whole(weights[name])
+    try:
+        yield _Gathered(weights)
+    finally:
+        if main:
+            said("")
+        wait_for_everyone()
+
+
+class _Gathered(UserDict[str, Tensor]):
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.data[name]
+        if isinstance(tensor, DTensor):
+            said(name)
+            tensor = _whole(tensor).cpu()
+        return tensor
+
+
+def _whole(tensor: Any) -> Tensor:
+    """On the device of the processes, which gather nothing that was put into the host's memory."""
+    found: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return found

@@ -6,7 +6,8 @@ and SHA-256 of each file. All ranks write into the one directory, which several 
 soon as weights and optimiser are copied to the memory of the host. accelerate reads random states with pickle: continue
 only from states that you made.
 
-Beside the states lie the weights with the lowest held-out loss so far, `best.bin`; each state has them too.
+Beside the states lie the weights with the lowest held-out loss so far, `best`, which all ranks write in the same way;
+each state has them too.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
-from gqa.checkpoint.write import fsync_directory, locked, replacing, write_text
+from gqa.checkpoint.write import fsync_directory, locked, write_text
 from gqa.uptrain.optimizer import plain_moments, restored_moments
 from gqa.uptrain.options import TrainOptions, differences
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RECORD = "trainer_state.json"
-BEST = "best.bin"
+BEST = "best"
 _SHARDS = "shards"
 _OF_RANK = re.compile(r"(?:__|random_states_)(\d+)[_.]")  # how names of files begin that a rank writes
 
@@ -99,9 +100,9 @@ class States:
         self.finish()
         work = self.directory / f"step-{record['step']:08d}.partial"
         shards: Any = None  # a Future of what is written beside training
-        with self._failing(record["step"], work):
+        with self._failing(f"the state of step {record['step']}", work):
             work.mkdir(parents=True, exist_ok=True)
-            if accelerator.is_main_process and (self.directory / BEST).exists():
+            if accelerator.is_main_process:
                 _link(self.directory / BEST, work / BEST)
             rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
             save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
@@ -135,18 +136,16 @@ class States:
         try:
             if shards:
                 shards.result()
-            own = (p for p in sorted(work.rglob("*")) if p.is_file() and _writer(p) == state.process_index)
+            files = (path for path in sorted(work.rglob("*")) if path.is_file())
+            own = (path for path in files if _writer(path) % state.num_processes == state.process_index)
             told = {str(path.relative_to(work)): _describe(path) for path in own}
-        except CheckpointException as found:
-            error, _ = next(iter(found.failures.values()))
-            told = {"error": explain(error)}
-        except (OSError, RuntimeError) as found:
-            told = {"error": explain(found)}
+        except (OSError, RuntimeError, CheckpointException) as found:
+            told = {"error": explain(_cause(found))}
         everyone: list[Any] = [told]
         if self._group:
             everyone = [None] * state.num_processes
             distributed.all_gather_object(everyone, told, group=self._group)
-        with self._failing(record["step"], work):
+        with self._failing(f"the state of step {record['step']}", work):
             if failed := [each["error"] for each in everyone if "error" in each]:
                 raise OSError(failed[0])
             if state.is_main_process:
@@ -167,42 +166,41 @@ class States:
             shutil.rmtree(gone)
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
-        """Replace the best weights of before. Raises OutputError."""
-        import torch
+        """Replace the best weights of before by what each process has. Raises OutputError."""
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        try:
-            with replacing(self.directory / BEST) as fresh:
-                torch.save(weights, fresh)
-        except (OSError, RuntimeError) as error:
-            self._fail("the best weights could not be kept", "the last state", error)
+        self.finish()  # which processes talk about too
+        work = self.directory / f"{BEST}.partial"
+        with self._failing("the best weights", work):
+            save(weights, checkpoint_id=work, process_group=self._group, no_dist=self._group is None)
+            if ranks().is_main_process:
+                shutil.rmtree(self.directory / BEST, ignore_errors=True)
+                work.rename(self.directory / BEST)
 
     @contextmanager
-    def _failing(self, step: int, work: Path) -> Iterator[None]:
-        """A state that cannot be written is told with OutputError, and the half of it in `work` goes."""
+    def _failing(self, what: str, work: Path) -> Iterator[None]:
+        """What cannot be saved is told with OutputError, and the half of it in `work` goes."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         try:
             yield
-        except (OSError, RuntimeError) as error:  # torch writes files with its own errors
+        except (OSError, RuntimeError, CheckpointException) as found:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
-            self._fail(f"the state of step {step} could not be saved", "the one before", error)
+            if out_of_memory(error := _cause(found)):
+                raise error from None
+            told = "free some space and continue from the last state with --resume"
+            raise OutputError(f"{what} could not be saved in {self.directory} ({explain(error)}); {told}") from None
 
-    def _fail(self, what: str, whence: str, error: Exception) -> NoReturn:
-        if out_of_memory(error):
-            raise error
-        told = f"free some space and continue from {whence} with --resume"
-        raise OutputError(f"{what} in {self.directory} ({explain(error)}); {told}") from None
+    def read_best(self, weights: dict[str, Tensor]) -> None:
+        """What was kept last, into these."""
+        from torch.distributed.checkpoint.state_dict_loader import load
 
-    def best(self) -> dict[str, Tensor]:
-        """What was kept last."""
-        import torch
-
-        found: dict[str, Tensor] = torch.load(self.directory / BEST, map_location="cpu", weights_only=True)
-        return found
+        load(weights, checkpoint_id=self.directory / BEST, process_group=self._group, no_dist=self._group is None)
 
     def take_best(self, state: Path) -> None:
         """The best weights are again those of a state, or none where it has none."""
-        (self.directory / BEST).unlink(missing_ok=True)
-        if (state / BEST).exists():
-            _link(state / BEST, self.directory / BEST)
+        shutil.rmtree(self.directory / BEST, ignore_errors=True)
+        _link(state / BEST, self.directory / BEST)
 
     def continued(self, options: TrainOptions) -> TrainOptions:
         """The options with what the run that is continued made of those that are left open: how many processes share a
@@ -269,11 +267,22 @@ def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> N
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under a second name, or a copy of it where the system has no such names."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+    """The same files, if there are any, below a second name, or copies of them where the system has no such names."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:
+            shutil.copyfile(one, other)
+
+    if source.exists():
+        shutil.copytree(source, target, copy_function=link)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in the first of the processes in which torch could not save."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
 
 
 def _writer(path: Path) -> int:
