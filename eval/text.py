@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.corpus.document import SoundField
 from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, parse_source
@@ -53,12 +54,12 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
     hearing = Hearing(first.path, first.name) if first.hears else None
     encoder = PairEncoder(first.config, first.tokenizer, first.name) if first.config.is_encoder_decoder else None
     if encoder and hearing and not target:
-        heard = [Recording(file, hearing) for file in find_recordings([str(options.data)], first.name)]
+        heard = [Recording(sound, hearing) for sound in find_recordings([str(options.data)], first.name)]
         text = make_dictated(heard, encoder, first.tokenizer, context, write, options.tokens)
     elif encoder and target:
-        columns = column(options.field), column(target)
+        columns = column(SoundField(options.field) if hearing else options.field), column(target)
         pairs: Iterable[tuple[str | Recording, str]] = (
-            ((Recording(file, hearing), said) for file, said in read_transcripts(*columns))
+            ((Recording(sound, hearing), said) for sound, said in read_transcripts(*columns))
             if hearing
             else ((source.text, answer) for source, answer in read_pairs(*columns))
         )
