@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.document import SoundField
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
+from gqa.corpus.recordings import Recording, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
@@ -51,7 +51,7 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
     context = choose_context(subjects, options.context, options.beyond_positions, most)
     named = target if first.hears else options.field
     check_models_agree(subjects, next(column(named).documents()).text[:2000] if named else "")
-    hearing = Hearing(first.path, first.name) if first.hears else None
+    hearing = first.hearing
     encoder = PairEncoder(first.config, first.tokenizer, first.name) if first.config.is_encoder_decoder else None
     if encoder and hearing and not target:
         heard = [Recording(sound, hearing) for sound in find_recordings([str(options.data)], first.name)]
