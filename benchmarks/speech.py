@@ -2,9 +2,9 @@
 the KV cache, time of a decoding step.
 
     PYTHONPATH=tests python benchmarks/speech.py
-    PYTHONPATH=tests python benchmarks/speech.py --groups 3 --method calibrated --voices 4
+    PYTHONPATH=tests python benchmarks/speech.py --groups 3 --method calibrated --recordings 96
 
-Calibrated on other sentences than it is asked of, each spoken by `--voices` voices, with what Whisper writes of them.
+Calibrated on other sentences than it is asked of, up to four in a recording, and what is said in them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from harness import JSON_OPTION, write_json
 from real_model import real_checkpoint
 from real_whisper import (
     SENTENCES,
-    VOICES,
     WHISPER,
     Heard,
     divergence,
     hear,
     logits,
-    record,
+    spoken,
     words_wrong,
     written,
 )
+from sentences import texts
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.options import CalibrationText, MapsOptions
+from gqa.convert.align.options import MapsOptions
 from gqa.eval.subjects import open_subjects
 
-LENGTH = 48  # tokens of what is heard at most
+LENGTH = 64  # tokens of what is said in a recording at most
 STEPS = 40  # that are timed, one after another
 
 
@@ -72,23 +72,22 @@ def step_times(models: Sequence[PreTrainedModel], heard: Heard) -> list[float]:
 @click.command()
 @click.option("--groups", multiple=True, type=int, default=(3, 2, 1))
 @click.option("--method", "methods", multiple=True, default=("mean", "auto", "calibrated", "refined"))
-@click.option("--voices", type=click.IntRange(1, len(VOICES)), default=1, help="That speak each sentence.")
+@click.option("--recordings", type=click.IntRange(1), default=384, help="To calibrate on.")
 @JSON_OPTION
-def main(groups: tuple[int, ...], methods: tuple[str, ...], voices: int, json_file: Path | None) -> None:
+def main(groups: tuple[int, ...], methods: tuple[str, ...], recordings: int, json_file: Path | None) -> None:
     source = real_checkpoint(WHISPER)
     heard, tokenizer, found = hear(source), Tokenizer.from_file(str(source / "tokenizer.json")), []
 
-    def texts(ids: Any) -> list[str]:
+    def read(ids: Any) -> list[str]:
         return [tokenizer.decode(row) for row in ids.tolist()]
 
-    said = texts(heard.ids)
+    said = read(heard.ids)
     original = load_model(str(source), dtype="float32", attention="sdpa")
     before, kept_of = logits(original, heard), "{:.0f} KiB a token and {:,.0f} a recording cached".format
     click.echo(f"the original writes {words_wrong(said, SENTENCES):.1%} of words wrong, {kept_of(*cached(source))}")
     with tempfile.TemporaryDirectory() as scratch:
         (speeches := Path(scratch) / "speech").mkdir()
-        tokens = LENGTH * record(speeches, voices)
-        how = MapsOptions(CalibrationText((str(speeches),), tokens=tokens, length=LENGTH))
+        how = MapsOptions(spoken(speeches, texts(recordings), LENGTH))
         for kept in groups:
             for method in methods:
                 start = time.monotonic()
@@ -97,7 +96,7 @@ def main(groups: tuple[int, ...], methods: tuple[str, ...], voices: int, json_fi
                 ).out
                 seconds = time.monotonic() - start
                 model = load_model(str(out), dtype="float32", attention="sdpa")
-                wrote = texts(written(model, heard.hidden))
+                wrote = read(written(model, heard.hidden))
                 row = {
                     "kl": divergence(logits(model, heard), before, heard.ids),
                     "wrong": words_wrong(wrote, SENTENCES),

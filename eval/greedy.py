@@ -113,6 +113,6 @@ def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def prompt(window: Window) -> str:
-        return window.heard.path.name if window.heard else decoded(window.source or window.ids[: -window.scored])
+        return window.heard.sound.name if window.heard else decoded(window.source or window.ids[: -window.scored])
 
     return [{"prompt": prompt(window), "text": decoded(window.ids[-window.scored :])} for window in windows]

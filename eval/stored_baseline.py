@@ -25,7 +25,6 @@ from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.processes import main_first, total, wait_for_everyone
 from gqa.checkpoint.write import write_text
 from gqa.corpus.predictions import TopPredictions, open_rows, read_row, writing
-from gqa.corpus.recordings import digest as recording_digest
 from gqa.corpus.windows import Window
 from gqa.eval.scoring import Predictions
 
@@ -42,7 +41,7 @@ def fingerprint(model: str, windows: Sequence[Window], dtype: str) -> str:
                 status = path.stat()
                 digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
     for window in windows:
-        digest.update(recording_digest(window.heard.path) if window.heard else b"")
+        digest.update(window.heard.sound.digest() if window.heard else b"")
         digest.update(np.array([window.scored, *window.source, -1, *window.ids], np.int64).tobytes())
     return digest.hexdigest()
 

@@ -25,6 +25,7 @@ from gqa.convert.align.pairs import reads_text
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.corpus.recordings import Hearing
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Subject:
     def hears(self) -> bool:
         """Whether there is an encoder that is given sound."""
         return self.config.is_encoder_decoder and not reads_text(self.config)
+
+    @cached_property
+    def hearing(self) -> Hearing | None:
+        """How sound is given to it, if it is. Raises RefusedError where that is not known."""
+        return Hearing(self.path, self.name) if self.hears else None
 
     def check_reads_text(self, option: str) -> None:
         """Raises RefusedError for a model whose encoder is given sound."""

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.corpus.document import SoundField
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
+from gqa.corpus.recordings import Recording, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
@@ -50,15 +51,15 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
     context = choose_context(subjects, options.context, options.beyond_positions, most)
     named = target if first.hears else options.field
     check_models_agree(subjects, next(column(named).documents()).text[:2000] if named else "")
-    hearing = Hearing(first.path, first.name) if first.hears else None
+    hearing = first.hearing
     encoder = PairEncoder(first.config, first.tokenizer, first.name) if first.config.is_encoder_decoder else None
     if encoder and hearing and not target:
-        heard = [Recording(file, hearing) for file in find_recordings([str(options.data)], first.name)]
+        heard = [Recording(sound, hearing) for sound in find_recordings([str(options.data)], first.name)]
         text = make_dictated(heard, encoder, first.tokenizer, context, write, options.tokens)
     elif encoder and target:
-        columns = column(options.field), column(target)
+        columns = column(SoundField(options.field) if hearing else options.field), column(target)
         pairs: Iterable[tuple[str | Recording, str]] = (
-            ((Recording(file, hearing), said) for file, said in read_transcripts(*columns))
+            ((Recording(sound, hearing), said) for sound, said in read_transcripts(*columns))
             if hearing
             else ((source.text, answer) for source, answer in read_pairs(*columns))
         )

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, WhisperFeatureExtractor
 from transformers.modeling_outputs import BaseModelOutput
 
 from gqa.checkpoint.loading import load_model
+from gqa.convert.align.options import CalibrationText
 
 LONGEST = 48  # tokens that are written of a sentence
 RATE = 16_000  # samples a second that Whisper hears
@@ -306,13 +307,16 @@ def divergence(found: Tensor, original: Tensor, ids: Tensor) -> float:
     return float(lost.sum(-1)[counted].mean())
 
 
-def record(directory: Path, voices: int) -> int:
-    """Write what calibration hears; how many recordings that is."""
-    for shift in range(voices):
-        for number, samples in enumerate(speech(HEARD, VOICES[shift:] + VOICES[:shift])):
-            with wave.open(str(directory / f"{shift}-{number}.wav"), "wb") as file:
-                file.setnchannels(1)
-                file.setsampwidth(2)
-                file.setframerate(RATE)
-                file.writeframes((samples * 32767).astype(np.int16).tobytes())
-    return voices * len(HEARD)
+def spoken(directory: Path, texts: Sequence[str], length: int = LONGEST) -> CalibrationText:
+    """Recordings of all texts, each of `length` tokens at most, with what is said in them, to be calibrated on."""
+    rows = []
+    for number, (text, samples) in enumerate(zip(texts, speech(texts), strict=True)):
+        with wave.open(str(directory / f"{number}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(RATE)
+            file.writeframes((samples * 32767).astype(np.int16).tobytes())
+        rows.append(json.dumps({"audio": f"{number}.wav", "text": f" {text}"}) + "\n")  # it writes a space first
+    (directory / "rows.jsonl").write_text("".join(rows))
+    columns = {"field": "audio", "target_field": "text"}
+    return CalibrationText((str(directory / "rows.jsonl"),), len(texts) * length, length, **columns)

@@ -13,8 +13,7 @@ from checkpoints import run
 from evaluations import results
 from studies import ablate, measured
 from test_ablation_refusals import refused
-from test_families import write_checkpoint
-from tiny_models import TINY, build
+from test_pairs import write_sound, write_sounds
 from training import tiny_checkpoint, words_for, write_corpus
 from transformers import AutoTokenizer
 
@@ -44,7 +43,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
     tokenizer.save_pretrained(model)
-    write_checkpoint(build(TINY["gqa_whisper"], 4), found / "whisper")
+    hears = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "hop_length": 1000}
+    tiny_checkpoint(found / "whisper", "gqa_whisper", 4, pad_token_id=0, decoder_start_token_id=3)
+    (found / "whisper" / "preprocessor_config.json").write_text(json.dumps({**hears, "chunk_length": 1}))
+    for name, numbers in (("spoken", range(24)), ("heard", range(24, 30))):
+        for number in numbers:
+            write_sound(found / f"{number}.wav", seed=number)
+        rows = [{"audio": f"{n}.wav", "meant": f"the number {n}" + " and one" * (n % 4)} for n in numbers]
+        (found / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_sounds(found / f"{name}.jsonl")
     tiny_checkpoint(found / "bart", "gqa_bart", 4)
     tiny_checkpoint(found / "decoder", kv_heads=4)
     write_pairs(found / "train.jsonl", 12, 80)
@@ -136,6 +143,25 @@ def test_plain_text(place: Path, tmp_path: Path) -> None:
     assert study["text"]["tokens"] == tokens
 
 
+def test_recordings(place: Path, tmp_path: Path) -> None:
+    """Whisper is calibrated, trained and measured on a column of sounds, as the commands do it one by one."""
+    text = {"calibration_tokens": 640, "calibration_context": 32}
+    spoken = {"model": place / "whisper", "data": place / "spoken.parquet", "field": "audio", "context": 32}
+    given = options(place, methods="calibrated", alphas="0,0.5", heldout=place / "heard.parquet", **spoken, **text)
+    converted, trained = measured(tmp_path / "study", **given)
+    words = ("--data", place / "spoken.parquet", "--field", "audio", "--target-field", "meant", "--context", 32)
+    done = run(
+        place / "whisper", "--groups", 2, "--method", "calibrated", *words, "--tokens", 640, "-o", tmp_path / "out"
+    )
+    assert done.code == 0, done
+    data = f"--data {place / 'heard.jsonl'} --field audio --target-field meant --context 32"
+    quality = results(f"{tmp_path / 'out'} {data}")["models"][0]["quality"]
+    assert converted["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
+    assert trained["loss"] != converted["loss"]
+    fraction = options(place, methods="mean", alphas="0", **spoken) | {"heldout": None, "heldout_fraction": 0.4}
+    assert measured(tmp_path / "part", **fraction)[0]["loss"] != converted["loss"]
+
+
 def test_costs_and_recommendation(place: Path, tmp_path: Path) -> None:
     pairs = options(place, alphas="0,0.05")
     done = ablate(tmp_path / "study", **pairs, dry_run=True)
@@ -147,7 +173,11 @@ def test_costs_and_recommendation(place: Path, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "sound": ({"model": "whisper"}, ["the encoder of whisper is given sound, and gqa-ablate gives it text"]),
+    "sound": (
+        {"model": "whisper", "target_field": None},
+        ["given sound: name recordings with --field and what is said"],
+    ),
+    "speech": ({"model": "whisper", "no_decode": None}, ["with --target-field, and give --no-decode"]),
     "targets of a decoder": ({"model": "decoder"}, ["--target-field is for encoder-decoders, decoder is none"]),
     "recall": ({"recall": True}, ["--recall is for decoders, and t5 is an encoder-decoder"]),
     "no such column": ({"target_field": "none"}, ["has no field 'none'; it has 'meant', 'said'"]),

@@ -20,6 +20,7 @@ from gqa.convert import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.closed_form import LayerResult, Task, closed_form
 from gqa.convert.align.find_maps import find_maps
+from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.options import Refinement
 from gqa.convert.align.refine import Calls, refine
 from gqa.convert.align.watcher import Watcher
@@ -102,6 +103,25 @@ def test_each_layer_is_given_what_the_converted_ones_before_it_give(source: Path
         model(input_ids=Ids().ids())
     assert relative(calibrator.streams.converted.hidden, found[0]) < 1e-5
     assert relative(calibrator.streams.source.hidden, found[0]) > 1e-2
+
+
+def test_what_is_still_the_same_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer without heads that comes before all with some, as an encoder's do; one behind them is run for both."""
+    more = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}
+    directory = write_checkpoint(
+        build(replace(TINY["lfm2"], options=TINY["lfm2"].options | more), 4), tmp_path / "source"
+    )
+    calibrator, plain, ran = Calibrator(plan_of(directory), Ids().ids(), on_ids()), Layer.pass_through, list[int]()
+
+    def counted(layer: Layer, *given: Any) -> None:
+        ran.append(layer.index)
+        plain(layer, *given)
+
+    monkeypatch.setattr(Layer, "pass_through", counted)
+    for layer in range(3):
+        calibrator.run(layer)
+    assert ran == [0, 1, 1, 2, 2]
+    assert relative(calibrator.streams.converted.hidden, calibrator.streams.source.hidden) > 1e-3
 
 
 # ---------------------------------------------------------------------------------------------- refinement

@@ -14,7 +14,7 @@ from checkpoints import run
 from embedded import SOURCE
 from evaluations import refused, results, told, with_tokenizer
 from test_families import write_checkpoint
-from test_pairs import write_sound
+from test_pairs import write_sound, write_sounds
 from tiny_models import TINY, build
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -22,7 +22,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.convert.recast.targets import checkpoint_cache
-from gqa.corpus.recordings import Hearing, Recording
+from gqa.corpus.recordings import Hearing, Recording, Sound
 from gqa.corpus.windows import Window
 from gqa.eval.decode import greedy_decode, measured_cache_bytes
 from gqa.eval.stored_baseline import fingerprint
@@ -52,6 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_sound(found / f"{number}.wav", seed=number)
     spoken = [{"audio": f"{number}.wav", "meant": row["meant"]} for number, row in enumerate(ROWS[:6])]
     (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spoken))
+    write_sounds(found / "speech.jsonl")
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return found
 
@@ -100,9 +101,9 @@ def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
     return [sum(layer.keys.nbytes + layer.values.nbytes for layer in part.layers) for part in parts]
 
 
-def spoken(place: Path, *names: str) -> str:
+def spoken(place: Path, *names: str, rows: str = "speech.jsonl") -> str:
     models = " ".join(str(place / name) for name in names)
-    return f"{models} --data {place / 'speech.jsonl'} --field audio --target-field meant"
+    return f"{models} --data {place / rows} --field audio --target-field meant"
 
 
 @torch.no_grad()
@@ -114,11 +115,11 @@ def test_nats_of_transcripts(place: Path) -> None:
         ids = tokenizer(row["meant"], add_special_tokens=False)["input_ids"]
         read, labels = [3, tokenizer.bos_token_id, *ids], [-100, *ids, model.config.eos_token_id]
         for shift in nats:
-            heard = hearing.features(place / f"{(number + shift) % 6}.wav")[None]
+            heard = hearing.features(Sound(str(place / f"{(number + shift) % 6}.wav")))[None]
             out = model(input_features=heard, decoder_input_ids=torch.tensor([read]), labels=torch.tensor([labels]))
             nats[shift] += float(out.loss) * (len(labels) - 1)
-    for size in (1, 4):
-        quality = results(spoken(place, "whisper"), "--batch-size", size)["models"][0]["quality"]
+    for size, rows in ((1, "speech.jsonl"), (4, "speech.parquet")):
+        quality = results(spoken(place, "whisper", rows=rows), "--batch-size", size)["models"][0]["quality"]
         assert quality["nats"] == pytest.approx(nats[0], rel=1e-6)
         assert quality["nats"] != pytest.approx(nats[1], rel=2e-5)
 
@@ -132,7 +133,9 @@ def test_divergence_of_what_is_heard(place: Path, tmp_path: Path) -> None:
     stored = results(spoken(place, "whisper", "whisper-2"), "--kl", "--baseline-cache", tmp_path / "kept")["models"]
     expected = pytest.approx(found[1]["against_baseline"]["kl"]["mean"], rel=0.05, abs=1e-6)
     assert stored[1]["against_baseline"]["kl"]["mean"] == expected
-    recordings = [Recording(place / f"{number}.wav", Hearing(place / "whisper", "whisper")) for number in (0, 1)]
+    recordings = [
+        Recording(Sound(str(place / f"{number}.wav")), Hearing(place / "whisper", "whisper")) for number in (0, 1)
+    ]
     one, other = (fingerprint("model", [Window((3, 1, 2), 1, heard=heard)], "float32") for heard in recordings)
     assert one != other, "what is stored of other recordings is no baseline"
 
@@ -151,7 +154,7 @@ def test_what_is_heard_is_written(place: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(SOURCE)
     for number, sample in enumerate(first["samples"]):
         read = torch.tensor([[3, tokenizer.bos_token_id]])
-        heard = hearing.features(place / f"{number}.wav")[None]
+        heard = hearing.features(Sound(str(place / f"{number}.wav")))[None]
         for _ in range(11):
             last = model(input_features=heard, decoder_input_ids=read).logits[:, -1:].argmax(-1)
             read = torch.cat([read, last], 1)
@@ -211,7 +214,10 @@ def test_decoding_and_memory(place: Path) -> None:
         ("whisper --decode --decode-contexts 8", "the encoder of whisper is given sound, and --decode gives it text"),
         ("whisper --data PAIRS", "the encoder of whisper is given sound: it takes recordings, and"),
         ("whisper --data PAIRS --stride 8", "recordings are not cut into windows: leave --protocol and --stride out"),
-        ("whisper --data PAIRS --field said --target-field meant", "def f0(x): is no WAV file that can be read"),
+        (
+            "whisper --data PAIRS --field said --target-field meant",
+            "def f0(x): cannot be read: No such file or directory",
+        ),
         ("t5 --recall", "--recall is for decoders, and t5 is an encoder-decoder"),
         ("t5 --data PAIRS --field said --target-field none", "has no field 'none'; it has 'meant', 'said'"),
     ],

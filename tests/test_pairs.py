@@ -6,20 +6,25 @@ import json
 import shutil
 import wave
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from checkpoints import check_refused, run
+from datasets import Audio, Dataset
 from embedded import SOURCE, tokenizer
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoTokenizer, WhisperFeatureExtractor
 
-from gqa.checkpoint.errors import CorpusError
+from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import plan_conversion
@@ -28,9 +33,11 @@ from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.align.refine import Calls, Rows
 from gqa.convert.align.watcher import SILENT, Bar
 from gqa.convert.heads.config import transformers_config
+from gqa.corpus.document import SoundField
+from gqa.corpus.hub import read_rows
 from gqa.corpus.pairs import PairEncoder, corrupted, read_pairs
-from gqa.corpus.recordings import Hearing
-from gqa.corpus.sources import parse_source
+from gqa.corpus.recordings import Hearing, Sound, read_transcripts
+from gqa.corpus.sources import Source, parse_source
 
 START, END = 1, 2  # of the tiny models
 ROWS = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(40)]
@@ -68,6 +75,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     rows = [{"audio": f"speech/{number}.wav", "text": f"the number {number}" * (1 + number)} for number in range(6)]
     (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sounds(found / "speech.jsonl")
+    (found / "junk.wav").write_bytes(b"no sound at all")
     (found / "gone.jsonl").write_text(json.dumps({"audio": "speech/gone.wav", "text": "gone"}) + "\n")
     (found / "text.txt").write_text("What was said was meant. " * 300)
     return found
@@ -79,6 +88,14 @@ def write_sound(path: Path, rate: int = 16_000, width: int = 2, seed: int = 0, s
         file.setsampwidth(width)
         file.setframerate(rate)
         file.writeframes(np.random.default_rng(seed).bytes(samples * width))
+
+
+def write_sounds(rows: Path) -> None:
+    """The same rows as parquet, with a column as `datasets.Audio` stores it: the last has a path, the others bytes."""
+    table = [json.loads(line) for line in rows.read_text().splitlines()]
+    for left, row in enumerate(reversed(table)):
+        row["audio"] = {"bytes": (rows.parent / row["audio"]).read_bytes() if left else None, "path": row["audio"]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), rows.with_suffix(".parquet"))
 
 
 def inputs(place: Path, name: str, source: str, count: int = 12, **how: str) -> dict[str, Tensor]:
@@ -178,13 +195,58 @@ def test_transcripts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         given = text.inputs(read_checkpoint(place / "whisper"), "cpu", bar)
     hearing, cut = Hearing(place / "whisper", "whisper"), 0
     for number in range(6):
-        heard = hearing.features(place / "speech" / f"{number}.wav")
+        heard = hearing.features(Sound(str(place / "speech" / f"{number}.wav")))
         (row,) = [at for at, one in enumerate(given["input_features"]) if torch.equal(one, heard)]
         ids = tokenizer()(f"the number {number}" * (1 + number))["input_ids"]
         assert rows(given, "decoder_")[row] == ids[:8]
         cut += len(ids) > 8  # as long as this with the end in the place of BOS
     assert 0 < cut < 6
     assert f"warning: {cut} of 6 pairs are longer, and cut to 8 tokens a side" in capsys.readouterr().err
+
+
+def test_a_column_of_sounds(place: Path, tmp_path: Path) -> None:
+    """Of parquet, or of the hub's `datasets.Audio`, for which nothing is decoded: heard as the files are. No text."""
+    hearing, fields, table = (
+        Hearing(place / "whisper", "whisper"),
+        (SoundField("audio"), "text"),
+        place / "speech.parquet",
+    )
+    files = [Sound(str(place / f"speech/{number}.wav")) for number in range(6)]
+    rows = Dataset.from_parquet(str(table), cache_dir=str(tmp_path)).select(range(5)).cast_column("audio", Audio())
+    stored = [parse_source(str(table), field=name) for name in fields]
+    of_hub = [Source("lab/speech", partial(read_rows, "lab/speech", rows, name), str) for name in fields]
+    for (one, other), count in ((stored, 6), (of_hub, 5)):
+        found = list(read_transcripts(one, other))
+        assert [text for _, text in found] == [f"the number {number}" * (1 + number) for number in range(count)]
+        for number, (sound, _) in enumerate(found):
+            assert sound.digest() == files[number].digest()
+            assert torch.equal(hearing.features(sound), hearing.features(files[number]))
+            assert not torch.equal(hearing.features(sound), hearing.features(files[number - 1]))
+    for plain in (
+        parse_source(str(table), field="audio"),
+        replace(of_hub[0], read=partial(read_rows, "lab", rows, "audio")),
+    ):
+        with pytest.raises(CorpusError, match="field 'audio' is no text but dict"):
+            next(plain.documents())
+
+
+def test_other_formats_and_rates(place: Path, tmp_path: Path) -> None:
+    """With a library: FLAC is what the WAV file is, and half the rate sounds alike; another note does not."""
+    why = "it needs transformers[audio], which is no dependency"
+    _, soundfile = pytest.importorskip("soxr", reason=why), pytest.importorskip("soundfile", reason=why)
+    hearing, notes = Hearing(place / "whisper", "whisper"), {}
+    for rate, pitch in ((16_000, 440), (8_000, 440), (16_000, 450)):
+        levels = (16_384 * np.sin(2 * np.pi * pitch * np.arange(rate // 2) / rate)).astype(np.int16)
+        for suffix in ("wav", "flac"):
+            file = tmp_path / f"{rate}-{pitch}.{suffix}"
+            soundfile.write(file, levels, rate, subtype="PCM_16")
+            notes[file.name] = hearing.samples(Sound(str(file)))
+    assert np.array_equal(notes["16000-440.flac"], notes["16000-440.wav"])
+    middle = slice(500, -500)
+    for name, apart in (("8000-440.wav", False), ("8000-440.flac", False), ("16000-450.wav", True)):
+        assert (np.abs(notes[name] - notes["16000-440.wav"])[middle].max() > 1e-3) == apart
+    with pytest.raises(RefusedError, match=r"junk\.wav is no recording that can be read: "):
+        hearing.samples(Sound(str(place / "junk.wav")))
 
 
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
@@ -221,7 +283,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
         (
             "whisper",
             "--data text.txt",
-            "rows that name them with --field and --target-field, or use",
+            "rows that hold or name them with --field and --target-field, or use",
         ),
         (
             "whisper",
@@ -229,12 +291,13 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
             "8,000 Hz of 16 bits; the model hears 16-bit PCM at 16,000 Hz: ffmpeg -i IN -ar 16000",
         ),
         ("whisper", "--data coarse.wav --context 24", "16,000 Hz of 8 bits; the model hears 16-bit PCM"),
+        ("whisper", "--data junk.wav --context 24", "or, to have it converted, pip install 'transformers[audio]'"),
         (
             "whisper",
             "--data long.wav --context 24",
             "long.wav has 1.01 s; whisper hears 1 s: cut it into such pieces, or leave it out",
         ),
-        ("whisper", "--data broken.wav --context 24", "broken.wav is no WAV file that can be read"),
+        ("whisper", "--data broken.wav --context 24", "broken.wav is no WAV file of PCM (EOFError)"),
         (
             "whisper",
             "--data speech/*.wav --target-field text",
@@ -243,7 +306,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
         (
             "whisper",
             "--data gone.jsonl --field audio --target-field text --context 24",
-            "{place}/speech/gone.wav is no WAV file that can be read",
+            "{place}/speech/gone.wav cannot be read: No such file or directory",
         ),
         (
             "marian",
@@ -261,7 +324,15 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
         ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
     ],
 )
-def test_refused(place: Path, tmp_path: Path, name: str, words: str, says: str) -> None:
+def test_refused(
+    place: Path, tmp_path: Path, name: str, words: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("soundfile") or find_spec("torchcodec"):  # else transformers says so itself
+
+        def missing(sound: str, rate: int) -> None:
+            raise ImportError
+
+        monkeypatch.setattr("transformers.audio_utils.load_audio", missing)
     model = SOURCE if name == "llama" else place / name
     named = [str(place / word) if "." in word else word for word in words.split()]
     done = run(model, "--groups", 2, "--method", "calibrated", "--tokens", 960, *named, "-o", tmp_path / "out")

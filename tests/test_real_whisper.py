@@ -16,6 +16,7 @@ import torch
 from published import published
 from real_whisper import (
     END,
+    HEARD,
     LONGEST,
     NO_TIMESTAMPS,
     ORIGINAL,
@@ -27,7 +28,7 @@ from real_whisper import (
     features,
     hear,
     logits,
-    record,
+    spoken,
     words_wrong,
     written,
 )
@@ -39,7 +40,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.options import CalibrationText, MapsOptions
+from gqa.convert.align.options import MapsOptions
 
 pytestmark = pytest.mark.real
 
@@ -71,7 +72,7 @@ def texts(source: Path) -> Callable[[Tensor], list[str]]:
 def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
     """By G and method, each converted once; calibrated on sentences that nobody asks for."""
     directory = tmp_path_factory.mktemp("speech")
-    how = MapsOptions(CalibrationText((str(directory),), tokens=LONGEST * record(directory, 1), length=LONGEST))
+    how = MapsOptions(spoken(directory, HEARD))
 
     @cache
     def make(groups: int, method: str) -> Path:

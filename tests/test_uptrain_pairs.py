@@ -13,7 +13,7 @@ import torch
 from checkpoints import check_refused, load, run
 from embedded import SOURCE
 from test_losses import assert_close, gradients, set_slices
-from test_pairs import write_sound
+from test_pairs import write_sound, write_sounds
 from tiny_models import TINY, build
 from torch import Tensor
 from training import (
@@ -31,7 +31,7 @@ from training import (
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gqa.convert import convert_checkpoint
-from gqa.corpus.recordings import Hearing
+from gqa.corpus.recordings import Hearing, Sound
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare
 from gqa.uptrain.summary import plan_record
@@ -230,11 +230,14 @@ def test_what_is_said_in_recordings(made_of: Path, tmp_path: Path) -> None:
     tokenizer, hearing = AutoTokenizer.from_pretrained(SOURCE), Hearing(made_of / "whisper", "whisper")
     texts = [f"the number {n}" + " and one" * (n // 4) for n in range(40)]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    known = {hearing.features(made_of / f"speech/{n}.wav").numpy().tobytes(): text for n, text in enumerate(ids)}
+    known = {
+        hearing.features(Sound(str(made_of / f"speech/{n}.wav"))).numpy().tobytes(): text for n, text in enumerate(ids)
+    }
     cut = sum(len(text) > 15 for text in ids)  # beside the end
-    for given in ({"teacher": "none"}, {}):
+    write_sounds(made_of / "speech.jsonl")
+    for given in ({"teacher": "none"}, {"data": "speech.parquet"}):
         data = prepare(
-            options(made_of, "whisper", tmp_path / "out", **SPOKEN, **given, block_size=16), dry=True
+            options(made_of, "whisper", tmp_path / "out", **SPOKEN | given, block_size=16), dry=True
         ).dataloader
         for number in range(8):
             block = data.block(number)
@@ -299,7 +302,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("t5", {"record_teacher": "kept"}, "--record-teacher is for decoders, t5 is an encoder-decoder"),
     ("whisper", {}, "the encoder of whisper-base is given sound: it takes recordings, and"),
     ("whisper", {"data": None}, "it takes recordings, and self names none; give WAV files with --data 'speech/*.wav'"),
-    ("whisper", PAIRS, "0 in words is one is no WAV file that can be read"),
+    ("whisper", PAIRS, "0 in words is one cannot be read: No such file or directory"),
     ("whisper", {"teacher": "none"}, "do without --streaming, and give a --teacher or --target-field"),
     ("whisper", SPOKEN | {"data": "speech"}, "speech has no file with text; allowed are"),
 ]

@@ -17,8 +17,9 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.convert.align.pairs import PairMaker
 from gqa.convert.align.recordings import RecordingMaker
 from gqa.corpus.alpha import heldout_mask
+from gqa.corpus.document import SoundField
 from gqa.corpus.pairs import PairEncoder, numbered, pair_digest, tokenise_pairs
-from gqa.corpus.recordings import Hearing, Recording, digest, find_recordings, read_transcripts
+from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, is_self, parse_sources
 from gqa.corpus.tokens import Block, Ints, TokenisedText
 from gqa.uptrain.dataloader import (
@@ -155,11 +156,11 @@ def _parsed(options: TrainOptions, data: Sequence[str]) -> list[tuple[Source, So
 def _transcripts(
     options: TrainOptions, encoder: PairEncoder, hearing: Hearing, size: int, data: Sequence[str]
 ) -> _Rows:
-    columns = _parsed(options, data)
-    parts = [[(Recording(path, hearing), text) for path, text in read_transcripts(*each)] for each in columns]
+    columns = _parsed(replace(options, field=SoundField(options.field)), data)
+    parts = [[(Recording(sound, hearing), text) for sound, text in read_transcripts(*each)] for each in columns]
     rows = [row for part in parts for row in part]
     targets = encoder.encode([text for _, text in rows], target=True)
-    digests = b"".join(pair_digest(digest(recording.path).hex(), text) for recording, text in rows)
+    digests = b"".join(pair_digest(recording.sound.digest().hex(), text) for recording, text in rows)
     told = hashlib.sha256(digests + encoder.identify().encode()).hexdigest()[:32]
 
     def pair(number: int) -> Block:
@@ -174,7 +175,7 @@ def _transcripts(
 
 def _recordings(maker: RecordingMaker, write: bool, data: Sequence[str]) -> _Rows:
     files = find_recordings(data, maker.name)
-    digests = [digest(file) for file in files]
+    digests = [file.digest() for file in files]
     texts = maker.written(files, write)
     found = [ids[ids >= 0] for ids in (texts[number]["input_ids"] for number in range(len(files) if write else 0))]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.checkpoint.read import Checkpoint
+    from gqa.corpus.recordings import Sound
 
 DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
 SAMPLER = "What writes the text of self; vllm: vLLM on all GPUs, where it is installed."
@@ -156,13 +156,17 @@ class CalibrationText:
 
         return [content(*each) for each in named]
 
-    def _recordings(self, name: str, instead: str) -> Sequence[tuple[Path, str | None]]:
+    def _recordings(self, name: str, instead: str) -> Sequence[tuple[Sound, str | None]]:
         """And what is said in them, where a column has it. Raises RefusedError and CorpusError."""
+        from gqa.corpus.document import SoundField
         from gqa.corpus.recordings import find_recordings, read_transcripts
 
         if not self.target_field or self.target_field == "self" or any(map(is_self, self.sources)):
             return [(file, None) for file in find_recordings(self.sources, name, instead)]
-        columns = ((self._parse(source), self._parse(source, self.target_field)) for source in self.sources)
+        columns = [
+            tuple(self._parse(source, field) for field in (SoundField(self.field), self.target_field))
+            for source in self.sources
+        ]
         return [row for each in columns for row in read_transcripts(*each)]
 
     def _parse(self, source: str, field: str | None = None) -> Source:

@@ -16,7 +16,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.pairs import WRITTEN, Pair, PairMaker
 from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept
 from gqa.convert.methods import instead
-from gqa.corpus.recordings import Hearing, identify
+from gqa.corpus.recordings import Hearing, Sound, identify
 
 INSTEAD = f", or use --method {instead(lambda method: method.needs == 'weights')}"
 
@@ -28,18 +28,18 @@ class RecordingMaker(PairMaker):
         super().__init__(checkpoint, *how)
         self.hearing = Hearing(checkpoint.directory, checkpoint.name)
 
-    def hear(self, rows: Sequence[tuple[Path, str | None]], count: int) -> list[Pair]:
+    def hear(self, rows: Sequence[tuple[Sound, str | None]], count: int) -> list[Pair]:
         """Of at most so many, chosen by a hash of their names and the seed; the decoder writes a text that is None.
         Raises RefusedError.
         """
         by_hash = sorted(rows, key=lambda row: hashlib.sha256(f"{self._seed} {row[0].name}".encode()).digest())[:count]
-        sources = [self.hearing.features(path) for path, _ in by_hash]
+        sources = [self.hearing.features(sound) for sound, _ in by_hash]
         if texts := [text for _, text in by_hash if text is not None]:
             return [(heard, target) for heard, (_, target) in zip(sources, self._framed([], texts), strict=True)]
         self._announce(len(sources))
         return list(zip(sources, self._write(sources, self._seed), strict=True))
 
-    def written(self, files: Sequence[Path], write: bool = True) -> SampledBlocks:
+    def written(self, files: Sequence[Sound], write: bool = True) -> SampledBlocks:
         """What is written of each, in blocks of `length` tokens that are filled up with -1, and kept as samples are.
         Raises RefusedError. Unless it is to `write`, they are none that could be read.
         """
@@ -52,7 +52,7 @@ class RecordingMaker(PairMaker):
 
         def made(numbers: range) -> Tensor:
             rows, number = torch.full((WRITTEN, self.length), -1), numbers[0]
-            sources = [self.hearing.features(path) for path in files[number * WRITTEN : (number + 1) * WRITTEN]]
+            sources = [self.hearing.features(sound) for sound in files[number * WRITTEN : (number + 1) * WRITTEN]]
             for row, ids in zip(rows, self._write(sources, batch_seed(self._seed, number)), strict=False):
                 row[: len(ids)] = torch.tensor(ids)
             return rows

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
@@ -23,8 +24,10 @@ from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
+from gqa.corpus.document import SoundField
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.pairs import PairEncoder, pair_digest, read_pairs
+from gqa.corpus.recordings import Hearing, Recording, read_transcripts
 from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
@@ -98,7 +101,14 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
     training = replace(options.training, model=subject.path)
     options = replace(options, training=training)
     evaluate.usable_device(options.device)  # or refused
-    subject.check_reads_text("gqa-ablate")
+    if subject.hears:
+        if options.decode or not training.target_field:
+            raise RefusedError(
+                f"the encoder of {subject.name} is given sound: name recordings with --field and what is said in them "
+                "with --target-field, and give --no-decode"
+            )
+        training = replace(training, field=SoundField(training.field))
+        options = replace(options, training=training)
     if training.target_field and not subject.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {subject.name} is none; leave it out")
     if not training.data:
@@ -118,7 +128,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
         one.check(1)
         size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
         if encoder := _encoder(subject):
-            dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None)
+            dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None, hearing=subject.hearing)
         else:
             dataloader = open_dataloader(one, subject.tokenizer, size)
         steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
@@ -192,23 +202,27 @@ def _text(subject: Subject, options: StudyOptions) -> Text:
         wanted = replace(training, block_size=context, heldout_tokens=options.eval_tokens or ALL)
         text = make_spans(open_heldout(wanted, subject.tokenizer), encoder, subject.tokenizer, context)
     else:
-        pairs = sorted(_heldout_pairs(training), key=lambda pair: pair_digest(*pair))
-        text = make_pairs(pairs, encoder, context, options.eval_tokens)
+        text = make_pairs(_heldout_pairs(training, subject.hearing), encoder, context, options.eval_tokens)
     check_ids([subject], text)
     return text
 
 
-def _heldout_pairs(training: TrainOptions) -> Iterator[tuple[str, str]]:
-    """Those that are named to be held out, or the share of the data's that gqa-uptrain holds back. Raises RefusedError
-    and CorpusError.
+def _heldout_pairs(training: TrainOptions, hearing: Hearing | None) -> list[tuple[str | Recording, str]]:
+    """Those that are named to be held out, or the share of the data's that gqa-uptrain holds back, in the order of
+    their hash. Raises RefusedError and CorpusError.
     """
     data = [training.heldout] if training.heldout else training.data
     columns = [parse_sources(data, field=field) for field in (training.field, training.target_field or "")]
     threshold = hash_threshold(1.0 if training.heldout else training.heldout_fraction)
-    for source, targets in zip(*columns, strict=True):
-        for one, target in read_pairs(source, targets):
-            if is_below(pair_digest(one.text, target), threshold):
-                yield one.text, target
+    found: dict[bytes, list[tuple[str | Recording, str]]] = defaultdict(list)
+    for each in zip(*columns, strict=True):
+        if hearing:
+            for sound, said in read_transcripts(*each):
+                found[pair_digest(sound.digest().hex(), said)].append((Recording(sound, hearing), said))
+        else:
+            for one, target in read_pairs(*each):
+                found[pair_digest(one.text, target)].append((one.text, target))
+    return [pair for digest in sorted(found) if is_below(digest, threshold) for pair in found[digest]]
 
 
 def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambda row: None) -> Rows:
