@@ -113,7 +113,7 @@ def _by_alpha(results: Results, title: str, told: Callable[[Any], str], columns:
         source = pandas.Series(results.source | {"seeds": 1})
         records.insert(0, {"series": BASE, **results.source, "at": dict.fromkeys(alphas[:1], told(source))})
     columns = {"method": "{series}", "KV heads": "{groups:.3g}", **columns}
-    return table(title, columns | {alpha: f"{{at[{alpha}]}}" for alpha in alphas}, records, note)
+    return table(title, filled(columns | {alpha: f"{{at[{alpha}]}}" for alpha in alphas}, records), records, note)
 
 
 def _loss(point: Any) -> str:
@@ -191,7 +191,12 @@ def _verdicts(results: Results, advised: Recommendation) -> list[str]:
 
     def record(of: Any, groups: float, **more: Any) -> Row:
         recalls = {"recall": of["recall_by_distance"]} if "recall_by_distance" in source else {}
-        return {"heads": {"kv": groups}, "kv_cache": {"bytes_per_token": of["kv_bytes_per_token"]}, **recalls, **more}
+        return {
+            "heads": {"kv": f"{groups:.3g}"},
+            "kv_cache": {"bytes_per_token": of["kv_bytes_per_token"]},
+            **recalls,
+            **more,
+        }
 
     ratio = {name: chosen[f"perplexity_{name}"] for name in ("ratio", "ratio_low", "ratio_high")}
     told = verdict(record(source, source["groups"]), record(chosen, chosen.groups, quality={}, against_baseline=ratio))
