@@ -199,7 +199,7 @@ def test_a_file_that_is_not_served(hub: Hub, machine: Machine, tmp_path: Path, l
     hub.failing.clear()
     served = hub.watch(lambda: None)
     assert machine.run(*MERGED, NAME).code == 0
-    assert 3 <= len(served) <= 5
+    assert 2 <= len(served) <= 5  # a sixth may have been asked for while the fifth was
     assert same_weights(machine.work / OUT, local)
     assert [path.name for path in machine.work.iterdir()] == [OUT]
 
