@@ -315,10 +315,14 @@ class Probe:
         written = scores.hits[-sum(window.scored for window in self.texts) :]
         return {"recall": recall(self.asked, scores), "greedy": agreement(written, self.texts)}
 
-    def written_by(self, model: PreTrainedModel) -> list[dict[str, str]]:
-        """Some of the prompts, and what a model writes after them, as a report shows them. Raises RefusedError."""
-        openings = [window.ids[: -window.scored] for window in self.texts[:SHOWN]]
-        return as_text(self.tokenizer, continued(model, openings))
+    def written_by(self, model: PreTrainedModel | None = None) -> list[dict[str, str]]:
+        """Some of the prompts, and what a model writes after them, the first unless one is given, as a report shows
+        them. Raises RefusedError.
+        """
+        shown = self.texts[:SHOWN]
+        if model is not None:
+            shown = continued(model, [window.ids[: -window.scored] for window in shown])
+        return as_text(self.tokenizer, shown)
 
 
 def check_recall(first: Subject, context: int) -> None:
@@ -371,7 +375,7 @@ def measure_recall(subjects: Sequence[Subject], text: Text | None, context: int,
             _bar(share, "tok", f"{subject.name}, recall", options) as bar,
         ):
             found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=bar.update)))
-            found[-1]["samples"] = probe.written_by(head.model)
+            found[-1]["samples"] = probe.written_by(None if subject is subjects[0] else head.model)
             if far:
                 nats.append(score(head, far, batch_size=1, progress=bar.update).nats)
                 base = nats[0] if nats[1:] else None

@@ -155,6 +155,14 @@ def test_recall_is_what_the_command_finds(tmp_path: Path) -> None:
     assert f"{found[0]['recall_text']:.1%}" in html
     assert "What the models write" in html
     assert html.count("<h3>mean, 4 KV heads, untrained</h3>") == html.count("<h3>base model</h3>") == 4
+    (out / "rows.jsonl").write_text(json.dumps({name: found[0][name] for name in found[0] if name != "samples"}) + "\n")
+    assert [
+        row.get("samples") is None
+        for row in measured(out, model=SOURCE, methods="mean", groups="4,2", alphas="0", **how)
+    ] == [False, True]
+    html = (out / "report.html").read_text()  # of a row of before there were any
+    assert "<h3>mean, 2 KV heads, untrained</h3>" in html
+    assert "<h3>mean, 4 KV heads, untrained</h3>" not in html
 
 
 # ----------------------------------------------------------------------------------------------------------- grid

@@ -30,9 +30,9 @@ def test_cells_with_bits_are_what_the_commands_give(tmp_path: Path) -> None:
     measured(tmp_path / "study", methods="first", cache_bits="4,2")
     told = by_cell(tmp_path / "study")
     cells = [("none", 4, 0.0), ("first", 1, 0.0), ("first", 1, 0.1)]
-    assert {cell[:2] + cell[5:7] for cell in told} == {
-        *((*cell[:2], cell[2], bits) for cell in cells for bits in (4, 2)),
-        *(("first", 1, alpha, bits) for alpha in (0.0, 0.1, 0.3) for bits in (None, 4, 2)),
+    assert {cell[:2] + cell[5:] for cell in told} == {
+        *((*cell[:2], cell[2], bits, None) for cell in cells for bits in (4, 2)),
+        *(("first", 1, alpha, bits, None) for alpha in (0.0, 0.1, 0.3) for bits in (None, 4, 2)),
     }
     for bits, models in quantised.items():
         for (method, groups, alpha), expected, plain in zip(cells, models, whole, strict=True):

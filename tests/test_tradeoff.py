@@ -116,6 +116,16 @@ def test_heads_and_bits_are_recommended(name: str) -> None:
     assert chosen is None or chosen.alpha == (0.1 if rows is RANDOM else 0)  # of the same loss the least training
 
 
+def test_heads_in_a_verdict_are_whole_where_they_are() -> None:
+    """Also where a table has some that are not, of layers with heads of their own."""
+    rows = [row("refined", groups, 0.0, 2.01, budget=budget) for groups, budget in ((2, None), (2.5, 0.625))]
+    rows = [one | {f"perplexity_{name}": 1.01 for name in ("ratio", "ratio_low", "ratio_high")} for one in rows]
+    for some, told in ((rows, "2 of 4 heads"), (rows[1:], "2.5 of 4 heads")):
+        record = {"source": SOURCE | {"groups": 4}, "identity": {"model": "m"}}
+        results = Results(Path(), record, [one | {"kv_heads": [4, 1]} for one in some])
+        assert f" {told}: " in _verdicts(results, recommend(results.points, results.source, Bounds()))[0]
+
+
 def test_a_quantised_cache_alone_is_told() -> None:
     alone = "a quantised cache alone does it: no heads need to be merged"
     text = recommend(points(BITS), SOURCE, Bounds(kv_bytes=150)).text

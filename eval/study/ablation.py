@@ -283,7 +283,7 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
 
 def _heads(study: Study, speeds: Mapping[str, Row]) -> dict[str, Groups]:
     """The heads of all layers, by `Cell.heads`. For budgets that `speeds` does not know yet each layer is measured."""
-    found: dict[str, Groups] = {cell.heads: int(cell.groups) for cell in study.cells}
+    found: dict[str, Groups] = {cell.heads: int(cell.groups) for cell in study.cells if not cell.budget}
     budgets = {cell.heads: cell.budget for cell in study.cells if cell.budget}
     found |= {name: tuple(speeds[name]["kv_heads"]) for name in budgets if name in speeds}
     if new := {name: share for name, share in budgets.items() if name not in speeds}:
@@ -310,7 +310,7 @@ def _measure_source(study: Study, work: Path, of_layers: Mapping[str, Groups]) -
         try:
             bench.probe = evaluate.make_probe(subject, study.text, study.text.context, how)
             head = ChunkedHead(bench.load(subject.path, options.dtype))
-            told = bench.recall(head) | bench.first_reading(head) | bench.texts(head.model)
+            told = bench.recall(head) | bench.first_reading(head) | {"samples": bench.probe.written_by()}
         except RefusedError as error:  # what is measured by itself does not cost what was asked for
             if options.recall:
                 raise

@@ -100,8 +100,8 @@ class Bench:
         for bits in dict.fromkeys(cell.bits for cell in cells):
             with self.cache_of(model, bits):
                 found = self.quality(model)
-            if bits is None:
-                found |= self.texts(model)
+            if self.probe and bits is None:
+                found["samples"] = self.probe.written_by(model)
             yield [cell for cell in cells if cell.bits == bits], found
 
     def quality(self, model: PreTrainedModel) -> Row:
@@ -135,10 +135,6 @@ class Bench:
         found = self.probe.measured(score(head, self.probe.windows, batch_size=self.options.eval_batch))
         shares = {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(found).items()}
         return {**shares, "greedy_tokens": found["greedy"]["tokens"], "recall_by_distance": found["recall"]}
-
-    def texts(self, model: PreTrainedModel) -> Row:
-        """What a model writes, for the report."""
-        return {"samples": self.probe.written_by(model)} if self.probe else {}
 
     def first_reading(self, head: ChunkedHead) -> Row:
         """The share of `recall_text` that a model gets right where the same tokens stand first: without any recall."""

@@ -174,9 +174,10 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
 def _texts(results: Results) -> list[Any]:
     """What the base model writes and, of each smaller number of heads, the result of the least loss."""
     source, found = results.source, results.points
-    if "samples" not in source:  # recall was not measured, or by an earlier version
+    if not {"samples"} <= source.keys() & {*found.columns}:  # recall was not measured, or by an earlier version
         return []
-    best = found[(found.groups < source["groups"]) & (found.bits == 0)].sort_values("loss").drop_duplicates("groups")
+    shown = found[(found.groups < source["groups"]) & found.samples.notna()]  # rows of then have none
+    best = shown.sort_values("loss").drop_duplicates("groups")
     models = [{"name": name(point), "samples": point.samples} for point in best.itertuples()]
     return list(texts_beside([{"name": BASE, **source}, *models]))
 
