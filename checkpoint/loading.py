@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import shutil
@@ -173,6 +174,11 @@ def positions(config: Any) -> int | None:
     text = config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")  # most, Whisper, MPT
     return next((found for name in names if (found := getattr(text, name, None))), None)
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """What `model` calls the key/value cache that it takes and returns: transformers 5.24 has renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def ranks() -> PartialState:

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import cache_name
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.corpus.tokens import first_token
@@ -140,10 +141,12 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **given: Any) 
     only_last = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
     given["decoder_input_ids" if given else "input_ids"] = ids
     more = {"logits_to_keep": 1} if only_last else {}
-    output = model(past_key_values=cache, use_cache=True, **given, **more)
-    if not all(hasattr(part, "layers") for part in _parts(output.get("past_key_values"))):
+    name = cache_name(model)
+    output = model(**{name: cache}, use_cache=True, **given, **more)
+    layers = [getattr(part, "layers", ()) for part in _parts(output.get(name))]
+    if not all(any(hasattr(layer, "keys") for layer in half) for half in layers):
         raise RefusedError(f"{type(model).__name__} returns no key/value cache with layers: there is nothing to time")
-    return output.logits[:, -1:].argmax(-1), output.past_key_values
+    return output.logits[:, -1:].argmax(-1), output[name]
 
 
 def _parts(cache: Any) -> list[Any]:

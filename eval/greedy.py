@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.loading import cache_name
 from gqa.corpus.windows import Window
 from gqa.eval.scoring import sources
 from gqa.eval.statistics import mean_interval
@@ -70,7 +71,7 @@ def continued(
     if pairs:
         given["decoder_input_ids"] = torch.tensor(openings, device=model.device)
         # transformers' own has as many layers as T5's encoder.
-        given["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        given[cache_name(model)] = EncoderDecoderCache(DynamicCache(), DynamicCache())
         how.decoder_start_token_id = openings[0][0]
     else:
         given["input_ids"], given["attention_mask"] = (

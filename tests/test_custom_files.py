@@ -74,7 +74,7 @@ def test_files_need_nothing_else_and_name_no_other_model(name: str) -> None:
     for node in ast.walk(ast.parse(text)):
         assert not isinstance(node, ast.Import)
         if isinstance(node, ast.ImportFrom):
-            assert str(node.module).split(".")[0] in {"types", "typing", "torch", "transformers"}
+            assert str(node.module).split(".")[0] in {"inspect", "types", "typing", "torch", "transformers"}
             assert {alias.asname or alias.name for alias in node.names} <= used
     assert len(text.splitlines()) < 130
     assert max(map(len, text.splitlines())) <= 120

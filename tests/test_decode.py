@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import cache_name
 from gqa.convert import convert_checkpoint
 from gqa.eval import decode
 from gqa.eval.decode import greedy_decode, measure_decode
@@ -53,7 +54,7 @@ def calls(pair: dict[str, PreTrainedModel]) -> Iterator[dict[str, list[tuple[Ten
     made: dict[str, list[tuple[Tensor, int]]] = {name: [] for name in pair}
 
     def note(name: str, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-        held = kwargs.get("past_key_values")
+        held = kwargs.get(cache_name(module))
         made[name].append((kwargs["input_ids"], held.get_seq_length() if held is not None else 0))
 
     handles = [m.register_forward_pre_hook(partial(note, name), with_kwargs=True) for name, m in pair.items()]

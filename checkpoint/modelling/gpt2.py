@@ -1,5 +1,6 @@
 """Everything is transformers' own GPT-2 but the size of the fused projection [Q | K | V] and where it is split."""
 
+from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
@@ -39,8 +40,9 @@ def repeating(forward: Any) -> Any:
 
     What transformers has besides eager attention repeats heads by `num_key_value_groups`.
     """
+    forward = unwrap(forward)  # since 5.24 in what renames its arguments
     if "eager_attention_forward" not in forward.__code__.co_names:
-        raise ImportError(f"transformers {__version__} computes this class' attention otherwise; install 5.18 to 5.23")
+        raise ImportError(f"transformers {__version__} computes this class' attention otherwise; install 5.18 to 5.24")
     seen = {**forward.__globals__, "eager_attention_forward": eager_attention_forward}
     del seen["__name__"]  # by which torch.compile would look for the other one
     return FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__)

@@ -27,6 +27,7 @@ class GQAMptAttention(source.MptAttention):
         position_bias: Tensor,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, D) with the slopes times distances (H, 1, longest) and True where nothing is seen (B, 1, T, S) ->
@@ -38,8 +39,9 @@ class GQAMptAttention(source.MptAttention):
         query, key, value = (
             heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for heads in mixed.split(self.split_size, dim=2)
         )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        cache = past_key_values if cache is None else cache  # as it is called since transformers 5.24
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         mask = position_bias[None, :, :, max(0, position_bias.size(2) - key.size(2)) :].to(query.dtype)
         if attention_mask is not None:
             mask = mask.masked_fill(attention_mask, finfo(query.dtype).min)

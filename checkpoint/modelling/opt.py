@@ -21,7 +21,12 @@ class GQAOPTAttention(source.OPTAttention):
         self.v_proj = nn.Linear(self.embed_dim, heads * self.head_dim, bias=self.enable_bias)
 
     def forward(
-        self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """(B, T, D) -> (B, T, D) and the (B, H, T, S) weights where the attention function has them."""
 
@@ -30,8 +35,9 @@ class GQAOPTAttention(source.OPTAttention):
 
         query = split(self.q_proj(hidden_states) * self.scaling)
         key, value = split(self.k_proj(hidden_states)), split(self.v_proj(hidden_states))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        cache = past_key_values if cache is None else cache  # as it is called since transformers 5.24
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         output, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=1.0, **kwargs)

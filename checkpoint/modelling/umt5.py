@@ -23,11 +23,13 @@ class GQAUMT5Attention(source.UMT5Attention):
         encoder_hidden_states: Tensor | None = None,
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As UMT5's own: T5's, where each layer has relative positions of its own."""
+        cache = past_key_values if cache is None else cache  # as it is called since transformers 5.24
         output, _, weights = self.attend_like_t5(
-            hidden_states, attention_mask, encoder_hidden_states, None, past_key_values, **kwargs
+            hidden_states, attention_mask, encoder_hidden_states, None, cache, **kwargs
         )
         return output, weights
 

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.devices import free_memory, native_bfloat16, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.loading import FILLED, ranks
+from gqa.checkpoint.loading import FILLED, cache_name, ranks
 from gqa.checkpoint.processes import main_first, of_all, wait_for_everyone
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -328,7 +328,7 @@ def _cache(model: Any) -> dict[str, Any]:
         return {}
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.layers = [Room() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return {"past_key_values": cache}
+    return {cache_name(model): cache}
 
 
 def _quick_steps(model: Any) -> AbstractContextManager[None]:
