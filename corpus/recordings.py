@@ -70,10 +70,6 @@ def find_recordings(specs: Sequence[str], name: str, instead: str = "") -> list[
     return found
 
 
-def names_recordings(spec: str) -> bool:
-    return _is_sound(spec) or any(map(_is_sound, Path(spec).glob("*")))
-
-
 def _is_sound(file: Path | str) -> bool:
     return str(file).lower().endswith(SUFFIXES)
 

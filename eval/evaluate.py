@@ -23,7 +23,7 @@ from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import asked, versions
 from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
-from gqa.convert.align.self_samples import sampled_blocks
+from gqa.convert.align.self_samples import sampled_blocks, seed_apart
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
@@ -410,12 +410,13 @@ def _dictated(subject: Subject, options: EvaluateOptions, pairs: Sequence[Window
 
 
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:
-    """Blocks that the model writes; those that it is calibrated on by default, where they are there."""
+    """Blocks that the model writes, that none is calibrated or trained on."""
 
     def write(dtype: str, device: str | None = options.device) -> PreTrainedModel:
         return load(subject, replace(options, precision=dtype, device=device))
 
-    found = sampled_blocks(write, run_device(options), subject.checkpoint, length, SAMPLES, 0, plain=True)
+    seed = seed_apart(0, "evaluation")
+    found = sampled_blocks(write, run_device(options), subject.checkpoint, length, SAMPLES, seed, plain=True)
     return [found[index]["input_ids"] for index in range(len(found))]
 
 

@@ -17,6 +17,7 @@ from test_families import all_tensors, write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
 
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert.align.find_maps import describe, find_maps
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
@@ -198,6 +199,6 @@ def test_what_tells_models_and_texts_apart(made: tuple[Path, Path], tmp_path: Pa
     text, told = tmp_path / "text.txt", []
     for content in ("one", "two", "two"):
         text.write_text(content)
-        told.append(CalibrationText((str(text), "self")).identify())
+        told.append(CalibrationText((str(text), "self")).identify(read_checkpoint(made[0])))
     assert told[0] != told[1] == told[2]
     assert told[0][1] == "self"

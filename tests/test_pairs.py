@@ -204,6 +204,23 @@ def test_transcripts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"warning: {cut} of 6 pairs are longer, and cut to 8 tokens a side" in capsys.readouterr().err
 
 
+def test_recordings_are_told_apart(place: Path, tmp_path: Path) -> None:
+    """By what is in them and by what is said, not by their names: work of others is not gone on with."""
+    shutil.copytree(place / "speech", tmp_path / "speech")
+    listed, whisper = shutil.copy(place / "speech.jsonl", tmp_path), read_checkpoint(place / "whisper")
+
+    def told() -> str:
+        return str(CalibrationText((str(listed),), 48, 8, field="audio", target_field="text").identify(whisper))
+
+    found = [told()]
+    write_sound(tmp_path / "speech" / "2.wav", seed=7)
+    found.append(told())
+    Path(listed).write_text(Path(listed).read_text().replace("number 2", "number two", 1))
+    found.append(told())
+    assert len(set(found)) == 3
+    assert told() == found[2]
+
+
 def test_a_column_of_sounds(place: Path, tmp_path: Path) -> None:
     """Of parquet, or of the hub's `datasets.Audio`, for which nothing is decoded: heard as the files are. No text."""
     hearing, fields, table = (
@@ -275,16 +292,8 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "says"),
     [
-        (
-            "whisper",
-            "--data self",
-            "the encoder of whisper is given sound: it takes recordings, and self names none",
-        ),
-        (
-            "whisper",
-            "--data text.txt",
-            "rows that hold or name them with --field and --target-field, or use",
-        ),
+        ("whisper", "--data self", "the encoder of whisper is given sound: it takes recordings, and self names none"),
+        ("whisper", "--data text.txt", "rows that hold or name them with --field and --target-field, or use"),
         (
             "whisper",
             "--data slow.wav --context 24",
@@ -298,11 +307,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
             "long.wav has 1.01 s; whisper hears 1 s: cut it into such pieces, or leave it out",
         ),
         ("whisper", "--data broken.wav --context 24", "broken.wav is no WAV file of PCM (EOFError)"),
-        (
-            "whisper",
-            "--data speech/*.wav --target-field text",
-            "nothing matches {place}/speech/*.wav (files: .txt,",
-        ),
+        ("whisper", "--data speech/*.wav --target-field text", "nothing matches {place}/speech/*.wav (files: .txt,"),
         (
             "whisper",
             "--data gone.jsonl --field audio --target-field text --context 24",
@@ -313,11 +318,7 @@ def test_the_command(place: Path, tmp_path: Path, method: str) -> None:
             "--data text.txt --context 24",
             "has neither sentinels nor a mask token, so plain text makes no pairs",
         ),
-        (
-            "t5",
-            "--data pairs.jsonl --field said --target-field nothing",
-            "has no field 'nothing'; it has 'meant'",
-        ),
+        ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
         ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
         ("whisper", "--data speech/0.wav --context 65", "whisper has 64 positions, --context is 65; give at most 64"),
         ("bart", "--data text.txt --context 65", "bart has 64 positions, --context is 65; give at most 64"),

@@ -19,10 +19,15 @@ import gqa.convert.align.self_samples as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
+from gqa.convert.align.options import CalibrationText
 from gqa.convert.align.self_samples import Draw, Room, SampledBlocks, attend_one, sampled_blocks, samples
-from gqa.convert.align.watcher import Watcher
+from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.corpus.sources import OwnText, is_self, parse_self
+from gqa.eval.evaluate import SAMPLES, _samples
+from gqa.eval.options import EvaluateOptions
+from gqa.eval.subjects import Subject
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.setup import _written
 
 SIZE = 12
 
@@ -82,6 +87,28 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
     assert len(list(cache.glob("*.int32"))) == 2
     with pytest.raises(IndexError):
         few[3]
+
+
+def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teacher, cache: Path) -> None:
+    """Of one seed, and the same for every call: a result is not chosen by text that it was fitted to."""
+    text = CalibrationText(("self:plain",), 8 * SIZE, SIZE)
+    source = read_checkpoint(SOURCE)
+
+    def calibrated() -> list[bytes]:
+        return [row.numpy().tobytes() for row in text.blocks(source, "cpu", SILENT)]
+
+    def trained() -> list[bytes]:
+        options = TrainOptions(str(SOURCE), Path(), data=("self:plain",), seed=text.seed)
+        blocks = _written(source, options, lambda dtype: teacher, "cpu", SILENT, True, SIZE, 8)
+        return [blocks[number]["input_ids"].tobytes() for number in range(8)]
+
+    def measured() -> list[bytes]:
+        return [row.tobytes() for row in _samples(Subject(SOURCE.name, str(SOURCE), source), SIZE, EvaluateOptions())]
+
+    uses = [calibrated(), trained(), measured()]
+    assert uses == [calibrated(), trained(), measured()]
+    rows = [row for use in uses for row in use]
+    assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
 
 
 def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
 from gqa.convert.align.pairs import PairMaker, reads_text
 from gqa.convert.align.recordings import RecordingMaker
-from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
+from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks, seed_apart
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder
@@ -201,7 +201,7 @@ def _written(
     """So many blocks of `size` tokens that the teacher writes."""
     plain = parse_self(options.data[0]).plain
     return sampled_blocks(
-        load, device, teacher, size, count, options.seed, plain, watcher, write, together=True,
+        load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write, together=True,
         vllm=options.sampler == "vllm", trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 

@@ -104,8 +104,9 @@ def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
     return tuple(reversed(heads))
 
 
-def uneven(checkpoint: Checkpoint, share: float, ranks: int = 1) -> tuple[int, ...]:
-    """Heads by layer of which `share` of the KV cache's bytes has room: all in the first, the fewest in the others.
+def uneven(checkpoint: Checkpoint, share: float, ranks: int = 1, option: str = "--kv-budget") -> tuple[int, ...]:
+    """Heads by layer of which `share`, which `option` says, of the KV cache's bytes has room: all in the first, the
+    fewest in the others.
 
     Raises RefusedError where the fewest everywhere are more, and where layers cannot differ.
     """
@@ -114,7 +115,7 @@ def uneven(checkpoint: Checkpoint, share: float, ranks: int = 1) -> tuple[int, .
     if not counts or min(counts) > share * heads + 1e-9:
         least = f"{min(counts) / heads:.3g}" if counts else f"none is a multiple of {ranks}"
         raise RefusedError(
-            f"--kv-budget {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
+            f"{option} {share:g} is not possible for the {heads} key/value heads of {checkpoint.name}; the least "
             f"is {least}"
         )
     found = (heads, *[min(counts)] * (config.layers - 1))

@@ -138,7 +138,7 @@ def describe(plan: Plan, options: MapsOptions) -> dict[str, Any]:
     if plan.merging.how.aligns:
         told["device"] = options.device
     if plan.merging.how.reads_text:
-        told |= {"text": asdict(options.text), "content": options.text.identify()}
+        told |= {"text": asdict(options.text), "content": options.text.identify(plan.checkpoint)}
         told |= {name: getattr(options, name) for name in ("ridge", "dtype", "batch")}
     if plan.merging.how.refines:
         told["refinement"] = asdict(options.training)

@@ -15,7 +15,7 @@ from gqa.checkpoint.options import option_field
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.method_option import OF_MAPS, OF_REFINED, OF_TEXT
 from gqa.convert.methods import GROUPINGS
-from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight
+from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, text_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,9 +105,9 @@ class CalibrationText:
 
         how_made = (checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code)
         if not reads_text(config):
-            from gqa.convert.align.recordings import INSTEAD, RecordingMaker
+            from gqa.convert.align.recordings import RecordingMaker
 
-            rows = self._recordings(checkpoint.name, INSTEAD)
+            rows = self._recordings(checkpoint.name)
             self.check(config, checkpoint.name)
             hearing = RecordingMaker(*how_made)
             return hearing.inputs(hearing.hear(rows, max(1, self.tokens // self.length)))
@@ -143,26 +143,31 @@ class CalibrationText:
                 parts.append(read_blocks(checkpoint, found, tokens, *how))
         return torch.from_numpy(np.concatenate(parts))
 
-    def identify(self) -> list[str]:
-        """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
+    def identify(self, checkpoint: Checkpoint) -> list[str]:
+        """What the content of each source is, as a hash; of what the model writes its name. Raises RefusedError and
+        CorpusError.
+        """
+        from gqa.convert.align.pairs import reads_text
+        from gqa.convert.heads.config import transformers_config
+
+        config = transformers_config(checkpoint.config)
+        if config.is_encoder_decoder and not reads_text(config):
+            from gqa.corpus.recordings import identify
+
+            sounds, said = zip(*self._recordings(checkpoint.name), strict=True)
+            return [identify(sounds), text_digest("\0".join(text or "" for text in said)).hex()]
         fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
         named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
-        from gqa.corpus.recordings import find_recordings, identify, names_recordings
+        return [spec if is_self(spec) else self._parse(spec, field).identify() for spec, field in named]
 
-        def content(spec: str, field: str) -> str:
-            if names_recordings(spec):
-                return identify(find_recordings([spec], "the model"))
-            return spec if is_self(spec) else self._parse(spec, field).identify()
-
-        return [content(*each) for each in named]
-
-    def _recordings(self, name: str, instead: str) -> Sequence[tuple[Sound, str | None]]:
+    def _recordings(self, name: str) -> Sequence[tuple[Sound, str | None]]:
         """And what is said in them, where a column has it. Raises RefusedError and CorpusError."""
+        from gqa.convert.align.recordings import INSTEAD
         from gqa.corpus.document import SoundField
         from gqa.corpus.recordings import find_recordings, read_transcripts
 
         if not self.target_field or self.target_field == "self" or any(map(is_self, self.sources)):
-            return [(file, None) for file in find_recordings(self.sources, name, instead)]
+            return [(file, None) for file in find_recordings(self.sources, name, INSTEAD)]
         columns = [
             tuple(self._parse(source, field) for field in (SoundField(self.field), self.target_field))
             for source in self.sources

@@ -153,9 +153,16 @@ def content(checkpoint: Checkpoint) -> str:
     return digest_of(origin, origin.tensors)
 
 
-def batch_seed(seed: int, number: int) -> int:
+def batch_seed(seed: int, number: int | str) -> int:
     """A batch has a seed of its own: those before need not be sampled again."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
+
+
+def seed_apart(seed: int, use: str) -> int:
+    """Of what a model writes for another `use` than calibration, which has the text of the seed itself: what weights
+    were fitted to they predict better than any other text, so it would not tell what they are worth.
+    """
+    return batch_seed(seed, use)
 
 
 def kept(

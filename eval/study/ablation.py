@@ -165,7 +165,10 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     if AUTO in methods:
         methods[methods.index(AUTO)] = make_plan(subject.checkpoint, (grid.groups or (1,))[0]).method
     grid = replace(grid, methods=methods, groups=grid.settled(config.main.kv))
-    sizes: list[Groups] = [*(grid.groups or ()), *(uneven(subject.checkpoint, one) for one in grid.kv_budgets or ())]
+    sizes: list[Groups] = [
+        *(grid.groups or ()),
+        *(uneven(subject.checkpoint, one, option="--kv-budgets") for one in grid.kv_budgets or ()),
+    ]
     for method, groups in product(grid.methods, sizes):
         try:
             plan = make_plan(subject.checkpoint, groups, method)
