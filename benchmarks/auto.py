@@ -14,6 +14,8 @@ import math
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,17 @@ def measure(model: Path, options: dict[str, Any], scratch: Path) -> list[dict[st
     return rows
 
 
+def of_models(
+    measure: Callable[[Path, dict[str, Any], Path], list[Any]], kinds: Sequence[str], models: Sequence[Path],
+    options: dict[str, Any],
+) -> list[Any]:  # fmt: skip
+    """The rows of every model that is trained, of `kinds` (none for none), and of every one that is there."""
+    with tempfile.TemporaryDirectory() as place:
+        scratch = Path(place)
+        trained = (train(kind, scratch / kind, options["steps"]) for kind in kinds if kind != "none")
+        return [row for model in chain(trained, models) for row in measure(model, options, scratch)]
+
+
 @click.command(help=__doc__.splitlines()[0], context_settings={"show_default": True})
 @click.option("--kind", "kinds", type=click.Choice((*KINDS, "none")), multiple=True, default=tuple(KINDS))
 @click.option("--model", "models", type=click.Path(exists=True, path_type=Path), multiple=True, help="Others as well.")
@@ -112,14 +125,8 @@ def measure(model: Path, options: dict[str, Any], scratch: Path) -> list[dict[st
 @click.option("--length", type=int, default=128, help="Tokens of a window.")
 @JSON_OPTION
 def main(json_file: Path | None, kinds: tuple[str, ...], models: tuple[Path, ...], **options: Any) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        scratch, rows = Path(place), []
-        print(f"| model (perplexity) | KV heads | {' | '.join(METHODS)} |\n|---|---|{'---|' * len(METHODS)}")
-        for kind in kinds:
-            rows += [] if kind == "none" else measure(train(kind, scratch / kind, options["steps"]), options, scratch)
-        for model in models:
-            rows += measure(model, options, scratch)
-    write_json(rows, json_file)
+    print(f"| model (perplexity) | KV heads | {' | '.join(METHODS)} |\n|---|---|{'---|' * len(METHODS)}")
+    write_json(of_models(measure, kinds, models, options), json_file)
 
 
 if __name__ == "__main__":

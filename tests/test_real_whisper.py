@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from published import published
+from published import load, published
 from real_whisper import (
     END,
     HEARD,
@@ -35,20 +35,14 @@ from real_whisper import (
 from scrambled import relative
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.options import MapsOptions
 
 pytestmark = pytest.mark.real
 
 HEADS = 6
-
-
-def load(directory: Path) -> PreTrainedModel:
-    return load_model(str(directory), dtype="float32", attention="sdpa")
 
 
 @pytest.fixture(scope="module")
