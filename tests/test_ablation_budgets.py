@@ -66,7 +66,7 @@ def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatc
 def test_budgets_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     refused(
         tmp_path / "study",
-        "--kv-budget 0.2 is not possible for the 4 key/value heads",
+        "--kv-budgets 0.2 is not possible for the 4 key/value heads",
         "least is 0.25",
         **HOW | {"kv_budgets": 0.2},
     )
