@@ -66,6 +66,7 @@ def test_what_is_said(place: Path, tmp_path: Path) -> None:
     assert len(status) <= 80
     for part in ("| kl ", "| held-out ", " tok/s"):
         assert part in status
+    assert "| held-out " in next(line for line in done.err.splitlines() if line.startswith("step 1/")), "as it came"
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     assert {"tokens", "loss", "distillation", "gradient_norm", "learning_rate", "skipped"} <= steps[0].keys()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
@@ -247,7 +248,7 @@ def bad_models(place: Path, root: Path) -> Refusals:
     (other / "tokenizer.json").write_text(json.dumps(added))
     bare = shutil.copytree(place / "model", root / "bare", ignore=shutil.ignore_patterns("*token*"))
     full = tiny_checkpoint(root / "full")
-    odd = tiny_checkpoint(root / "falcon", "falcon")
+    odd = tiny_checkpoint(root / "lfm2", "lfm2")
     return [
         ({"model": narrow}, "the tokenizer of narrow has 4,096 tokens, its embedding only 512"),
         ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),

@@ -25,8 +25,10 @@ class Log:
     The rate is that of training alone, without evaluations and saves; the time that is left is that of everything.
     """
 
-    def __init__(self, setup: Setup, first: int, quiet: bool) -> None:
-        """`first` steps were done before: what metrics.jsonl tells of later ones is dropped, as they are done again."""
+    def __init__(self, setup: Setup, first: int, quiet: bool, heldout: float | None) -> None:
+        """`first` steps were done before: what metrics.jsonl tells of later ones is dropped, as they are done again.
+        `heldout` is the loss of held-out text until it is measured again.
+        """
         self._accelerator, self._path, self._steps = setup.accelerator, setup.metrics, setup.dataloader.steps
         self._flops = 6 * setup.model.num_parameters()  # per token: forward and backward of every weight
         self._main, self._terminal = self._accelerator.is_main_process, watched()
@@ -36,7 +38,7 @@ class Log:
         self._bar = progress_bar(self._steps, "step", "training", self._quiet, done=first)
         self._began = self._since = time.perf_counter()
         self._done, self._tokens, self._seconds = 0, 0, 0.0
-        self._heldout: float | None = None
+        self._heldout = heldout
         self._said = -math.inf
 
     def begin(self) -> None:

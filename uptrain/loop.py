@@ -87,7 +87,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
             progress = _resume(setup, model, optimizer) if options.resume else TrainingProgress()
         if progress.step == 0 and setup.heldout:
             _evaluate(setup, model, progress)
-        log = Log(setup, progress.step, quiet)
+        log = Log(setup, progress.step, quiet, (progress.heldout_after or {}).get("loss"))
         warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
         every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
         saved = time.monotonic()
