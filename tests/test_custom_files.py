@@ -92,7 +92,7 @@ def test_another_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 5.15 T5 computed scores by itself: its forward pass on fewer heads would say nothing and be wrong."""
     monkeypatch.setattr(T5Attention, "forward", lambda self, hidden_states: hidden_states)
     for name in ("t5", "umt5"):
-        with pytest.raises(ImportError, match=rf"transformers {version('transformers')} .*; install 5\.18 to 5\.23$"):
+        with pytest.raises(ImportError, match=rf"transformers {version('transformers')} .*; install 5\.18 to 5\.24$"):
             exec(compile(text_of(name), name, "exec"), {"__name__": modelling.__name__})
 
 
@@ -192,7 +192,8 @@ def test_training(name: str, converted: dict[str, Path], tmp_path: Path) -> None
     """Gradients reach every key and value head; a step helps; what is saved loads again, and is complete."""
     model, given = load(OURS[name], converted[name]), inputs(THEIRS[name])
     given["labels"] = given["decoder_input_ids" if name in ENCODER_DECODERS else "input_ids"].clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    unsaved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # sinusoids, which transformers 5.24 lets train
+    optimizer = torch.optim.SGD([own for key, own in model.named_parameters() if key not in unsaved], lr=1e-3)
     before = model(**given).loss  # without dropout, as `load` left it
     before.backward()
     gradients, layers = kv_gradients(model, name), plan_conversion(converted[name], 2).config.layers

@@ -235,11 +235,11 @@ def test_a_block_without_predictions_is_nothing() -> None:
     assert all(not tensor.any() for tensor in gradients(model).values())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "phi3", "mixtral", "jamba", "falcon_h1", "falcon"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "phi3", "mixtral", "jamba", "falcon_h1"])
 def test_classes_that_keep_documents_apart(name: str) -> None:
-    """The last three do not."""
+    """The last two do not."""
     model = made(name)
-    if name in ("jamba", "falcon_h1", "falcon"):
+    if name in ("jamba", "falcon_h1"):
         with pytest.raises(RefusedError, match="does not keep documents apart; use --attn-implementation sdpa"):
             training_model(model)(**packed([9, 24]))
     else:

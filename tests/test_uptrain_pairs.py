@@ -30,9 +30,12 @@ from training import (
 )
 from transformers import AutoTokenizer, PreTrainedModel
 
+from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.corpus.recordings import Hearing, Sound
 from gqa.uptrain.options import TrainOptions
+from gqa.uptrain.scope import choose, trained_names
 from gqa.uptrain.setup import prepare
 from gqa.uptrain.summary import plan_record
 from gqa.uptrain.training_model import predictions
@@ -174,6 +177,18 @@ def words(place: Path, name: str, out: Path, data: str | None = "text.jsonl", **
     """Of the command, for a short run."""
     short = {"context": 32, "batch_size": 4, "steps": 4, "heldout_tokens": 256}
     return words_for(place / name, place / data if data and data != "self" else data, out, **short | given)
+
+
+def test_what_no_file_holds_does_not_train(tmp_path: Path) -> None:
+    """Marian's class computes its sinusoids again whenever it is loaded; BART's positions are stored, and train."""
+    for name, trains in (("gqa_marian", False), ("gqa_bart", True)):
+        model = made(name)
+        model.save_pretrained(tmp_path / name)
+        loaded = load_model(str(tmp_path / name))
+        choose(loaded, read_checkpoint(tmp_path / name), "all")
+        positions = [name for name in trained_names(loaded) if "embed_positions" in name]
+        assert (len(positions) == 2) is trains
+        assert len(trained_names(loaded)) > len(positions)
 
 
 @pytest.mark.parametrize(("name", "given"), [("t5", {}), ("marian", PAIRS), ("bart", {"data": "self"})])

@@ -41,9 +41,12 @@ def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tupl
 def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16) -> None:
     """Freeze what does not train; with `lora` put adapters of that rank on all linear layers that do not train whole.
 
-    Raises RefusedError.
+    What its class does not store, like sinusoids, never trains. Raises RefusedError.
     """
+    unstored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     if scope == "all":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name not in unstored)
         return
     attention, keys_and_values = attention_parameters(model, checkpoint)
     trained = attention if scope == "attention" else keys_and_values

@@ -28,9 +28,8 @@ class GQAUMT5Attention(source.UMT5Attention):
     ) -> tuple[Tensor, Tensor | None]:
         """As UMT5's own: T5's, where each layer has relative positions of its own."""
         cache = past_key_values if cache is None else cache  # as it is called since transformers 5.24
-        output, _, weights = self.attend_like_t5(
-            hidden_states, attention_mask, encoder_hidden_states, None, cache, **kwargs
-        )
+        positional = hidden_states, attention_mask, encoder_hidden_states, None, cache
+        output, _, weights = self.attend_like_t5(*positional, **kwargs)
         return output, weights
 
     def group(self, heads: int) -> None:
