@@ -36,7 +36,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.options import MapsOptions
 from gqa.eval.subjects import open_subjects
@@ -58,12 +58,10 @@ def step_times(models: Sequence[PreTrainedModel], heard: Heard) -> list[float]:
     caches, found = [None] * len(models), [list[float]() for _ in models]
     for step in range(STEPS):
         for number, model in enumerate(models):
+            held = {(name := cache_name(model)): caches[number]}
             start = time.perf_counter()
-            out = model(
-                encoder_outputs=given[number], decoder_input_ids=heard.ids[:, :1], past_key_values=caches[number],
-                use_cache=True,
-            )  # fmt: skip
-            caches[number] = out.past_key_values
+            out = model(encoder_outputs=given[number], decoder_input_ids=heard.ids[:, :1], use_cache=True, **held)
+            caches[number] = out[name]
             if step:  # the first computes what cross-attention caches
                 found[number].append(1000 * (time.perf_counter() - start))
     return [median(times) for times in found]

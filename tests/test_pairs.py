@@ -205,7 +205,7 @@ def test_transcripts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_recordings_are_told_apart(place: Path, tmp_path: Path) -> None:
-    """By what is in them and by what is said, not by their names: work of others is not gone on with."""
+    """By what is in them, by what is said and by their names: work of others is not gone on with."""
     shutil.copytree(place / "speech", tmp_path / "speech")
     listed, whisper = shutil.copy(place / "speech.jsonl", tmp_path), read_checkpoint(place / "whisper")
 
@@ -217,8 +217,11 @@ def test_recordings_are_told_apart(place: Path, tmp_path: Path) -> None:
     found.append(told())
     Path(listed).write_text(Path(listed).read_text().replace("number 2", "number two", 1))
     found.append(told())
-    assert len(set(found)) == 3
-    assert told() == found[2]
+    (tmp_path / "speech" / "2.wav").rename(tmp_path / "speech" / "two.wav")
+    Path(listed).write_text(Path(listed).read_text().replace("speech/2.wav", "speech/two.wav"))
+    found.append(told())
+    assert len(set(found)) == 4
+    assert told() == found[3]
 
 
 def test_a_column_of_sounds(place: Path, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_what_no_file_holds_does_not_train(tmp_path: Path) -> None:
         loaded = load_model(str(tmp_path / name))
         choose(loaded, read_checkpoint(tmp_path / name), "all")
         positions = [name for name in trained_names(loaded) if "embed_positions" in name]
-        assert (len(positions) == 2) is trains
+        assert len(positions) == 2 * trains
         assert len(trained_names(loaded)) > len(positions)
 
 

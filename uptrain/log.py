@@ -27,7 +27,7 @@ class Log:
 
     def __init__(self, setup: Setup, first: int, quiet: bool, heldout: float | None) -> None:
         """`first` steps were done before: what metrics.jsonl tells of later ones is dropped, as they are done again.
-        `heldout` is the loss of held-out text until it is measured again.
+        `heldout` is the loss of held-out text as the model is, where that is known.
         """
         self._accelerator, self._path, self._steps = setup.accelerator, setup.metrics, setup.dataloader.steps
         self._flops = 6 * setup.model.num_parameters()  # per token: forward and backward of every weight

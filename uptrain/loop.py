@@ -85,9 +85,8 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
                 ids = torch.zeros(1, 3, dtype=torch.long, device=accelerator.device)
                 check_reads(partial(model, input_ids=ids), layers_with_cache(setup.checkpoint), setup.checkpoint.name)
             progress = _resume(setup, model, optimizer) if options.resume else TrainingProgress()
-        if progress.step == 0 and setup.heldout:
-            _evaluate(setup, model, progress)
-        log = Log(setup, progress.step, quiet, (progress.heldout_after or {}).get("loss"))
+        came = _evaluate(setup, model, progress) if progress.step == 0 and setup.heldout else {}
+        log = Log(setup, progress.step, quiet, came.get("heldout_loss"))
         warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
         every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
         saved = time.monotonic()

@@ -157,7 +157,7 @@ class TrainOptions:
         "Train the model to read a KV cache of so many bits, as --cache-bits of gqa-eval measures it: keys and values "
         "are rounded, gradients go through. The teacher's are not.",
     )
-    seed: int = option_field(0, "The seed of the order of the data.")
+    seed: int = option_field(0, "The seed of the order of the data, and of what the teacher writes.")
     save_every: int | None = option_field(
         None, "Save a state after so many steps.", type=_FROM_ONE, metavar="STEPS", free=True
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +148,9 @@ def text_of(name: str) -> str:
     for key, line in imports.items():
         if re.search(rf"\b{key}\b", text):
             module, _, imported = line.partition(" import ")
-            sections[module not in ("from types", "from typing")].setdefault(module, []).append(imported)
+            sections[module.removeprefix("from ") not in sys.stdlib_module_names].setdefault(module, []).append(
+                imported
+            )
     written = (
         "".join(f"{module} import {', '.join(sorted(names))}\n" for module, names in sorted(section.items()))
         for section in sections

@@ -144,8 +144,8 @@ class CalibrationText:
         return torch.from_numpy(np.concatenate(parts))
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:
-        """What the content of each source is, as a hash; of what the model writes its name. Raises RefusedError and
-        CorpusError.
+        """What the content of each source is, as a hash; of what the model writes its name; of recordings what is in
+        them, and their names, which decide their order, and what is said. Raises RefusedError and CorpusError.
         """
         from gqa.convert.align.pairs import reads_text
         from gqa.convert.heads.config import transformers_config
@@ -154,8 +154,9 @@ class CalibrationText:
         if config.is_encoder_decoder and not reads_text(config):
             from gqa.corpus.recordings import identify
 
-            sounds, said = zip(*self._recordings(checkpoint.name), strict=True)
-            return [identify(sounds), text_digest("\0".join(text or "" for text in said)).hex()]
+            rows = self._recordings(checkpoint.name)
+            told = "\0".join(f"{sound.name}\0{text or ''}" for sound, text in rows)
+            return [identify([sound for sound, _ in rows]), text_digest(told).hex()]
         fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
         named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
         return [spec if is_self(spec) else self._parse(spec, field).identify() for spec, field in named]
