@@ -41,12 +41,13 @@ def attention_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> tupl
 def choose(model: PreTrainedModel, checkpoint: Checkpoint, scope: Scope, rank: int = 16) -> None:
     """Freeze what does not train; with `lora` put adapters of that rank on all linear layers that do not train whole.
 
-    What its class does not store, like sinusoids, never trains. Raises RefusedError.
+    With `all`, what its class does not store, like sinusoids, is frozen too. Raises RefusedError.
     """
-    unstored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     if scope == "all":
+        unstored = getattr(model, "_keys_to_ignore_on_save", None) or ()
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and name not in unstored)
+            if name in unstored:
+                parameter.requires_grad_(False)
         return
     attention, keys_and_values = attention_parameters(model, checkpoint)
     trained = attention if scope == "attention" else keys_and_values
