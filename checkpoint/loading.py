@@ -10,7 +10,6 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
@@ -179,13 +178,7 @@ def positions(config: Any) -> int | None:
 
 def cache_name(model: PreTrainedModel) -> str:
     """What `model` calls the key/value cache that it takes and returns: transformers 5.24 has renamed it."""
-    return _cache_name(type(model))
-
-
-@cache
-def _cache_name(kind: type[PreTrainedModel]) -> str:
-    """Steps of decoding that are timed ask for it."""
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 def ranks() -> PartialState:
