@@ -69,7 +69,10 @@ def verdict(first: Record, model: Record) -> str:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
         before, after = (cache_bytes(m) for m in (first, model))
         times, change = (before / after, "smaller") if after < before else (after / before, "larger")
-        parts.append("the same KV cache" if before == after else f"KV cache {times:.3g}x {change}")
+        saved = "the same KV cache" if before == after else f"KV cache {times:.3g}x {change}"
+        bits = [m["kv_cache"].get("bits", 0) for m in (first, model)]  # a study has one dtype
+        whole = min(bits) >= 16 and bits[0] != bits[1]  # a name tells a quantised one
+        parts.append(f"{saved} ({bits[1]} bits, not {bits[0]}, as stored)" if whole else saved)
     if "quality" in model:
         ratio = model["against_baseline"]
         bounds = f" (95 %: {_times(ratio['ratio_low'])}-{_times(ratio['ratio_high'])})" if "ratio_low" in ratio else ""

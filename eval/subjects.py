@@ -121,7 +121,7 @@ class Subject:
                 "context": context,
                 "bytes_at_context": self.cache.bytes_at(context) if context else None,
                 "remark": self.cache.remark,
-                "bits": self.cache_bits,
+                "bits": self.cache_bits or 8 * self.cache.bytes_per_number,
             }
         return found
 

@@ -204,12 +204,12 @@ def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatc
 
 
 def judged(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    cache = {"heads": {"kv": 8}, "kv_cache": {"bytes_per_token": 800}}
+    cache = {"heads": {"kv": 8}, "kv_cache": {"bytes_per_token": 800, "bits": 16}}
     return verdicts({"models": [{"name": "a", **cache, **before}, {"name": "b", **cache, **after}]})
 
 
 def test_a_verdict_says_what_is_saved_and_what_it_costs() -> None:
-    fewer = {"heads": {"kv": 2}, "kv_cache": {"bytes_per_token": 200}}
+    fewer = {"heads": {"kv": 2}, "kv_cache": {"bytes_per_token": 200, "bits": 16}}
     ratio = {"ratio": 1.0903, "ratio_low": 1.0841, "ratio_high": 1.1}
     measured = {"quality": {}, "against_baseline": ratio}
     assert judged({}, fewer | measured) == ["2 of 8 heads: KV cache 4x smaller, perplexity x1.09 (95 %: 1.08-1.10)"]
@@ -221,7 +221,12 @@ def test_a_verdict_says_what_is_saved_and_what_it_costs() -> None:
     told = judged({"recall": asked[0]}, fewer | {"recall": asked[1]})
     assert told == ["2 of 8 heads: KV cache 4x smaller, recall 88% -> 40% (random tokens 45% -> 25%)"]
     assert judged({}, {}) == ["8 of 8 heads: the same KV cache"]
-    assert judged({}, {"heads": {"kv": 16}, "kv_cache": {"bytes_per_token": 1600}})[0].endswith("KV cache 2x larger")
+    for bits, bytes_per_token, end in (
+        (16, 1600, "KV cache 2x larger"), (32, 800, "the same KV cache (32 bits, not 16, as stored)"),
+        (8, 400, "KV cache 2x smaller"),
+    ):  # fmt: skip
+        kept = {"bytes_per_token": bytes_per_token, "bits": bits}
+        assert judged({}, {"heads": {"kv": 4}, "kv_cache": kept})[0].endswith(end)
     ratios = [{"quality": {}, "against_baseline": {"ratio": ratio}} for ratio in (12.34, 1234.5)]
     models = [{"name": "a"}, *({"name": name, **ratio} for name, ratio in zip("bc", ratios, strict=True))]
     assert verdicts({"models": models}) == ["b: perplexity x12.3", "c: perplexity x1,234"]
