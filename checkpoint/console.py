@@ -68,7 +68,7 @@ class ByteSize(click.ParamType[int]):
 
 def read_count(text: str) -> int | None:
     """A number of tokens like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([KMBT]?)", text.strip().upper())
     return int(float(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
 
 

@@ -19,6 +19,7 @@ from gqa.checkpoint.read import (
     INDEX,
     MAX_JSON_BYTES,
     SINGLE,
+    WEIGHT_SUFFIXES,
     Checkpoint,
     holds_weights,
     merge_tables,
@@ -156,8 +157,14 @@ def check_target(url: str, overwrite: bool) -> None:
     """Find out before a long conversion what would stop the upload after it. Raises RefusedError."""
     with _refusing(url):
         fs, root = _file_system(url)
-        if fs.find(root) and not overwrite:
+        there = {path[len(root) :].lstrip("/") for path in fs.find(root)}
+        if there and not overwrite:
             raise RefusedError(f"{url} exists; choose another output with -o, or replace it with --overwrite")
+        # An upload that was stopped has no config.json.
+        if there and not any("/" not in name and Path(name).suffix in WEIGHT_SUFFIXES for name in there):
+            raise RefusedError(
+                f"{url} holds no checkpoint: --overwrite will not remove it; give another output with -o"
+            )
 
 
 def upload(directory: Path, url: str) -> None:

@@ -8,6 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.provenance import PROVENANCE
@@ -133,6 +134,8 @@ def convert_plan(
         RefusedError: Before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
+    if plan.checkpoint.directory is None:
+        raise RefusedError(f"the plan is of the headers of {plan.checkpoint.name}; make it with headers_only=False")
     out, remote = Path(out), plan.checkpoint.remote
     with ExitStack() as stack:
         if remote:

@@ -170,12 +170,14 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _read_json(path: Path, field: str) -> Iterator[Document]:
     """One object a line, or one array of objects."""
+    first = True
     for number, line in enumerate(_lines(path), 1):
-        if number == 1 and line.lstrip().startswith("["):
+        if first and line.lstrip().startswith("["):
             rows = _parse("".join(_lines(path)), path, 1)
             places = ((f"{path}:{n}", row) for n, row in enumerate(rows, 1))
             yield from (found for place, row in places if (found := _json_document(place, row, field)))
             return
+        first = first and not line.strip()
         if line.strip() and (found := _json_document(f"{path}:{number}", _parse(line.rstrip(), path, number), field)):
             yield found
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial
@@ -165,7 +165,17 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
         raise CorpusError(
             f"{listing(bare)} has no weight while others have; give every source one (SPEC@WEIGHT) or none"
         )
+    check_of_hubs(names, options)
     return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in pairs)
+
+
+def check_of_hubs(names: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raise CorpusError for what chooses among what a hub data set has where there is none."""
+    said = [option for option in ("config", "revision") if options.get(option)]
+    if options.get("split") not in (None, "train", "test"):  # what commands have unless told otherwise
+        said.append("split")
+    if said and all(name.partition(":")[0] == "stdlib" or is_local(name) for name in names):
+        raise CorpusError(f"{listing(names)}: the {said[0]} {options[said[0]]} is for hub data sets; leave it out")
 
 
 def split_weight(spec: str) -> tuple[str, float | None]:

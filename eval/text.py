@@ -17,7 +17,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.document import SoundField
 from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.recordings import Recording, find_recordings, read_transcripts
-from gqa.corpus.sources import Source, parse_source
+from gqa.corpus.sources import Source, check_of_hubs, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
 from gqa.eval.options import EvaluateOptions, Protocol
@@ -34,7 +34,9 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
     """
 
     def column(field: str) -> Source:
-        return parse_source(str(options.data), field=field, config=options.data_config, split=options.split or "test")
+        how: dict[str, Any] = {"config": options.data_config, "split": options.split or "test"}
+        check_of_hubs((str(options.data),), how)
+        return parse_source(str(options.data), field=field, **how)
 
     first, target = subjects[0], options.target_field
     if options.metrics and not (target or first.hears):

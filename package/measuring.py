@@ -113,7 +113,7 @@ def ablate(
         bounds = read_bounds(read)
         if read["overwrite"]:
             forget(Path(out))
-        study = open_study(*read_study(place, Path(out), read), strict="methods" in options)
+        study = open_study(*read_study(place, Path(out), read), strict=options.get("methods") is not None)
         measure(study, not progress, shlex.join(["gqa-ablate", *map(without_place, words)]))
     results = open_results(Path(out))
     write_study_report(results, bounds)

@@ -23,6 +23,7 @@ import yaml
 
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, near, option, run, version_option
 from gqa.checkpoint.errors import RefusedError, explain, one_line
+from gqa.checkpoint.filesystems import is_url
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, asked, key_of
 from gqa.convert.estimate import duration
 from gqa.convert.summary import size
@@ -113,7 +114,7 @@ def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: s
         home, _, place = _STEPS[name]
         command: click.Command = import_module(home).command
         known = {key_of(found) for found in command.params if found.expose_value}
-        options = {str(key).replace("_", "-"): value for key, value in given.items()}
+        options = {str(key).replace("_", "-"): value for key, value in given.items() if value is not None}
         for key in options:
             if key not in known:
                 raise RefusedError(f"{told}: {name} has no option {key}{near(key, known)}")
@@ -121,13 +122,18 @@ def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: s
             before = {"baseline": made[0], "models": made[1:]} if name == "eval" else {"model": made[-1]}
             options = before | options
         options = {"output": str(directory / place)} | options
+        if is_url(str(options["output"])):
+            raise RefusedError(
+                f"{told}: {name}: output is {options['output']}; give a directory, where results are found"
+            )
         try:
             with command.make_context(f"gqa-{name}", words_of(command, options)) as ctx:
                 found = asked(ctx)[name]
         except click.UsageError as error:
             raise RefusedError(f"{told}: {name}: {error.format_message().rstrip('.')}") from None
-        steps.append(Step(name, command, options, Path(options["output"]), found))
-        made = [*(made or [str(options.get("model", ""))]), str(options["output"])]
+        steps.append(Step(name, command, options, Path(str(options["output"])), found))
+        if name != "eval":
+            made = [*(made or [str(options.get("model", ""))]), str(options["output"])]
     return steps
 
 

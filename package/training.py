@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.setup import Setup
 
-_OF_TERMINALS = ("quiet", "verbose", "as_json", "dry_run", "record_teacher", "record_mass", "push_to_hub", "public")
+_OF_TERMINALS = (
+    "output", "quiet", "verbose", "as_json", "dry_run", "record_teacher", "record_mass", "push_to_hub", "public",
+)  # fmt: skip
 
 
 def uptrain_model(

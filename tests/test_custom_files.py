@@ -234,6 +234,7 @@ def test_our_commands_need_no_trust(converted: dict[str, Path], tmp_path: Path) 
     done = run(two, *data, "--steps", 1, "--context", 16, "-o", trained, program="gqa-uptrain")
     assert done.code == 0, done.err
     assert (trained / "modeling_gqa_gpt2.py").is_file()
+    assert "loads with trust_remote_code=True, verified" in done.said
     done = run("--groups", 1, "--method", "mean", "--verify-load", "-o", tmp_path / "one", trained)
     assert (done.code, ours(tmp_path / "one").name) == (0, "gqa_gpt2"), done.err
     assert "trust_remote_code=True" in done.err

@@ -21,6 +21,7 @@ from test_hub import same_weights
 from gqa import convert_model
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert import convert_checkpoint
+from gqa.convert.api import convert_plan, plan_conversion
 
 NAME = "lab/tiny-llama"
 OUT = "tiny-llama-gqa2-mean"
@@ -280,6 +281,13 @@ def test_what_is_at_the_address(tmp_path: Path, bucket: str) -> None:
     assert sorted(name for name in below(out) if "safetensors" in name) == sorted(
         [INDEX, *(path.name for path in source.glob("*.safetensors"))]
     )
+    for name in ("photos/cat.jpg", "photos/out/config.json", "photos/out/model.safetensors"):
+        with fsspec.open(f"{bucket}/{name}", "wb") as stream:
+            stream.write(b"mine")
+    before = below(f"{bucket}/photos")
+    refused = run(*MERGED, source, "-o", f"{bucket}/photos", "--overwrite")
+    check_refused(refused, f"{bucket}/photos holds no checkpoint: --overwrite will not remove it")
+    assert below(f"{bucket}/photos") == before
     # From there file by file, into a directory.
     served = run("--groups", 1, "--method", "mean", out, "-o", "again", "--checksums")
     assert served.code == 0, served
@@ -310,6 +318,8 @@ def test_addresses_that_cannot_be_used(tmp_path: Path, bucket: str, monkeypatch:
     check_refused(both, "are two places elsewhere; give one")
     evaluated = run(url, "--data", "stdlib", program="gqa-eval")
     check_refused(evaluated, f"only gqa-convert reads {url}; copy it to a directory", program="gqa-eval")
+    with pytest.raises(RefusedError, match=r"the plan is of the headers of tiny; make it with headers_only=False"):
+        convert_plan(plan_conversion(url, 1, method="mean"), Path("x"))
     with pytest.raises(RefusedError, match="to which only gqa-convert -o writes"):
         convert_model(source, 2, "mean", out=f"{bucket}/x")
     assert list(Path.cwd().iterdir()) == []

@@ -307,6 +307,11 @@ def test_ranks_share_the_heads_that_a_budget_leaves(given: Path, tmp_path: Path)
         gqa.convert_model(given / "teacher", 2, tensor_parallel=0)
 
 
+def test_where_a_result_goes_is_out(given: Path) -> None:
+    with pytest.raises(TypeError, match="'output' is no option"):
+        gqa.uptrain_model(given / "teacher", "stdlib:train", steps=1, output="mine")
+
+
 @pytest.mark.parametrize("name", ["contxt", "quiet", "json"])
 def test_options_that_are_none_are_told(given: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"'{name}' is no option; (did you mean 'context'|choose .*context)"):

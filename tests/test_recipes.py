@@ -184,6 +184,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no options": ({"convert": 3}, "convert is 3; give options as NAME: VALUE"),
     "a list": ([1], "is no recipe; give steps (convert, uptrain, eval), each with its options"),
     "nothing": ({}, "is no recipe"),
+    "address": (
+        {"convert": {"model": "model", "groups": 1, "output": "s3://b/x"}},
+        "output is s3://b/x; give a directory",
+    ),
     "option twice": ("convert: {groups: 1, groups: 2}", "groups is there twice"),
     "step twice": ("convert: {}\nconvert: {}", "convert is there twice"),
     "broken": ("convert: [", "cannot be read"),
@@ -196,6 +200,14 @@ def test_what_is_refused_is_refused_before_anything_starts(here: Path, case: str
     recipe, message = REFUSED[case]
     assert message in refused(write(recipe))
     assert not (here / "r").exists()
+
+
+def test_what_is_trained_is_what_was_converted_last(here: Path) -> None:
+    """Not the report of a step between; an output of nothing is none."""
+    recipe = {"convert": STEPS["convert"] | {"output": None}, "eval": STEPS["eval"], "uptrain": UPTRAIN}
+    _, report, trained = make_steps(recipe, Path("r"), "r.yaml")
+    assert (report.options["baseline"], report.options["models"]) == ("model", ["r/converted"])
+    assert (trained.options["model"], str(trained.out)) == ("r/converted", "r/uptrained")
 
 
 def test_a_step_that_fails_stops_the_run(here: Path) -> None:

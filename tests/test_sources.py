@@ -123,6 +123,10 @@ def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     }
     assert {spec: refusal(spec) for spec in said} == said
     assert texts_of("data/**/*train*") == ["a"]
+    for option, value in (("config", "en"), ("revision", "v1"), ("split", "validation")):
+        with pytest.raises(CorpusError, match=f"a.jsonl, stdlib:train: the {option} {value} is for hub data sets"):
+            parse_sources(["a.jsonl", "stdlib:train"], **{option: value})
+        assert len(parse_sources(["a.jsonl", "org/name"], **{option: value})) == 2
     assert refusal("a.jsonl", separator="").startswith("the separator is empty; give the text between two documents")
 
 
@@ -141,6 +145,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "latin.csv": (b"text\na\ncaf\xe9\n", " is not UTF-8: byte 10 is 0xe9" + ICONV),
     "cut.jsonl": (b'{"text": "a"}\n\n{"text": "b\n',
                   ":3: not JSON: Unterminated string starting at at column 10" + NOT_JSON),
+    "late.json": (b'\n[{"text": "a"}, 5]', ":2: a JSON object with the field 'text' is wanted, this is int"),
     "cut.json": (b'[{"text": "a"},\n {"text": }]', ":2: not JSON: Expecting value at column 11" + NOT_JSON),
     "deep.jsonl": (b'{"text":' + b"[" * 100_000, ":1: not JSON that can be read: "),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', ":2: a JSON object with the field 'text' is wanted, this is list"),

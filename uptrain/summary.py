@@ -150,7 +150,8 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
             )
     if progress.skipped:
         lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
-    return "\n".join([*lines, f"written     {setup.options.output}: loads with plain transformers, verified"])
+    loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "plain transformers"
+    return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
 
 
 def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) -> dict[str, Any]:
