@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -161,6 +163,10 @@ def _address(options: dict[str, Any]) -> str | None:
     options["output"] = name_in(address)
     if not options["dry_run"]:
         check_target(address, options["overwrite"])
+        if os.path.lexists(options["output"]):  # --overwrite is about the address
+            raise RefusedError(
+                f"the result for {address} is made in {options['output']} first, which exists; move it away"
+            )
     return address
 
 
@@ -170,6 +176,8 @@ def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
         if options[other]:
             option = f"--{other.replace('_', '-')}"
             raise RefusedError(f"--kv-budget measures the layers of a model, {option} runs none; leave one of them out")
+    if is_url(options["model"]):
+        raise RefusedError(f"--kv-budget runs the layers of {options['model']}; copy it to a directory")
     from gqa.checkpoint.hub import open_model
     from gqa.convert.align.allot import forecast, heads_within
     from gqa.convert.summary import allotment_text, forecast_text
@@ -285,13 +293,16 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         doubt = "with few heads, above all of a rotary model, text is often not sensible"
         _say(f"expect      {doubt} before {until}", options)
     if result and not options["address"] and best.method.name == plan.method:
+        words = ["gqa-uptrain", str(result.out)]
         _say(
-            f"better      training it on text that the base model writes:\n            gqa-uptrain {result.out}",
+            f"better      training it on text that the base model writes:\n            {shlex.join(words)}",
             options,
         )
     elif result:
         kept = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
-        command = f"gqa-convert --groups {kept} --method {best.method.name} {options['model']}"
+        words = ["gqa-convert", "--groups", str(kept), "--method", best.method.name]
+        words += ["--revision", options["revision"]] if options["revision"] else []
+        command = shlex.join([*words, str(options["model"])])
         about = f"about {duration(best.seconds)} on {device}"
         _say(f"better      {best.method.name}, {best.method.result}: {about}:\n            {command}", options)
     return {

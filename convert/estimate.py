@@ -13,6 +13,7 @@ from typing import Any
 
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.align.options import MapsOptions
+from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
@@ -57,10 +58,12 @@ def allowed(plan: Plan) -> Iterator[Method]:
     from gqa.convert.align.pairs import reads_text
 
     alignable = isinstance(plan.config.symmetry, Symmetry)
-    running = reads_text(transformers_config(plan.config.raw))
+    running = not plan.config.not_layerwise and reads_text(transformers_config(plan.config.raw))
+    guessing = can_guess_inputs(plan.checkpoint, plan.config, attention_modules(plan.checkpoint, plan.config))
     for method in METHODS.values():
         known = alignable or method.refines or not method.aligns
-        if known and not method.redraws and (running or not method.reads_text):
+        possible = (running or not method.reads_text) and (guessing or not method.guesses)
+        if known and possible and not method.redraws:
             yield method
 
 
@@ -123,9 +126,7 @@ def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
             seen = training.steps * training.batch * text.length
             scores = 4 * text.length * heads.query * heads.key_dim
             found += TRAINING * seen * (2 * own + scores) + training.steps * _MUON * 6 * own * width
-    beside = (
-        plan.checkpoint.parameters - attention - int(plan.config.text.vocab_size) * width
-    )  # nearly all of it is MLPs
+    beside = plan.checkpoint.parameters - attention - _vocabulary(plan) * width  # nearly all of it is MLPs
     if method.reads_text:
         return found + _PASSES * 2 * text.tokens * (attention + beside)
     return found + (4 * width * max(beside, 0) if method.guesses else 0)
@@ -139,7 +140,7 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
     if not method.aligns:
         return writing
     width, module = int(plan.config.text.hidden_size), _changed(plan)[0]
-    vocabulary, inside = int(plan.config.text.vocab_size), f"{module.layer_path}."
+    vocabulary, inside = _vocabulary(plan), f"{module.layer_path}."
     layer = sum(spec.numel for name, spec in plan.checkpoint.tensors.items() if name.startswith(inside))
     if not method.reads_text:
         stored = sum(spec.numel for spec in module.tensors.values())
@@ -152,6 +153,11 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
         cache = min(SAMPLED_BYTES, SAMPLED * how.text.length * plan.cache_before.bytes_per_token)
         found = max(found, 2 * plan.checkpoint.parameters + cache + SAMPLED * vocabulary * DRAWN)
     return writing + found
+
+
+def _vocabulary(plan: Plan) -> int:
+    """Of the text stack; BLT's, whose tokens other stacks embed, has none."""
+    return int(getattr(plan.config.text, "vocab_size", 0))
 
 
 def _changed(plan: Plan) -> list[AttentionModule]:

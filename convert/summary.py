@@ -205,6 +205,7 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
         words += ["--field", text["field"]] if text.get("field", "text") != "text" else []
         words += ["--target-field", text["target_field"]] if text.get("target_field") else []
         words += [] if text.get("repeats") else ["--no-repeats"]
+        words += ["--sampler", told_by] if (told_by := text.get("sampler", "transformers")) != "transformers" else []
         words += ["--trust-remote-code"] if text.get("trust_remote_code") else []
         words += ["--ridge", str(told["ridge"]), "--precision", told["dtype"]]
     if how := told.get("refinement"):

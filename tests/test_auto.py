@@ -1,6 +1,7 @@
 """The method that is taken where none is named: which, why, what is said of it, and what the others would cost."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,19 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "1 s"), (59.1, "60 s"), (150, "2.5 min"), (9000, "2.5 h")])
 def test_durations(seconds: float, text: str) -> None:
     assert estimate.duration(seconds) == text
+
+
+@pytest.mark.parametrize("name", ["blt", "falcon", "mllama", "canary", "cohere_asr"])
+def test_what_is_advised_is_possible(name: str, tmp_path: Path) -> None:
+    """As it is printed, whatever is in a path; and so is every method that is estimated."""
+    model = write_checkpoint(build(TINY[name], 4), tmp_path / "a model")
+    loads = ["--verify-load"] if name in ("canary", "cohere_asr") else []
+    done = run("--groups", 2, *loads, "-o", tmp_path / "out", model)
+    assert done.code == 0, done.err
+    program, *words = shlex.split(done.said.splitlines()[-1].rsplit(": ", 1)[1])
+    assert program == "gqa-uptrain" or run(*words, "--dry-run").code == 0
+    told = json.loads(run("--groups", 2, "--dry-run", "--json", model).out)["estimates"]
+    assert "mean" in told
+    for method in told:
+        done = run("--groups", 2, "--method", method, "--dry-run", model)
+        assert done.code == 0, done.err

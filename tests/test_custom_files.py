@@ -235,6 +235,8 @@ def test_our_commands_need_no_trust(converted: dict[str, Path], tmp_path: Path) 
     assert done.code == 0, done.err
     assert (trained / "modeling_gqa_gpt2.py").is_file()
     assert "loads with trust_remote_code=True, verified" in done.said
+    refused = run("--groups", 1, "--no-remote-code", trained)
+    assert (refused.code, "can only be converted to custom modelling code" in refused.err) == (2, True)
     done = run("--groups", 1, "--method", "mean", "--verify-load", "-o", tmp_path / "one", trained)
     assert (done.code, ours(tmp_path / "one").name) == (0, "gqa_gpt2"), done.err
     assert "trust_remote_code=True" in done.err

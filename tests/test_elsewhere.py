@@ -281,6 +281,12 @@ def test_what_is_at_the_address(tmp_path: Path, bucket: str) -> None:
     assert sorted(name for name in below(out) if "safetensors" in name) == sorted(
         [INDEX, *(path.name for path in source.glob("*.safetensors"))]
     )
+    mine = llama(Path("out"))
+    there = below(f"file://{mine.absolute()}")
+    check_refused(
+        run(*MERGED, source, "-o", out, "--overwrite"), f"the result for {out} is made in out first, which exists"
+    )
+    assert below(f"file://{mine.absolute()}") == there
     for name in ("photos/cat.jpg", "photos/out/config.json", "photos/out/model.safetensors"):
         with fsspec.open(f"{bucket}/{name}", "wb") as stream:
             stream.write(b"mine")
@@ -313,6 +319,7 @@ def test_addresses_that_cannot_be_used(tmp_path: Path, bucket: str, monkeypatch:
     assert "nosuch" in check_refused(run(*MERGED, "nosuch://bucket/tiny"), "Protocol not known", advice="")
     check_refused(run(*MERGED, f"{bucket}/nothing"), f"{bucket}/nothing has no config.json; give")
     url = copied(source, f"{bucket}/tiny")
+    check_refused(run("--kv-budget", 0.5, url), f"--kv-budget runs the layers of {url}; copy it to a directory")
     check_refused(run(*MERGED, "--revision", "main", url), "--revision is for hub ids")
     both = run(*MERGED, source, "-o", f"{bucket}/x", "--push-to-hub", "me/x", "--dry-run")
     check_refused(both, "are two places elsewhere; give one")

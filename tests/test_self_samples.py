@@ -215,6 +215,7 @@ def test_what_is_asked_for() -> None:
         ({"data": ("self",), "alpha": 0.1}, "say how much of --data self there is"),
         ({"data": ("self:1M", "stdlib:train")}, "stands alone"),
         ({"streaming": True}, "stands alone"),
+        ({"data_config": "en"}, "are for text that is read"),
     ],
 )
 def test_refusals(changes: dict[str, object], reason: str) -> None:

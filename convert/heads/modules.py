@@ -100,7 +100,8 @@ class AttentionModule:
 
     def kv_dtype(self, config: ModelConfig) -> str:
         """Storage dtype of the keys and values, which is that of their cache."""
-        return next(spec.dtype for tail, spec in self.tensors.items() if rule_of(tail, config))
+        found = ((rule_of(tail, config), spec) for tail, spec in self.tensors.items())
+        return next(spec.dtype for rule, spec in found if rule and rule.projection)  # a norm may be stored wider
 
 
 def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[AttentionModule]:

@@ -110,7 +110,7 @@ def _candidates(checkpoint: Checkpoint, target: Target, by_layer: bool) -> list[
             f"{listing(BY_LAYER, 40)}: give one number"
         )
     found = [r for r in every if target.remote_code is None or (r.way == CUSTOM_CODE) == target.remote_code]
-    if every and not found and not target.remote_code:
+    if target.remote_code is False and not found and (every or model_type in MODEL_TYPES):
         raise RefusedError(
             f"{name} ({model_type}) can only be converted to custom modelling code; leave out --no-remote-code"
         )
