@@ -10,6 +10,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from fractions import Fraction
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, NoReturn
@@ -62,14 +63,14 @@ class ByteSize(click.ParamType[int]):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
         if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
             self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
-        size = float(match[1]) * _UNITS[match[2].upper()]
-        return int(min(max(size, 1), 2**62))
+        size = Fraction(match[1]) * _UNITS[match[2].upper()]
+        return min(max(int(size), 1), 2**62)
 
 
 def read_count(text: str) -> int | None:
     """A number of tokens like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
     match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([KMBT]?)", text.strip().upper())
-    return int(float(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
+    return int(Fraction(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
 
 
 class Count(click.ParamType[int]):
@@ -246,7 +247,7 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--trust-remote-code": {"is_flag": True, "help": "Run code that a checkpoint brings (dangerous)."},
     "--cache-bits": {"type": click.IntRange(2, 8)},
-    "--seed": {"type": int, "default": 0},
+    "--seed": {"type": click.IntRange(0, 2**31 - 1), "default": 0},
     "--revision": {"metavar": "NAME", "help": "The branch, tag or commit of a hub id."},
     "--tensor-parallel": {"type": _POSITIVE, "metavar": "N"},
     "--dry-run": {"is_flag": True},

@@ -154,6 +154,13 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
     Weights are shares of the tokens and need not sum to 1. Without weights every document counts once.
     Raises CorpusError, also where only some specs have a weight and where one is given twice.
     """
+    pairs = weighted(specs)
+    check_of_hubs([name for name, _ in pairs], options)
+    return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in pairs)
+
+
+def weighted(specs: Sequence[str]) -> list[tuple[str, float | None]]:
+    """The names of a mixture with their weights. Raises CorpusError as `parse_sources` does."""
     if not specs:
         raise CorpusError(_NO_DATA)
     pairs = [split_weight(spec) for spec in specs]
@@ -165,8 +172,7 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
         raise CorpusError(
             f"{listing(bare)} has no weight while others have; give every source one (SPEC@WEIGHT) or none"
         )
-    check_of_hubs(names, options)
-    return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in pairs)
+    return pairs
 
 
 def check_of_hubs(names: Sequence[str], options: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from gqa.checkpoint.console import Several
+from gqa.checkpoint.console import KVHeads, Several
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.provenance import key_of
 
@@ -154,6 +154,6 @@ def _option_words(option: click.Option, value: Any) -> list[str]:
         return [f"{flag}={value}"]
     if option.multiple:
         return [f"{flag}={one}" for one in value]
-    if not isinstance(option.type, Several):
+    if not isinstance(option.type, Several | KVHeads):
         raise click.BadParameter(f"{value!r} are several, and one is meant", param=option)
     return [f"{flag}={','.join(map(str, value))}"]

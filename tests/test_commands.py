@@ -15,7 +15,7 @@ from checkpoints import run
 from training import tiny_checkpoint, write_corpus
 
 from gqa.checkpoint import console
-from gqa.checkpoint.console import Option
+from gqa.checkpoint.console import ByteSize, Option, read_count
 from gqa.checkpoint.options import OptionsOf
 from gqa.cli import COMMANDS
 from gqa.cli import command as gqa_command
@@ -378,3 +378,16 @@ def test_shells_complete_commands_options_and_methods() -> None:
     assert options == ["--groups", "--grouping"]
     assert "--kv-heads" not in [item.value for item in complete.get_completions(["convert"], "--k")]
     assert [item.value for item in complete.get_completions(["convert", "--method"], "ref")] == ["refined"]
+
+
+def test_numbers_are_those_that_are_written() -> None:
+    """Not those of the nearest float."""
+    assert [read_count(text) for text in ("8.2M", "1.005m", "64k", "0", "x", "9" * 400)] == [
+        8_200_000,
+        1_005_000,
+        64_000,
+        None,
+        None,
+        None,
+    ]
+    assert ByteSize().convert("1.001MB", None, None) == 1_001_000

@@ -13,6 +13,8 @@ from checkpoints import Result, run
 from test_families import all_tensors
 from training import tiny_checkpoint, write_corpus
 
+from gqa.checkpoint.provenance import asked
+from gqa.convert.cli import command as convert
 from gqa.recipe import make_steps, read_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -200,6 +202,16 @@ def test_what_is_refused_is_refused_before_anything_starts(here: Path, case: str
     recipe, message = REFUSED[case]
     assert message in refused(write(recipe))
     assert not (here / "r").exists()
+
+
+def test_records_of_heads_by_layer_and_of_what_was_pushed() -> None:
+    """They say the same again, but nobody else pushes."""
+    words = ["model", "--groups", "1,2", "--method", "mean", "--push-to-hub", "me/x", "--public"]
+    with convert.make_context("gqa-convert", words) as ctx:
+        recipe = json.loads(json.dumps(asked(ctx)))
+    assert recipe == {"convert": {"groups": [1, 2], "method": "mean", "model": "model"}}
+    (step,) = make_steps(recipe, Path("r"), "r.json")
+    assert "--groups=1,2" in step.words()
 
 
 def test_what_is_trained_is_what_was_converted_last(here: Path) -> None:

@@ -22,6 +22,7 @@ from gqa.checkpoint.console import (
     version_option,
     with_options,
 )
+from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TRAINING
 
 _EPILOG = """\b
@@ -81,6 +82,8 @@ def command(
 
     transformers.utils.logging.set_verbosity_error()
     main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
+    if record_teacher and push_to_hub:
+        raise RefusedError("--push-to-hub sends a trained checkpoint, and --record-teacher makes none; leave one out")
     check_pushing(push_to_hub, public, dry_run or not main)
     with Bar(quiet or not main) as bar:
         chosen = TRAINING.read(options, model=model, output=output)

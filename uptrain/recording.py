@@ -79,7 +79,8 @@ def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher 
         for start in range(0, len(missing), ranks):
             part, own = missing[min(start + rank, len(missing) - 1)], start + rank < len(missing)
             first = part * PART
-            passes = [range(at, min(at + micro, len(targets))) for at in range(first, first + PART, micro)]
+            end = min(first + PART, len(targets))
+            passes = [range(at, min(at + micro, end)) for at in range(first, first + PART, micro)]
             with writing(targets.part(part)) if own else nullcontext() as write:
                 for numbers in passes:  # as many on every process: shards of a teacher wait for each other
                     if accelerator.is_fsdp2 or (own and numbers):

@@ -15,7 +15,7 @@ from gqa.checkpoint.options import option_field
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.method_option import OF_MAPS, OF_REFINED, OF_TEXT
 from gqa.convert.methods import GROUPINGS
-from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, text_digest
+from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, text_digest, weighted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -180,6 +180,8 @@ class CalibrationText:
 
     def _shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
+        if others := [source for source in self.sources if not is_self(source)]:
+            weighted(others)  # refuses what no mixture is
         fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
         weights = [0.0 if f else split_weight(s)[1] or 1.0 for f, s in zip(fixed, self.sources, strict=True)]
         total = sum(weights) or 1.0
