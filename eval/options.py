@@ -44,10 +44,10 @@ class EvaluateOptions:
         None, "Stop after the document that reaches so many tokens.", aliases="--max-tokens")
     beyond_positions: bool = option_field(False, "Allow a context longer than the model's.")
     kl: bool = option_field(
-        False, "Compare next-token distributions and attention outputs with the baseline's, in lockstep.")
+        False, "Compare next-token distributions with the baseline's, in lockstep.")
     baseline_cache: Path | None = option_field(
-        None, "Keep the baseline's distributions of --kl here, so that it runs once for many commands; attention "
-        "outputs are not compared then.", **_DIRECTORY)
+        None, "Keep the baseline's distributions of --kl here, so that it runs once for many commands.",
+        **_DIRECTORY)
     baseline_mass: float = option_field(
         0.999, "How much of each distribution --baseline-cache keeps, the most probable tokens first.",
         type=click.FloatRange(0, 1, min_open=True))

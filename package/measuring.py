@@ -111,9 +111,10 @@ def ablate(
     read = {name: value for name, value in context.params.items() if name not in ("model", "output", "quiet")}
     with undisturbed(), context.scope():
         bounds = read_bounds(read)
+        how = {"strict": options.get("methods") is not None, "anew": read["overwrite"]}
+        study = open_study(*read_study(place, Path(out), read), **how)
         if read["overwrite"]:
             forget(Path(out))
-        study = open_study(*read_study(place, Path(out), read), strict=options.get("methods") is not None)
         measure(study, not progress, shlex.join(["gqa-ablate", *map(without_place, words)]))
     results = open_results(Path(out))
     write_study_report(results, bounds)

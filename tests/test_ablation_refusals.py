@@ -78,6 +78,10 @@ def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
 def test_overwrite_starts_over(tmp_path: Path) -> None:
     found = measured(copied(tmp_path), overwrite=True, alphas="0", methods="mean", learning_rate=1e-4)
     assert [row["learning_rate"] for row in found] == [1e-4]
+    before = (tmp_path / "study/rows.jsonl").read_bytes()
+    refused = ablate(tmp_path / "study", overwrite=True, alphas="0", methods="mean", groups="3")
+    assert refused.code == 2, refused
+    assert (tmp_path / "study/rows.jsonl").read_bytes() == before, "what is refused removes nothing"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])

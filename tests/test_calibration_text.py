@@ -15,6 +15,7 @@ from embedded import SOURCE, tokenizer
 from torch import Tensor
 
 import gqa.convert.align.calibration_text as module
+from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.align.options import CalibrationText
 from gqa.corpus.alpha import permutation
@@ -97,3 +98,17 @@ def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: 
     assert "code that it brings; look at it, and give --trust-remote-code" in check_refused(run(*words), advice="")
     assert run(*words, "--trust-remote-code").code == 0
     assert " --trust-remote-code " in json.loads((tmp_path / "out/gqa_conversion.json").read_text())["command"]
+
+
+def test_weights_are_those_of_any_mixture(tmp_path: Path) -> None:
+    """All sources have one or none, and none stands twice; what the model writes beside them needs none."""
+    source = written(tmp_path, 50)
+    other = str(shutil.copy(source, tmp_path / "other.jsonl"))
+    for sources, reason in (
+        ((f"{source}@0.2", other), "has no weight while others have"),
+        ((source, source), "is given twice"),
+    ):
+        with pytest.raises(CorpusError, match=reason):
+            CalibrationText(sources, 64, LENGTH).blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
+    found = CalibrationText((f"{source}@3", f"{other}@1"), 16 * LENGTH, LENGTH)
+    assert len(found.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)) == 16

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pytest
 import torch
-from checkpoints import load
+from checkpoints import load, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import BLOCK, Runs, difference, losses, metrics, tiny_checkpoint, words_for, write_corpus
@@ -101,6 +101,21 @@ HOW: dict[str, dict[str, Any]] = {
     "documents": {"mask_documents": True, "heldout_fraction": 0.2, "distill": 0.5, "temperature": 2.0},
     "self": {"data": "self", "heldout_tokens": 256},
 }
+
+
+def test_no_block_is_recorded_twice(place: Path, tmp_path: Path, alone: None) -> None:
+    """However many go through the teacher at a time: a part holds as many as another, to the byte."""
+    sizes = []
+    for micro in (8, 48):
+        how = {"teacher": place / "teacher", "steps": 3, "batch_size": 48, "micro_batch": micro}
+        done = run(*words_for(place / "model", place / "data.jsonl", tmp_path / "out", **how),
+                   "--record-teacher", tmp_path / str(micro), "--json", program="gqa-uptrain")  # fmt: skip
+        assert done.code == 0, done.err
+        sizes.append(
+            [file.stat().st_size for file in sorted((tmp_path / str(micro)).glob("*")) if file.suffix != ".json"]
+        )
+    assert sizes[0] == sizes[1]
+    assert len(sizes[0]) >= 3
 
 
 @pytest.mark.parametrize("name", HOW)

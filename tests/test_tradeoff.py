@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -285,6 +286,13 @@ def test_the_page_begins_with_what_is_recommended() -> None:
             "recall 90% -> 88% (random tokens 60% -> 40%)."
         )
         assert why.startswith("Why: 1 of 1 combinations are within 0.1 nats")
+        for bound in (None, math.nan):  # of a single window
+            alone = row(
+                "refined", 2, alpha, 2.09, **ratio | {"perplexity_ratio_low": bound, "perplexity_ratio_high": bound}
+            )
+            results = Results(Path(), {"source": SOURCE | {"groups": 4}, "identity": {"model": "m"}}, [alone])
+            told, *_ = _verdicts(results, recommend(results.points, results.source, Bounds()))
+            assert told.endswith("KV cache 2x smaller, perplexity x1.09.")
         nothing, *_ = _verdicts(results, recommend(results.points, source, Bounds(loss=0.01)))
         assert nothing.startswith("Recommended: nothing: of 1 combinations none is within 0.01 nats")
 

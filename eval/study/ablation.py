@@ -93,9 +93,9 @@ class Study:
         return [cell for cell in self.cells if cell not in done]
 
 
-def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
+def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: bool = False) -> Study:
     """Check everything. Raises RefusedError and CorpusError, before anything is written; unless `strict`, methods that
-    this model cannot have are left out instead.
+    this model cannot have are left out instead. `anew`: whatever study is there is not continued.
     """
     subject = open_subjects([options.model], options.training.trust_remote_code)[0]
     training = replace(options.training, model=subject.path)
@@ -144,9 +144,9 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True) -> Study:
         ).hex(),
     }
     identity, record = json.loads(json.dumps(identity)), read_record(options.output)
-    if record is None and is_foreign(options.output):
+    if record is None and not anew and is_foreign(options.output):
         raise RefusedError(f"{options.output} exists and holds no study; give another directory with -o")
-    if record and (changed := differences(identity, record["identity"])):
+    if record and not anew and (changed := differences(identity, record["identity"])):
         raise RefusedError(
             f"{options.output} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
             "options, or start over with --overwrite"

@@ -99,9 +99,10 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     if options["forecast"] and not (model and options["dry_run"]):
         raise RefusedError("--forecast goes with a MODEL and --dry-run, which measures no cell; give both or neither")
     if model is not None:
+        how = {"strict": is_given("methods"), "anew": options["overwrite"]}
+        study = open_study(*read_study(model, output, options), **how)
         if options["overwrite"] and not options["dry_run"]:
             forget(output)
-        study = open_study(*read_study(model, output, options), strict=is_given("methods"))
         if not quiet:
             for method, reason in study.left_out.items():
                 click.echo(one_line(f"without {method}: {reason}"), err=True)

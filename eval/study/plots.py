@@ -214,7 +214,8 @@ def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
     several = merged.drop_duplicates("series")
     for point, way in zip(several.itertuples(), several.groupby("method").cumcount(), strict=True):
         style = _method_look(methods.index(point.method))
-        style["color"] = tuple(part * 0.5 ** (way // 4) for part in to_rgb(style["color"]))  # then darker
+        if way >= 4:  # the same again, darker
+            style["color"] = tuple(part * 0.5 ** (way // 4) for part in to_rgb(style["color"]))
         found[point.series] = style | {
             "linestyle": ("-", "--", ":", "-.")[way % 4], "markeredgecolor": "#333333", "markeredgewidth": 0.8,
             "markerfacecolor": "#ffffff" if way % 4 == 1 else style["color"], "markerfacecoloralt": "#ffffff",

@@ -200,6 +200,7 @@ def _verdicts(results: Results, advised: Recommendation) -> list[str]:
         }
 
     ratio = {name: chosen[f"perplexity_{name}"] for name in ("ratio", "ratio_low", "ratio_high")}
+    ratio = {name: value for name, value in ratio.items() if pandas.notna(value)}  # one window has no bounds
     told = verdict(record(source, source["groups"]), record(chosen, chosen.groups, quality={}, against_baseline=ratio))
     trained = f"trained on {100 * chosen.alpha:g} % of the text" if chosen.alpha else "untrained"
     return [f"Recommended: {chosen.series}, {trained}. {told}.", *lines[1:]]
