@@ -93,14 +93,8 @@ Examples:
 @click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
 @option("--groups", help="How many key/value heads to keep.")
-@option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    required=True,
-    metavar="FILE",
-    help="The file to write.",
-)
+@option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE",
+        help="The file to write.")  # fmt: skip
 @option("--method", type=Choice(ALIGNING), default="calibrated", help="How the heads of a group become one.")
 @with_options(MAPS.decorators, TARGET)
 @option("--seed", help="The seed of random draws and samples.", **OF_DRAWS)

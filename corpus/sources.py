@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, partial
@@ -155,7 +155,10 @@ def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
     Raises CorpusError, also where only some specs have a weight and where one is given twice.
     """
     pairs = weighted(specs)
-    check_of_hubs([name for name, _ in pairs], options)
+    said = {option: options.get(option) for option in ("config", "revision", "split")}
+    if said["split"] == "train":  # which it is unless told otherwise
+        said["split"] = None
+    check_of_hubs([name for name, _ in pairs], **said)
     return tuple(replace(parse_source(name, **options), weight=weight) for name, weight in pairs)
 
 
@@ -175,13 +178,11 @@ def weighted(specs: Sequence[str]) -> list[tuple[str, float | None]]:
     return pairs
 
 
-def check_of_hubs(names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raise CorpusError for what chooses among what a hub data set has where there is none."""
-    said = [option for option in ("config", "revision") if options.get(option)]
-    if options.get("split") not in (None, "train", "test"):  # what commands have unless told otherwise
-        said.append("split")
-    if said and all(name.partition(":")[0] == "stdlib" or is_local(name) for name in names):
-        raise CorpusError(f"{listing(names)}: the {said[0]} {options[said[0]]} is for hub data sets; leave it out")
+def check_of_hubs(names: Sequence[str], **said: str | None) -> None:
+    """Raise CorpusError for what is `said` to choose among what a hub data set has where there is none."""
+    told = next((f"the {option} {value}" for option, value in said.items() if value), None)
+    if told and all(name.partition(":")[0] == "stdlib" or is_local(name) for name in names):
+        raise CorpusError(f"{listing(names)}: {told} is for hub data sets; leave it out")
 
 
 def split_weight(spec: str) -> tuple[str, float | None]:

@@ -34,9 +34,8 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
     """
 
     def column(field: str) -> Source:
-        how: dict[str, Any] = {"config": options.data_config, "split": options.split or "test"}
-        check_of_hubs((str(options.data),), how)
-        return parse_source(str(options.data), field=field, **how)
+        check_of_hubs((str(options.data),), config=options.data_config, split=options.split)
+        return parse_source(str(options.data), field=field, config=options.data_config, split=options.split or "test")
 
     first, target = subjects[0], options.target_field
     if options.metrics and not (target or first.hears):

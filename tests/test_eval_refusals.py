@@ -41,6 +41,7 @@ LOAD = evaluate.load
         ("SRC --data TEXT --context 400 --tokens 1 --protocol llama.cpp", "less than two windows of 400"),
         ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'other', 'text'"),
         ("SRC --data PLACE/nothere.txt", "there is no file or directory"),
+        ("SRC --data PLACE/short.txt --split test", "the split test is for hub data sets; leave it out"),
         ("SRC PLACE/nothere --data TEXT", "there is no directory"),
         ("SRC --data TEXT --overwrite", "--overwrite means nothing without --output"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),

@@ -250,7 +250,7 @@ class TrainOptions:
             yield "--repeats is for text of yours; --data self repeats itself, and self:plain does not"
         if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
             yield "--data self:TOKENS stands alone: no other source, stream, documents or held-out share"
-        if self.data_config or self.data_revision or self.separator:
+        if self.data_config or self.data_revision or (self.separator and not self.heldout):
             yield "--data-config, --data-revision and --separator are for text that is read, and --data self is written"
         if not self.teachers:
             yield "--data self is what the --teacher writes; give the model before conversion"
