@@ -144,17 +144,19 @@ def test_durations(seconds: float, text: str) -> None:
     assert estimate.duration(seconds) == text
 
 
-@pytest.mark.parametrize("name", ["blt", "falcon", "mllama", "canary", "cohere_asr"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "blt", "falcon", "mllama", "canary", "cohere_asr"])
 def test_what_is_advised_is_possible(name: str, tmp_path: Path) -> None:
     """As it is printed, whatever is in a path; and so is every method that is estimated."""
     model = write_checkpoint(build(TINY[name], 4), tmp_path / "a model")
     loads = ["--verify-load"] if name in ("canary", "cohere_asr") else []
-    done = run("--groups", 2, *loads, "-o", tmp_path / "out", model)
+    done = run("--groups", 2, *loads, "-o", tmp_path / "its result", model)
     assert done.code == 0, done.err
     program, *words = shlex.split(done.said.splitlines()[-1].rsplit(": ", 1)[1])
-    assert program == "gqa-uptrain" or run(*words, "--dry-run").code == 0
+    assert program == ("gqa-convert" if name in ("llama", "mixtral") else "gqa-uptrain")
+    assert words == [str(tmp_path / "its result")] if program == "gqa-uptrain" else run(*words, "--dry-run").code == 0
     told = json.loads(run("--groups", 2, "--dry-run", "--json", model).out)["estimates"]
     assert "mean" in told
+    assert ("aligned" in told) == (name == "llama"), "where inputs can be guessed"
     for method in told:
         done = run("--groups", 2, "--method", method, "--dry-run", model)
         assert done.code == 0, done.err

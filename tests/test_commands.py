@@ -391,3 +391,18 @@ def test_numbers_are_those_that_are_written() -> None:
         None,
     ]
     assert ByteSize().convert("1.001MB", None, None) == 1_001_000
+
+
+def test_what_is_refused_before_the_work(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "m", kv_heads=4)
+    for program, words, message in (
+        ("gqa-convert", ("-g", 2, "--method", "random", "--seed", -1, model), "-1 is not in the range 0<=x"),
+        ("gqa-calibrate", (model, "--groups", 2, "-o", tmp_path), f"'{tmp_path}' is a directory"),
+        (
+            "gqa-uptrain",
+            (model, "--record-teacher", tmp_path / "r", "--push-to-hub", "me/x"),
+            "makes none; leave one out",
+        ),
+    ):
+        done = run(*words, program=program)
+        assert (done.code, message in done.err) == (2, True), done.err
