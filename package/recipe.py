@@ -139,14 +139,14 @@ def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: s
 
 def left_to_do(steps: list[Step], overwrite: bool) -> list[Step]:
     """Steps without those at the beginning whose results are there. Raises RefusedError where the result of another
-    recipe would have to be replaced, unless that is allowed.
+    recipe would have to be replaced, unless that is allowed, here or by the step.
     """
     left: list[Step] = []
     for step in steps:
         found = step.recorded()
         if found == step.recipe and not left:
             continue
-        if found is not None and not overwrite:
+        if found is not None and not (overwrite or step.options.get("overwrite")):
             why = "; ".join(differences(step.recipe, found)) or f"{left[0].name} is run again before it"
             raise RefusedError(f"{step.out} holds a result of another recipe ({why}); give --overwrite to replace it")
         left.append(step)
@@ -172,16 +172,16 @@ def command(recipe: Path, output: Path | None, dry_run: bool, overwrite: bool, v
 
     steps = make_steps(read_recipe(recipe), output or Path(recipe.stem), str(recipe))
     left = left_to_do(steps, overwrite or dry_run)
-    flags, taken = {"verbose": verbose or None, "quiet": quiet or None}, list[tuple[float, int]]()
+    flags, taken = {"verbose": verbose, "quiet": quiet, "overwrite": overwrite}, list[tuple[float, int]]()
     for number, step in enumerate(steps, 1):
-        options = flags | {"overwrite": overwrite or None}
+        options: dict[str, Any] = {name: True for name, given in flags.items() if given}
         if step not in left:
             told = f"{step.out} is there"
         elif dry_run:
-            options |= {"dry-run": True} | _instead(step, steps[0])
+            options |= {"dry-run": True} | _instead(step, left)
             told = "gqa " + shlex.join([step.name, *step.words()])
         else:
-            options |= {"resume": True} if step.name == "uptrain" and Path(f"{step.out}-state").is_dir() else {}
+            options |= {"resume": True} if step.name == "uptrain" and _stopped(step.out) else {}
             told = "gqa " + shlex.join([step.name, *step.words(**options)])
         if not quiet:
             click.echo(one_line(f"recipe      {number} of {len(steps)}: {told}"), err=True)
@@ -203,7 +203,7 @@ def _estimated(step: Step, options: Mapping[str, Any]) -> tuple[float, int]:
         context = step.command.make_context("gqa-eval", step.words())
         read, models = EVALUATION.read(context.params), context.params["models"]
         takes = seconds(context.params["baseline"], models, read)
-        if not options["quiet"]:
+        if not {**step.options, **options}.get("quiet"):
             click.echo(f"time        about {duration(takes)}")
         return takes, 0
     record = step.command.main(step.words(**options), f"gqa-{step.name}", standalone_mode=False)
@@ -211,14 +211,22 @@ def _estimated(step: Step, options: Mapping[str, Any]) -> tuple[float, int]:
     return found.get("seconds", 0.0), found.get("disk_bytes", 0)
 
 
-def _instead(step: Step, first: Step) -> dict[str, Any]:
+def _instead(step: Step, left: list[Step]) -> dict[str, Any]:
     """What a dry run looks at where the model is not made yet: the one that it is made of, which is as large, and
     which is the teacher where none is named.
     """
-    base, model = first.options.get("model"), step.options.get("model")
-    if step is first or step.name == "eval" or Path(str(model)).is_dir():
-        return {}
-    return {"model": base, "teacher": step.options.get("teacher") or base}
+    named = model = step.options.get("model")
+    for before in reversed(left[: left.index(step)]):
+        if before.name != "eval" and before.out == Path(str(model)):
+            model = before.options.get("model")
+    return {} if model == named else {"model": model, "teacher": step.options.get("teacher") or model}
+
+
+def _stopped(out: Path) -> bool:
+    """Whether a training that was stopped left a state to continue from."""
+    from gqa.uptrain.state import States
+
+    return bool(States(Path(f"{out}-state"), 0).all())
 
 
 def main() -> None:

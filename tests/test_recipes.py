@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,38 @@ def test_a_dry_run_adds_up_what_the_steps_take(here: Path, monkeypatch: pytest.M
     assert whole < 1.3 * sum(parts)
     uptrain = UPTRAIN | {"data": "self:1K", "heldout-fraction": 0}
     assert "teacher     model" in done(write(STEPS | {"uptrain": uptrain}), "--dry-run").out
+
+
+def test_a_dry_run_looks_at_the_model_that_a_step_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the hub too; in place of what is not made yet, at what it is made of, whichever step made it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    named = STEPS | {"uptrain": UPTRAIN | {"model": "lab/other"}}
+    told = run("run", write(named), "--dry-run", program="gqa")
+    assert (told.code, "gqa run: there is no directory lab/other" in told.err) == (2, True), told
+    recipe = {"eval": STEPS["eval"] | {"baseline": "model"}, "convert": STEPS["convert"], "uptrain": UPTRAIN}
+    assert "steps       2" in done(write(recipe), "--dry-run").out
+
+
+def test_a_training_that_was_stopped_is_continued(here: Path) -> None:
+    """From its last state; one that was killed before it had any is begun again."""
+    (here / "r/uptrained-state").mkdir(parents=True)
+    (here / "r/uptrained-state/metrics.jsonl").write_text("{}\n")
+    first = done(write({"uptrain": UPTRAIN | {"model": "model", "save-every": 1, "keep-state": True}}))
+    assert "--resume" not in first.err
+    shutil.rmtree(here / "r/uptrained")
+    assert "--resume" in done("r.yaml").err
+    assert (here / "r/uptrained/config.json").is_file()
+
+
+def test_what_a_step_says_of_itself_counts(here: Path) -> None:
+    """That it is quiet, and that it may replace what is there: its own result, not that of another step."""
+    quiet = {name: STEPS[name] | {"quiet": True} for name in ("convert", "uptrain")}
+    assert done(write(quiet)).out == ""
+    assert done(write({"eval": STEPS["eval"] | {"baseline": "model", "quiet": True}}), "--dry-run").out == ""
+    changed = STEPS["convert"] | {"seed": 4, "overwrite": True, "quiet": True}
+    assert "r/uptrained holds a result of another recipe" in refused(write(quiet | {"convert": changed}))
+    done(write({"convert": changed}))
+    assert json.loads((here / "r/converted/gqa_conversion.json").read_text())["recipe"]["convert"]["seed"] == 4
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
