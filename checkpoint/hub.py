@@ -13,7 +13,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, explain
 from gqa.checkpoint.filesystems import OTHER_FORMATS, is_side_file, is_url, name_in, open_url, opened, remote_tensors
-from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
+from gqa.checkpoint.hub_errors import LOG_IN, hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import (
     INDEX,
     SINGLE,
@@ -192,10 +192,13 @@ def check_push(repo: str, private: bool = True) -> None:
         raise RefusedError(f"--push-to-hub {repo!r} is no repository name (owner/name)")
     api = HfApi()
     with quiet("huggingface_hub"), _refusing("--push-to-hub: ", repo):
-        api.whoami()
+        auth = api.whoami().get("auth") or {}
+        if (auth.get("accessToken") or {}).get("role") == "read":
+            raise RefusedError(f"--push-to-hub: the present token may only read: {LOG_IN} of one that may write")
         with suppress(RepositoryNotFoundError):
             if private and api.model_info(repo).private is False:
                 raise RefusedError(f"--push-to-hub: {repo} is public; allow that with --public")
+            api.auth_check(repo, write=True)
 
 
 def push(directory: Path, repo: str, private: bool = True) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import explain, listing
 
-_LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
 @contextmanager
@@ -67,15 +67,15 @@ def hub_reason(error: BaseException, repo: str, revision: str | None = None, dat
     offline = f"{what} is not completely in the cache {constants.HF_HUB_CACHE} while HF_HUB_OFFLINE is set; "
     offline += "unset it to use the hub"
     gated = f"{what} is gated: accept its terms at {path}, then "
-    gated += f"use a token of that account (the present one has no access): {_LOG_IN}" if has_token else _LOG_IN
+    gated += f"use a token of that account (the present one has no access): {LOG_IN}" if has_token else LOG_IN
     unknown = f"the hub shows no {'data set' if data_set else 'repository'} {repo}: check the name; if it is private, "
-    unknown += f"the present token has no access, {_LOG_IN} of one that has" if has_token else _LOG_IN
+    unknown += f"the present token has no access, {LOG_IN} of one that has" if has_token else LOG_IN
     texts = {
         errors.OfflineModeIsEnabled: offline,
         errors.GatedRepoError: gated,
         errors.RevisionNotFoundError: f"{what} at the hub has no revision {revision!r}; ",
         errors.RepositoryNotFoundError: unknown,
-        errors.LocalTokenNotFoundError: f"there is no token to use {what} with: {_LOG_IN}",
+        errors.LocalTokenNotFoundError: f"there is no token to use {what} with: {LOG_IN}",
         errors.HFValidationError: f"{repo!r} is no hub id (owner/name of letters, digits, '-', '_' and '.')",
     }
     for kind, text in texts.items():
@@ -99,11 +99,11 @@ def hub_reason(error: BaseException, repo: str, revision: str | None = None, dat
 
 def _advice(status: int) -> str:
     if status == 401:
-        return f"the token is not valid, or there is none: {_LOG_IN}"
+        return f"the token is not valid, or there is none: {LOG_IN}"
     if status == 403:
-        return f"the token may not do that: {_LOG_IN} with one that has the permission (writing, to push)"
+        return f"the token may not do that: {LOG_IN} with one that has the permission (writing, to push)"
     if status == 429:
-        return f"too many requests; wait, or {_LOG_IN}"
+        return f"too many requests; wait, or {LOG_IN}"
     return "the hub is in trouble; try again later" if status >= 500 else "see its status page and try again"
 
 

@@ -248,7 +248,14 @@ class _Handler(BaseHTTPRequestHandler):
     def whoami(self) -> None:
         if self.token is None:
             raise _RefusalError(401, "")
-        self._answer(200, {"type": "user", "name": "me"})
+        role = self.token.removeprefix("hf_")
+        self._answer(
+            200, {"type": "user", "name": "me", "auth": {"type": "access_token", "accessToken": {"role": role}}}
+        )
+
+    def may_write(self, name: str) -> None:
+        self._repo(name)
+        self._answer(200 if self.token == "hf_write" else 403)
 
     def create(self) -> None:
         asked = json.loads(self.body)
@@ -294,6 +301,7 @@ _ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", _Handler.tree),
     ("POST", rf"{_API}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),
     ("GET", rf"{_API}/refs", _Handler.refs),
+    ("GET", rf"{_API}/auth-check/write", _Handler.may_write),
     ("GET", _API, _Handler.model_info),
     ("GET HEAD", rf"(?:/datasets)?/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
     ("GET HEAD", r"/lfs/(?P<commit>\w+)/(?P<path>.+)", _Handler.storage),

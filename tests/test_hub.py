@@ -343,6 +343,11 @@ def test_push_that_cannot_work_is_refused_before_converting(tmp_path: Path, hub:
     push = (*MERGED, "--push-to-hub")
     assert "me/public is public; allow that" in machine.refused(*push, "me/public", source, HF_TOKEN="hf_write")
     assert "no token to use me/new with: log in" in machine.refused(*push, "me/new", source)
+    said = machine.refused(*push, "me/new", source, HF_TOKEN="hf_read")
+    assert "--push-to-hub: the present token may only read: log in with `hf auth login` or set HF_TOKEN" in said
+    # A fine-grained token says nothing of what it may do; the hub does, of a repository that is there.
+    other = machine.refused(*push, "me/public", "--public", source, HF_TOKEN="hf_fineGrained")
+    assert "the hub answered 403 for me/public: the token may not do that" in other
     assert "no repository name" in machine.refused(*push, "a/b/c", source, HF_TOKEN="hf_write")
     assert "--public is about the repository of --push-to-hub" in machine.refused("--public", source)
     assert not (tmp_path / "source-gqa2-mean").exists()
