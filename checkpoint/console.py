@@ -379,7 +379,7 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     except Exception as error:  # a defect of ours: one line all the same, the traceback on request
         from gqa.checkpoint.devices import out_of_memory
 
-        if {"-v", "--verbose"} & set(sys.argv):
+        if any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv):  # also in -qv
             traceback.print_exc()
         if out_of_memory(error):
             fail(program, f"out of memory: {explain(error)}", 1)

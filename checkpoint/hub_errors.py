@@ -5,8 +5,10 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+import click
 
 from gqa.checkpoint.errors import explain, listing
 
@@ -15,18 +17,20 @@ LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 @contextmanager
 def quiet(library: str) -> Iterator[None]:
-    """Without the messages of `huggingface_hub` or `datasets` (what fails is raised) and, where nobody sits before it,
-    without its progress bars; or as its environment variables say.
+    """Without the messages of `huggingface_hub` or `datasets` (what fails is raised) and, with --quiet and where nobody
+    sits before it, without their progress bars; or as their environment variables say.
     """
+    command = click.get_current_context(silent=True)
     utils: Any = importlib.import_module(f"{library}.utils")
     level, shown = utils.logging.get_verbosity(), not utils.are_progress_bars_disabled()
     if level == logging.WARNING:  # nobody asked for another
         utils.logging.set_verbosity(logging.CRITICAL)
-    if shown and not sys.stderr.isatty():
+    if shown and (not sys.stderr.isatty() or (command and command.params.get("quiet"))):
         with warnings.catch_warnings(action="ignore"):  # that a variable says otherwise, and goes first
             utils.disable_progress_bars()
     try:
-        yield
+        with quiet("huggingface_hub") if library == "datasets" else nullcontext():  # by which it fetches
+            yield
     finally:
         utils.logging.set_verbosity(level)
         if shown:

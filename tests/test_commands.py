@@ -16,6 +16,7 @@ from training import tiny_checkpoint, write_corpus
 
 from gqa.checkpoint import console
 from gqa.checkpoint.console import ByteSize, Option, read_count
+from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.options import OptionsOf
 from gqa.cli import COMMANDS
 from gqa.cli import command as gqa_command
@@ -326,6 +327,36 @@ def test_nobody_looks_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert console.progress_bar(200, "tok", "x", quiet=False).disable
     console.say_device("cpu", quiet=False)
     assert told.getvalue() == ""
+
+
+@click.command(cls=console.Command)
+@console.option("--verbose")
+@console.option("--quiet")
+def broken(verbose: bool, quiet: bool) -> float:
+    """A command with a defect."""
+    return 1 / 0
+
+
+@pytest.mark.parametrize("library", ["huggingface_hub", "datasets"])
+def test_quiet_is_without_the_bars_of_libraries(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [import_module(f"{name}.utils").are_progress_bars_disabled for name in {library, "huggingface_hub"}]
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    for words, without in (([], False), (["-q"], True)):
+        with broken.make_context("gqa-x", words), quiet(library):
+            assert {disabled() for disabled in shown} == {without}
+    assert not any(disabled() for disabled in shown)
+
+
+@pytest.mark.parametrize("words", ["-v", "--verbose", "-q -v", "-qv", "-vq", "-q"])
+def test_where_a_defect_is_is_shown_on_request(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gqa-x", *words.split()])
+    with pytest.raises(SystemExit):
+        console.run(broken, "gqa-x", "nothing was done")
+    told = capsys.readouterr().err
+    assert ("in broken" in told) == ("v" in words)
+    assert told.endswith("gqa-x: unexpected ZeroDivisionError: division by zero; -v shows where, please report it\n")
 
 
 def test_a_command_says_at_once_that_it_has_begun_and_where_it_runs(
