@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 
-from filelock import FileLock, Timeout
-
-from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.errors import OutputError
+from gqa.checkpoint.locks import locked
 
 
 class Remote:
@@ -29,7 +28,7 @@ class Remote:
     ) -> None:
         self.identity, self.cache, self.missing = identity, cache, missing
         self._get, self._place = get, Path()
-        self._guard, self._fetching = Lock(), dict[str, Lock]()
+        self._guard, self._fetching, self._held = Lock(), dict[str, Lock](), ExitStack()
 
     def open(self, place: Path, files: Iterable[str]) -> Path:
         """Fetch `files` and say where they are: below `place`, where what is left of another source is deleted.
@@ -38,20 +37,19 @@ class Remote:
         """
         self._place = place
         place.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(place / "lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            raise RefusedError(f"another conversion is fetching to {place}; wait for it or give another -o") from None
-        told = place / "source"
-        if not told.exists() or told.read_text(encoding="utf-8") != self.identity:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            told.write_text(self.identity, encoding="utf-8")
-        self.directory.mkdir(exist_ok=True)
-        for broken in self.directory.rglob("*.incomplete"):
-            broken.unlink()
-        for file in files:
-            self.fetch(file)
+        with ExitStack() as held:
+            busy = f"another conversion is fetching to {place}; wait for it or give another -o"
+            held.enter_context(locked(place / "lock", busy))
+            told = place / "source"
+            if not told.exists() or told.read_text(encoding="utf-8") != self.identity:
+                shutil.rmtree(self.directory, ignore_errors=True)
+                told.write_text(self.identity, encoding="utf-8")
+            self.directory.mkdir(exist_ok=True)
+            for broken in self.directory.rglob("*.incomplete"):
+                broken.unlink()
+            for file in files:
+                self.fetch(file)
+            self._held = held.pop_all()
         return self.directory
 
     @property
@@ -74,7 +72,6 @@ class Remote:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: object) -> None:
-        if kind is None or issubclass(kind, OutputError):
-            shutil.rmtree(self._place, ignore_errors=True)
-        with suppress(OSError):
-            self._lock.release()
+        with self._held:
+            if kind is None or issubclass(kind, OutputError):
+                shutil.rmtree(self._place, ignore_errors=True)

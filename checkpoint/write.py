@@ -19,9 +19,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from filelock import FileLock, Timeout
-
 from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.locks import locked
 from gqa.checkpoint.read import WEIGHT_SUFFIXES
 
 if TYPE_CHECKING:
@@ -205,22 +204,6 @@ def fsync_directory(directory: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-@contextmanager
-def locked(path: Path, refusal: str) -> Iterator[None]:
-    """Hold a lock file, which the system lets go of when the process dies. Raises RefusedError where another does."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise RefusedError(refusal) from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # it is removed while it is held (a waiting run notices), where that is possible
-            path.unlink()
-        lock.release()
 
 
 def write_text(path: Path, text: str) -> None:

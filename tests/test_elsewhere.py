@@ -20,6 +20,7 @@ from test_hub import same_weights
 
 from gqa import convert_model
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.remote import Remote
 from gqa.convert import convert_checkpoint
 from gqa.convert.api import convert_plan, plan_conversion
 
@@ -221,6 +222,18 @@ def test_kept_files_of_another_run_are_not_taken(
     hub.repos[NAME].add("main", source)
     assert machine.run(*MERGED, NAME).code == 0
     assert same_weights(machine.work / OUT, local)
+
+
+def test_a_fetch_that_fails_lets_go_of_its_place(tmp_path: Path) -> None:
+    """Also while somebody holds the error; a fetch that goes on keeps it."""
+    with pytest.raises(ZeroDivisionError) as held:
+        Remote("a model", lambda file, to: 1 / 0).open(tmp_path / "place", ["config.json"])
+    with Remote("a model", lambda file, to: (to / file).touch()) as again:
+        assert (again.open(tmp_path / "place", ["config.json"]) / "config.json").exists()
+        with pytest.raises(RefusedError, match="another conversion is fetching to"):
+            Remote("a model", lambda file, to: None).open(tmp_path / "place", [])
+    assert list(tmp_path.iterdir()) == []
+    del held
 
 
 def copied(directory: Path, url: str) -> str:

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.locks import locked
 from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
-from gqa.checkpoint.write import fsync_directory, locked, write_text
+from gqa.checkpoint.write import fsync_directory, write_text
 from gqa.uptrain.optimizer import plain_moments, restored_moments
 from gqa.uptrain.options import TrainOptions, differences
 

@@ -18,10 +18,11 @@ from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.headers import format_header
 from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.locks import locked
 from gqa.checkpoint.processes import main_first, place_of, total, wait_for_everyone
 from gqa.checkpoint.provenance import asked
 from gqa.checkpoint.read import TORCH_DTYPES
-from gqa.checkpoint.write import OutputDirectory, locked, write_tensor
+from gqa.checkpoint.write import OutputDirectory, write_tensor
 from gqa.convert.align.cache_bits import layers_with_cache
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.options import MapsOptions

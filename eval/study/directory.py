@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError
-from gqa.checkpoint.write import finite, locked, replacing
+from gqa.checkpoint.locks import locked
+from gqa.checkpoint.write import finite, replacing
 from gqa.eval.study.study import Cell
 
 Row = dict[str, Any]
