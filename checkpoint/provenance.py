@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -101,11 +102,11 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
         return {}, ""
     text = source.path("README.md").read_text(encoding="utf-8", errors="replace")
     metadata: dict[str, Any] = {}
-    try:
+    with suppress(Exception):  # a card that cannot be parsed, or not be written again, is carried along as it is
         loaded = ModelCard(text, ignore_metadata_errors=True)
-        metadata, text = dict(loaded.data.to_dict()), loaded.text
-    except Exception:  # a card that cannot be parsed is carried along as it is
-        pass
+        found = dict(loaded.data.to_dict())
+        format_card({"tags": [], **found}, (), "", "")
+        metadata, text = found, loaded.text
     own, mark, original = text.partition(SOURCE_CARD)
     return metadata, (text if whole else original if mark else own).strip()
 

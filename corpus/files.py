@@ -58,7 +58,7 @@ def find_files(spec: str) -> tuple[Path, ...]:
     Directories are searched through; hidden files, cards and what `datasets` keeps beside its data are left out.
     Raises CorpusError where there are none, several formats, or several splits.
     """
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))  # pathlib raises where there is no such user
     if os.path.isfile(path):  # pathlib raises where a name is too long
         if file_format(path) is None:
             raise CorpusError(f"{spec} has no suffix that says what it is; allowed are {ALLOWED}")

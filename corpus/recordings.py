@@ -59,7 +59,7 @@ def find_recordings(specs: Sequence[str], name: str, instead: str = "") -> list[
     """
     found = []
     for spec in specs:
-        place = Path(spec).expanduser()
+        place = Path(os.path.expanduser(spec))
         files = sorted(file for file in place.glob("*") if _is_sound(file)) if place.is_dir() else glob.glob(str(place))
         if not files or not all(map(_is_sound, files)):
             raise RefusedError(
@@ -81,7 +81,7 @@ def read_transcripts(sources: Source, targets: Source) -> Iterator[tuple[Sound, 
     held = TemporaryFile(buffering=0)  # noqa: SIM115 - it stays as long as what is in it
     for found, text in read_pairs(sources, targets):
         if found.sound is None:
-            place = Path(found.name.rpartition(":")[0]).parent / Path(found.text.strip()).expanduser()
+            place = Path(found.name.rpartition(":")[0]).parent / os.path.expanduser(found.text.strip())
             yield Sound(str(place)), text
         else:
             at = held.tell()

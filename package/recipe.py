@@ -80,6 +80,8 @@ def read_recipe(path: Path) -> dict[str, dict[str, Any]]:
         found = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"{path} cannot be read: {explain(error)}") from None
+    except RecursionError:
+        raise RefusedError(f"{path} holds itself or is nested too deeply; give options as NAME: VALUE") from None
     if isinstance(found, dict) and "command" in found:  # a record of a result
         found = found.get("recipe")
     if not isinstance(found, dict) or not found:

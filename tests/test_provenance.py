@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -114,6 +115,14 @@ def test_the_card_compares_the_base_model_with_the_result(source: Path, tmp_path
     assert rows[2]["key/value heads"] == ["4", "2"]
     assert all(one != other for one, other in rows[2].values())
     assert all(one == other for one, other in rows[4].values())
+
+
+@pytest.mark.parametrize("metadata", ["tags: &a [*a]", "tags: [[mine]]", f"license: {'[' * 400}{']' * 400}"])
+def test_a_card_that_cannot_be_written_again_is_carried_along(source: Path, tmp_path: Path, metadata: str) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "model/README.md").write_text(f"---\n{metadata}\n---\n# Mine\n")
+    convert(tmp_path / "model", "-g", 2, "--method", "mean", "-o", tmp_path / "out")
+    assert (tmp_path / "out/README.md").read_text().endswith(f"{SOURCE_CARD}\n\n---\n{metadata}\n---\n# Mine\n")
 
 
 @pytest.mark.parametrize("option", CASES)

@@ -225,6 +225,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "option twice": ("convert: {groups: 1, groups: 2}", "groups is there twice"),
     "step twice": ("convert: {}\nconvert: {}", "convert is there twice"),
+    "in itself": (
+        "convert: &a {model: *a}",
+        "r.yaml holds itself or is nested too deeply; give options",
+    ),
+    "deep": ("convert: " + "[" * 3000 + "]" * 3000, "r.yaml holds itself or is nested too deeply"),
     "broken": ("convert: [", "cannot be read"),
     "binary": ("a: \x00", "cannot be read"),
 }

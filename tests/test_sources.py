@@ -106,6 +106,7 @@ def test_what_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     lines(tmp_path / "data/test/0.jsonl", {"text": "a"})
     said = {
         "none.txt": "there is no file or directory none.txt",
+        "~nouser/a.jsonl": "there is no file or directory ~nouser/a.jsonl",
         "../none/": "there is no file or directory ../none/",
         "x" * 300 + ".txt": f"there is no file or directory {'x' * 300}.txt",
         "a b": "there is no file or directory a b, and it is no data set name (org/name[:config[:split]])",
