@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
-DISTRIBUTION = "gqa"
 TAG = "gqa"  # of models at the hub
 SOURCE_CARD = "# The source model's card"
 # What is not about a result: where it goes, whether something is in its place, what is told meanwhile.
@@ -30,12 +29,11 @@ _BESIDE = (
     "output", "overwrite", "resume", "dry_run", "json", "as_json", "verbose", "quiet", "push_to_hub", "public",
 )  # fmt: skip
 
-_installed = cache(importlib.metadata.version)
 
-
-def version() -> str:
-    """This tool's version."""
-    return _installed(DISTRIBUTION)
+@cache
+def version(package: str = "gqa") -> str:
+    """Of this tool, or of a package that it uses."""
+    return importlib.metadata.version(package)
 
 
 def stamp(tool: str, command: str) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def stamp(tool: str, command: str) -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Those that are installed."""
-    return {name: _installed(name) for name in packages}
+    return {name: version(name) for name in packages}
 
 
 def without_place(word: str) -> str:
