@@ -33,14 +33,20 @@ def html_table(title: str, rows: Iterable[Sequence[object]], header: Sequence[st
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class _Checkpoint:
-    """A checkpoint that was written: something that every function takes as a model."""
+class _Written:
+    """What lies at `path`, and is given to other functions as that."""
 
     path: Path
-    _kept: Any = field(default=None, compare=False)  # a temporary directory, which is there as long as this is
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class _Checkpoint(_Written):
+    """A checkpoint that was written: something that every function takes as a model."""
+
+    _kept: Any = field(default=None, compare=False)  # a temporary directory, which is there as long as this is
 
     def load(
         self,
@@ -170,14 +176,10 @@ class TrainedModel(_Checkpoint):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class RecordedTeacher:
+class RecordedTeacher(_Written):
     """What `record_teacher` wrote: a directory that `uptrain_model` takes as `teacher`. `record` says what is in it."""
 
-    path: Path
     record: Mapping[str, Any]
-
-    def __fspath__(self) -> str:
-        return os.fspath(self.path)
 
     def __repr__(self) -> str:
         return f"<RecordedTeacher {self.path}: {self.record['blocks']:,} blocks, {self.record['kept_mass']:.2%} kept>"
@@ -187,16 +189,12 @@ class RecordedTeacher:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class FoundMaps:
+class FoundMaps(_Written):
     """What `calibrate` wrote: a file that `convert_model` takes as `maps`."""
 
-    path: Path
     layer_errors: Mapping[int, float]
     method: str
     groups: Groups
-
-    def __fspath__(self) -> str:
-        return os.fspath(self.path)
 
     def load(self) -> MapsFile:
         """The maps, by module."""
