@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -101,13 +102,7 @@ def add_up(*tensors: Tensor) -> None:
 
 def of_all(number: float) -> list[float]:
     """What each process has of a number."""
-    state = ranks()
-    if state.num_processes == 1:
-        return [number]
-    found = torch.zeros(state.num_processes, dtype=torch.float64, device=state.device)
-    found[state.process_index] = number
-    add_up(found)
-    return [float(each) for each in found]
+    return list(gather_object([number]))
 
 
 def total(number: float) -> float:
