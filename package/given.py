@@ -137,6 +137,8 @@ def words_of(command: click.Command, said: Mapping[str, Any]) -> list[str]:
     places: list[str] = []
     for param in command.params:
         value = said.get(key_of(param))
+        if isinstance(value, dict):
+            raise click.BadParameter(f"{value!r} are options, and a value is meant", param=param)
         if isinstance(param, click.Option):
             words += [] if value is None else _option_words(param, value)
         elif value is not None:

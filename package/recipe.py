@@ -72,16 +72,24 @@ class Step:
         return step if isinstance(step, dict) else {}
 
 
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """A key that stands twice in a mapping, of which the first would be ignored, is a ValueError."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"{twice[0]} is there twice")
+        return super().construct_mapping(node, deep)
+
+
 def read_recipe(path: Path) -> dict[str, dict[str, Any]]:
     """The steps of a file, in its order. Raises RefusedError for what is no recipe."""
     try:
-        text = path.read_text(encoding="utf-8")
-        _check_twice(yaml.compose(text, yaml.SafeLoader))
-        found = yaml.safe_load(text)
+        found = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"{path} cannot be read: {explain(error)}") from None
     except RecursionError:
-        raise RefusedError(f"{path} holds itself or is nested too deeply; give options as NAME: VALUE") from None
+        raise RefusedError(f"{path} is nested too deeply; give options as NAME: VALUE") from None
     if isinstance(found, dict) and "command" in found:  # a record of a result
         found = found.get("recipe")
     if not isinstance(found, dict) or not found:
@@ -93,17 +101,6 @@ def read_recipe(path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(options, dict | None):
             raise RefusedError(f"{path}: {name} is {options!r}; give options as NAME: VALUE")
     return {str(name): options or {} for name, options in found.items()}
-
-
-def _check_twice(node: Any) -> None:
-    """Raises ValueError for a key that stands twice in a YAML mapping, of which the first would be ignored."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    keys = [key.value for key, _ in node.value]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"{twice[0]} is there twice")
-    for _, value in node.value:
-        _check_twice(value)
 
 
 def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: str) -> list[Step]:

@@ -225,11 +225,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "option twice": ("convert: {groups: 1, groups: 2}", "groups is there twice"),
     "step twice": ("convert: {}\nconvert: {}", "convert is there twice"),
-    "in itself": (
-        "convert: &a {model: *a}",
-        "r.yaml holds itself or is nested too deeply; give options",
-    ),
-    "deep": ("convert: " + "[" * 3000 + "]" * 3000, "r.yaml holds itself or is nested too deeply"),
+    "in itself": ("convert: &a {model: *a}", "'MODEL': {'model': {...}} are options, and a value is meant"),
+    "options": ({"convert": {"model": "model", "groups": {"heads": 2}}}, "'--groups': {'heads': 2} are options, and a"),
+    "deep": ("convert: " + "[" * 3000 + "]" * 3000, "r.yaml is nested too deeply; give options as"),
     "broken": ("convert: [", "cannot be read"),
     "binary": ("a: \x00", "cannot be read"),
 }
