@@ -93,7 +93,7 @@ def _reason(error: BaseException, repo: str, revision: str | None = None) -> str
 def _from_hub(
     model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], Path | None]
 ) -> Checkpoint:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
 
     try:
         info = HfApi().model_info(model, revision=revision)
@@ -111,7 +111,7 @@ def _from_hub(
     files, index = _weights_of(model, present, read)
     if headers_only and files[0].endswith(".bin"):
         raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    absent = {file for file in files if not _is_cached(model, file, info.sha)}
+    absent = {file for file in files if not isinstance(try_to_load_from_cache(model, file, revision=info.sha), str)}
     if files[0].endswith(".safetensors") and (headers_only or absent):
         headers = _headers(model, str(info.sha), read("config.json"), files, index, absent)
         if headers_only:
@@ -160,12 +160,6 @@ def _headers(
     missing = sum(size for file, size in headers.file_sizes.items() if file in absent)
     remote = Remote(f"{model} {commit}", get, Path(constants.HF_HUB_CACHE), missing)
     return replace(headers, remote=remote)
-
-
-def _is_cached(model: str, file: str, commit: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    return isinstance(try_to_load_from_cache(model, file, revision=commit), str)
 
 
 def _cached(model: str, revision: str | None) -> Checkpoint | None:
