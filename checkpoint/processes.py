@@ -114,10 +114,7 @@ def mean_of_all(values: Tensor) -> Tensor:
     """(N, ...) -> the mean of the numbers of all processes, to the last bit what one that has them all gives."""
     if ranks().num_processes == 1:
         return values.mean()
-    whole = torch.zeros(int(total(len(values))), *values.shape[1:], dtype=values.dtype, device=ranks().device)
-    whole[place_of(len(values))] = values.to(whole.device)
-    add_up(whole)
-    return whole.to(values.device).mean()
+    return torch.cat(gather_object([values.cpu()])).to(values.device).mean()
 
 
 def as_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
