@@ -339,12 +339,14 @@ def broken(verbose: bool, quiet: bool) -> float:
 
 @pytest.mark.parametrize("library", ["huggingface_hub", "datasets"])
 def test_quiet_is_without_the_bars_of_libraries(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = [import_module(f"{name}.utils").are_progress_bars_disabled for name in {library, "huggingface_hub"}]
+    found = [import_module(f"{name}.utils") for name in {library, "huggingface_hub"}]
+    for utils in found:  # whatever a test before has left
+        utils.enable_progress_bars()
     monkeypatch.setattr(sys, "stderr", Terminal())
     for words, without in (([], False), (["-q"], True)):
         with broken.make_context("gqa-x", words), quiet(library):
-            assert {disabled() for disabled in shown} == {without}
-    assert not any(disabled() for disabled in shown)
+            assert {utils.are_progress_bars_disabled() for utils in found} == {without}
+    assert not any(utils.are_progress_bars_disabled() for utils in found)
 
 
 @pytest.mark.parametrize("words", ["-v", "--verbose", "-q -v", "-qv", "-vq", "-q"])
