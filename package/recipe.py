@@ -29,13 +29,14 @@ from gqa.convert.estimate import duration
 from gqa.convert.summary import size
 from gqa.uptrain.options import differences
 
+from .cli import COMMANDS, call
 from .given import words_of
 
-# Where each command is, what it leaves beside its result, and where that goes unless the recipe says.
+# What each command leaves beside its result, and where that goes unless the recipe says.
 _STEPS = {
-    "convert": ("gqa.convert.cli", PROVENANCE, "converted"),
-    "uptrain": ("gqa.uptrain.cli", UPTRAINING, "uptrained"),
-    "eval": ("gqa.eval.cli", "results.json", "report"),
+    "convert": (PROVENANCE, "converted"),
+    "uptrain": (UPTRAINING, "uptrained"),
+    "eval": ("results.json", "report"),
 }
 _EPILOG = """\b
 Examples:
@@ -62,7 +63,7 @@ class Step:
     def recorded(self) -> Mapping[str, Any] | None:
         """The recipe of what lies at `out`: None where there is no result, empty where it does not say."""
         try:
-            record = json.loads((self.out / _STEPS[self.name][1]).read_text(encoding="utf-8"))
+            record = json.loads((self.out / _STEPS[self.name][0]).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except (OSError, ValueError):
@@ -110,8 +111,7 @@ def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: s
     steps: list[Step] = []
     made: list[str] = []  # the base model and what becomes of it
     for name, given in recipe.items():
-        home, _, place = _STEPS[name]
-        command: click.Command = import_module(home).command
+        command: click.Command = import_module(COMMANDS[name][0]).command
         known = {key_of(found) for found in command.params if found.expose_value}
         options = {str(key).replace("_", "-"): value for key, value in given.items() if value is not None}
         for key in options:
@@ -120,7 +120,7 @@ def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: s
         if made:
             before = {"baseline": made[0], "models": made[1:]} if name == "eval" else {"model": made[-1]}
             options = before | options
-        options = {"output": str(directory / place)} | options
+        options = {"output": str(directory / _STEPS[name][1])} | options
         if is_url(str(options["output"])):
             raise RefusedError(
                 f"{told}: {name}: output is {options['output']}; give a directory, where results are found"
@@ -167,8 +167,6 @@ def command(recipe: Path, output: Path | None, dry_run: bool, overwrite: bool, v
     All of it is checked before anything starts. A step whose result is there is not run again, so the same command
     continues a run that was stopped.
     """
-    from .cli import call
-
     steps = make_steps(read_recipe(recipe), output or Path(recipe.stem), str(recipe))
     left = left_to_do(steps, overwrite or dry_run)
     flags, taken = {"verbose": verbose, "quiet": quiet, "overwrite": overwrite}, list[tuple[float, int]]()
