@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -20,6 +18,7 @@ from checkpoints import edit_json, run
 from embedded import SOURCE, copy_source
 from evaluations import done, place, refused, results, told, words
 from hub_server import Machine, hub_server
+from training import Runs
 
 from gqa.eval import evaluate
 from gqa.eval.cli import main
@@ -239,26 +238,17 @@ def test_a_model_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--device auto is for one process, and there are 2" in refused("SRC --data TEXT --device auto")
 
 
-def test_ranks_print_one_result() -> None:
+def test_ranks_print_one_result(runs: Runs) -> None:
     """Nor does anything that they print depend on how many shared the work."""
     line = words("SRC G2 --data TEXT --context 64 --tokens 500 --precision float32 --kl -v")
-    assert two_ranks(line) == run(*line, program="gqa-eval").out
+    assert runs.finish(*line, ranks=2, program="eval").out == run(*line, program="gqa-eval").out
 
 
-def two_ranks(line: list[str]) -> str:
-    """What two processes print."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "gqa.eval"]
-    program, environment = [sys.executable, *launcher, *line], os.environ | {"OMP_NUM_THREADS": "1"}
-    found = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
-    assert found.returncode == 0, found.stderr[-2000:]
-    return found.stdout
-
-
-def test_ranks_share_a_recording(tmp_path: Path) -> None:
+def test_ranks_share_a_recording(runs: Runs, tmp_path: Path) -> None:
     """Of two what each scores, together what one records; in a smaller recording nothing is left of a larger one."""
     line = words("SRC G2 --data TEXT --context 64 --tokens 1000 --precision float32 --kl --baseline-mass 0.9")
     cache, alone = tmp_path / "cache", tmp_path / "alone"
-    told = two_ranks([*line, "--baseline-cache", str(cache)])
+    told = runs.finish(*line, "--baseline-cache", cache, ranks=2, program="eval").out
     assert len([*cache.glob("predictions-*.arrow")]) == 2
     assert told == run(*line, "--baseline-cache", alone, program="gqa-eval").out
     one, other = (StoredBaseline(path, {}) for path in (alone, cache))
