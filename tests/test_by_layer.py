@@ -386,7 +386,7 @@ def test_refused_before_anything_is_measured(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """A place that is taken, and a class whose layers cannot differ."""
-    monkeypatch.setattr(CalibrationText, "blocks", lambda *given: pytest.fail("it was measured"))
+    monkeypatch.setattr(CalibrationText, "blocks_of", lambda *given: pytest.fail("it was measured"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("{}")
     check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"), "--overwrite")

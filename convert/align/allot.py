@@ -72,12 +72,23 @@ def sum_alone(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> fl
 
 
 def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:
-    """Blocks to fit layers to, and further ones to measure them on, half of all where text is short."""
-    rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
-    text = replace(options.text, tokens=rows * options.text.length)
-    blocks = text.blocks(checkpoint, options.device, watcher)
-    last = max(1, min(MEASURED // options.text.length, len(blocks) // 2))
-    return blocks[:-last], blocks[-last:]
+    """Blocks to fit layers to, and further ones to measure them on, half of all where text is short; of each source in
+    proportion to its share of the text. Raises RefusedError.
+    """
+    shares, length = options.text.shares(), options.text.length
+    whole, fitted, measured = sum(tokens for _, tokens in shares), list[Tensor](), list[Tensor]()
+    for source, tokens in shares:
+        rows = max(2, -(-(min(whole, FITTED) + MEASURED) * tokens // whole // length))
+        blocks = options.text.blocks_of(source, rows * length, checkpoint, options.device, watcher)
+        last = max(1, min(MEASURED * tokens // whole // length, len(blocks) // 2))
+        fitted.append(blocks[:-last])
+        measured.append(blocks[-last:])
+    if not sum(map(len, fitted)):
+        raise RefusedError(
+            f"{source} has one block of {length} tokens; layers are fitted to one and measured on another: give more "
+            "text, or smaller blocks"
+        )
+    return torch.cat(fitted), torch.cat(measured)
 
 
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:
