@@ -144,7 +144,7 @@ def plan_text(plan: Plan, tensors: bool) -> str:
             " where there is no space for all" if told["revision"] else ""
         )
         if fetched["whole_model_first"]:
-            how = f"all of it first: method {plan.method} looks at the whole model"
+            how = f"all of it first: {plan.looks_first} looks at the whole model"
     lines = [
         f"model       {told['model']} ({told['model_type']}: {told['family']})",
         *([f"fetched     {size(fetched['bytes'])}, {how}"] if fetched else []),

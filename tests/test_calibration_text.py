@@ -138,5 +138,5 @@ def test_layers_are_measured_on_every_source(tmp_path: Path, monkeypatch: pytest
     assert [(len(fitted), len(measured)) for fitted, measured in alone] == [(64, 16)] * 2
     assert counts == [60 * 256, 80 * 256]
     assert [len(blocks) for blocks in measuring(FITTED + MEASURED, source)] == [1, 1]
-    with pytest.raises(RefusedError, match="has one block of 20480 tokens; .* smaller blocks"):
+    with pytest.raises(RefusedError, match=r"has one block of 20480 tokens; .* smaller blocks"):
         measuring(FITTED + MEASURED, written(tmp_path, 600))
