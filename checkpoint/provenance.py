@@ -104,6 +104,7 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
     try:
         loaded = ModelCard(text, ignore_metadata_errors=True)
         metadata, text = dict(loaded.data.to_dict()), loaded.text
+        metadata["tags"] = [tag for tag in metadata.get("tags", []) if isinstance(tag, str)]
     except Exception:  # a card that cannot be parsed is carried along as it is
         pass
     own, mark, original = text.partition(SOURCE_CARD)
