@@ -294,6 +294,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:
     """Says what every method would take here, or after a conversion what a better one would; all of it by method."""
     from gqa.convert.estimate import duration, estimates
+    from gqa.convert.summary import command as command_of
     from gqa.convert.summary import size
 
     how = read_maps(options)
@@ -313,12 +314,9 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
             options,
         )
     elif result:
-        kept = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
-        words = ["gqa-convert", "--groups", str(kept), "--method", best.method.name]
-        words += ["--revision", options["revision"]] if options["revision"] else []
-        command = shlex.join([*words, str(options["model"])])
+        again = command_of(plan, best.method.name, str(options["model"]))
         about = f"about {duration(best.seconds)} on {device}"
-        _say(f"better      {best.method.name}, {best.method.result}: {about}:\n            {command}", options)
+        _say(f"better      {best.method.name}, {best.method.result}: {about}:\n            {again}", options)
     return {
         each.method.name: {"seconds": round(each.seconds, 1), "memory_bytes": each.memory, "disk_bytes": each.disk}
         for each in found
