@@ -10,10 +10,8 @@ from typing import Any
 from gqa.checkpoint.errors import OutputError
 from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.write import OutputDirectory, existing, require_space
-from gqa.convert.methods import METHODS
+from gqa.convert.methods import instead
 from gqa.convert.plan import Plan, Shard
-
-POOLING = [method.name for method in METHODS.values() if not (method.aligns or method.redraws)]
 
 
 def files_of(plan: Plan, shard: Shard) -> set[str]:
@@ -55,11 +53,11 @@ def fetched_beside(plan: Plan, output: OutputDirectory) -> Path | None:
         if free >= remote.missing + beside and shutil.disk_usage(place).free >= plan.total_bytes:
             return None
         if plan.looks_first:
-            instead = f"with --method {' or '.join(POOLING)}" if plan.lacks_maps else "without it"
+            other = f"with --method {instead(lambda method: False)}" if plan.lacks_maps else "without it"
             raise OutputError(
                 f"no space left: {plan.looks_first} looks at the whole model: {remote.missing:,} bytes are fetched to "
                 f"{cache} (HF_HOME says where) and the result takes {plan.total_bytes:,}; {free:,} are free; free some "
-                f"space, or fetch file by file {instead}"
+                f"space, or fetch file by file {other}"
             )
     place = output.sibling("fetched")
     require_space(plan.total_bytes, output.out, _at_once(plan), there=bytes_in(output.work) + bytes_in(place))
