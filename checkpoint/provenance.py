@@ -103,7 +103,9 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
     with suppress(Exception):  # a card that cannot be parsed, or not be written again, is carried along as it is
         loaded = ModelCard(text, ignore_metadata_errors=True)
         found = dict(loaded.data.to_dict())
-        format_card({"tags": [], **found}, (), "", "")
+        tags = found.get("tags") or []
+        found["tags"] = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
+        format_card(found, (), "", "")
         metadata, text = found, loaded.text
     own, mark, original = text.partition(SOURCE_CARD)
     return metadata, (text if whole else original if mark else own).strip()

@@ -1,23 +1,25 @@
 """What the command and `package/` convert by: the same two steps, plan and convert."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.filesystems import is_url
 from gqa.checkpoint.hub import beside, open_model
-from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.fetching import fetched_beside
-from gqa.convert.heads.layout import Groups
+from gqa.convert.fetching import fetched, fetched_beside
+from gqa.convert.heads.layout import Groups, groups_text
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
 from gqa.convert.methods import METHODS
@@ -26,7 +28,13 @@ from gqa.convert.recast.targets import ANY, Target
 from gqa.convert.summary import identity, model_card, provenance
 from gqa.convert.verify import verify_load
 
-__all__ = ["Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion"]
+if TYPE_CHECKING:
+    from gqa.convert.align.allot import Losses
+
+__all__ = [
+    "Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion",
+    "plan_maps", "plan_within",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ def plan_conversion(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     target: Target = ANY,
-    output: Callable[[Plan], OutputDirectory] | None = None,
+    output: Callable[[Plan], OutputDirectory | None] = lambda plan: None,
     for_cache_bits: bool = False,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
@@ -72,8 +80,9 @@ def plan_conversion(
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
         max_shard_bytes: Of one output file; None for the base model's partition.
         target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
-        output: Where a plan is going to be written: for a hub id without the space for all of it, and for an address,
-            the files of the source are then fetched beside it as they are read. None for all of a hub id at once.
+        output: From a plan, before weights are fetched, to where it is going to be written: for a hub id without the
+            space for all of it, and for an address, the files of the source are then fetched beside it as they are
+            read. To None for all of a hub id at once.
         for_cache_bits: Give heads the basis in which a KV cache of few bits loses less (docs/budget.md); any `groups`,
             the model's own number too.
 
@@ -96,9 +105,68 @@ def plan_conversion(
 
     def place(headers: Checkpoint) -> Path | None:
         made = plan(headers)  # refuses before weights are fetched
-        return fetched_beside(made, output(made)) if output else None
+        there = output(made)
+        return fetched_beside(made, there) if there else None
 
     return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=place))
+
+
+def plan_within(
+    model: str | os.PathLike[str],
+    share: float,
+    how: MapsOptions,
+    *,
+    ranks: int = 1,
+    layers: Watcher = SILENT,
+    revision: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> tuple[Plan, tuple[int, ...], Losses]:
+    """A plan, with weights, whose layers keep as many heads as a `share` of the KV cache has room for; these heads, and
+    what layers would lose by any number: see `heads_within`. `options` are those of `make_plan`.
+
+    What would refuse the plan, or `out`, does so before layers are measured and before weights are fetched.
+    """
+    from gqa.convert.align.allot import heads_within, uneven
+
+    def plan(checkpoint: Checkpoint, groups: Groups) -> Plan:
+        made = make_plan(checkpoint, groups, **options)
+        searches(made, how.grouping)  # refuses
+        return made
+
+    def check(checkpoint: Checkpoint) -> None:
+        if out:
+            OutputDirectory(Path(out), checkpoint.directory, overwrite)
+        plan(checkpoint, uneven(checkpoint, share, ranks))
+
+    if is_url(os.fspath(model)):
+        raise RefusedError(f"--kv-budget runs the layers of {model}; copy it to a directory")
+    source = open_model(os.fspath(model), revision, check=check)
+    check(source)
+    (heads,), losses = heads_within(source, [share], how, ranks, layers)
+    return plan(source, heads), heads, losses
+
+
+def plan_maps(
+    model: str | os.PathLike[str], groups: Groups, out: Path, *, overwrite: bool = False, **options: Any
+) -> Plan:
+    """`plan_conversion`, with weights, for maps that are going to be written to `out`. Refuses before weights are
+    fetched also where there are none to find, or no place for them.
+    """
+    from gqa.convert.align.find_maps import check_place
+
+    def check(plan: Plan) -> None:
+        if not plan.lacks_maps:
+            raise RefusedError(
+                f"nothing to calibrate: method {plan.method} with --groups {groups_text(groups)} of the "
+                f"{plan.config.main.kv} key/value heads of {plan.checkpoint.name} needs no maps"
+            )
+        check_place(out, overwrite)
+
+    plan = plan_conversion(model, groups, headers_only=False, output=check, **options)
+    check(plan)
+    return plan
 
 
 def convert_plan(
@@ -136,13 +204,9 @@ def convert_plan(
     """
     if plan.checkpoint.directory is None:
         raise RefusedError(f"the plan is of the headers of {plan.checkpoint.name}; make it with headers_only=False")
-    out, remote = Path(out), plan.checkpoint.remote
+    out = Path(out)
     with ExitStack() as stack:
-        if remote:
-            stack.enter_context(quiet("huggingface_hub"))
-            stack.enter_context(remote)
-            for file in plan.checkpoint.files if plan.lacks_maps or plan.for_cache_bits else ():
-                remote.fetch(file)
+        stack.enter_context(fetched(plan, whole=bool(plan.looks_first)))
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.checkpoint.loading import ranks
             from gqa.convert.align.find_maps import with_maps
@@ -154,7 +218,7 @@ def convert_plan(
             from gqa.convert.cache_basis import cache_bases
 
             plan = replace(plan, merging=replace(plan.merging, bases=cache_bases(plan)))
-        resume = identity(plan, checksums) if remote else ""
+        resume = identity(plan, checksums) if plan.checkpoint.remote else ""
         output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite, resume))
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress, resume=resume)
         write_text(output.work / PROVENANCE, provenance(plan, hashes, out))

@@ -108,26 +108,20 @@ def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
 
     Finished layers are kept: the same command continues a run that was stopped.
     """
-    from gqa.checkpoint.hub import open_model
     from gqa.checkpoint.processes import share_work
     from gqa.convert.align.find_maps import find_maps
-    from gqa.convert.heads.layout import groups_text
-    from gqa.convert.plan import make_plan
+    from gqa.convert.api import plan_maps
 
     share_work(options) if options["method"] in LAYERWISE else console.check_alone()
     refuse_unused([options["method"]], f"--method {options['method']}")
-    source = open_model(model, options["revision"])
-    plan = make_plan(source, groups, options["method"], options["seed"], target=read_target(options))
-    if plan.fewest >= plan.config.main.kv:
-        raise RefusedError(
-            f"--groups {groups_text(groups)} of the {plan.config.main.kv} key/value heads of {model}: nothing is merged"
-        )
-    if not output.resolve().parent.is_dir():
-        raise RefusedError(f"{output.parent} is no directory; give a file in one that exists")
+    how = read_maps(options)
+    plan = plan_maps(
+        model, groups, output, overwrite=options["overwrite"], method=options["method"], seed=options["seed"],
+        revision=options["revision"], target=read_target(options), grouping=how.grouping,
+    )  # fmt: skip
     start = time.monotonic()
+    console.say_device(how.device, options["quiet"])
     with Bar(options["quiet"]) as bar:
-        how = read_maps(options)
-        console.say_device(how.device, options["quiet"])
         find_maps(plan, output, how, bar, overwrite=options["overwrite"])
     if not options["quiet"]:
         click.echo(bar.table() or "from the weights alone")

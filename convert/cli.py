@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from gqa.convert.method_option import OF_DRAWS, OF_TEXT, is_given, only_for, ref
 from gqa.convert.methods import ALIGNING, AUTO, AUTOMATIC, LAYERWISE, MEASURING, METHODS
 
 if TYPE_CHECKING:
-    from gqa.convert.align.allot import Forecast
+    from gqa.convert.align.allot import Forecast, Losses
     from gqa.convert.api import Conversion, Plan
     from gqa.convert.heads.layout import Groups
 
@@ -116,8 +117,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
     the result loads with plain transformers and its KV cache shrinks with the number of heads. Without --method it is
     the best that needs only the weights; the GQA paper's mean pooling is --method mean.
     """
-    from gqa.convert.api import plan_conversion
-
     if options["maps"]:
         refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
     asked = AUTOMATIC if options["method"] == AUTO else (options["method"],)
@@ -136,16 +135,8 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
         console.check_alone()
     console.check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
     options["address"] = _address(options)
-    options["model"] = model
-    groups, options["allotment"] = (groups, None) if groups else _allotted(options)
-    plan = plan_conversion(
-        model, groups, method=options["method"], seed=options["seed"], dtype=options["dtype"],
-        max_shard_bytes=options["max_shard_size"], revision=options["revision"], maps=options["maps"],
-        target=read_target(options), grouping=options["grouping"],
-        headers_only=options["dry_run"] and not options["forecast"],
-        output=lambda plan: OutputDirectory(_output(plan, options), None, options["overwrite"]),
-        for_cache_bits=options["for_cache_bits"],
-    )  # fmt: skip
+    options |= {"model": model, "groups": groups}
+    plan = _planned(options)
     options["forecast"] = _forecast(plan, options) if options["forecast"] else None
     _announce(plan, options)
     if options["dry_run"]:
@@ -170,31 +161,54 @@ def _address(options: dict[str, Any]) -> str | None:
     return address
 
 
-def _allotted(options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
-    """The heads of every layer by --kv-budget, and what is told of them."""
+def _planned(options: dict[str, Any]) -> Plan:
+    """For --groups, or for --kv-budget; what is told of its heads is added to the options as `allotment`."""
+    from gqa.convert.api import plan_conversion, plan_within
+
+    how = {name: options[name] for name in ("method", "seed", "dtype", "revision", "for_cache_bits")}
+    how |= {"max_shard_bytes": options["max_shard_size"], "target": read_target(options)}
+    if options["groups"]:
+        options["allotment"] = None
+        return plan_conversion(
+            options["model"], options["groups"], maps=options["maps"], grouping=options["grouping"],
+            headers_only=options["dry_run"] and not options["forecast"], output=partial(_place, options), **how,
+        )  # fmt: skip
     for other in ("maps", "dry_run"):
         if options[other]:
             option = f"--{other.replace('_', '-')}"
             raise RefusedError(f"--kv-budget measures the layers of a model, {option} runs none; leave one of them out")
-    if is_url(options["model"]):
-        raise RefusedError(f"--kv-budget runs the layers of {options['model']}; copy it to a directory")
-    from gqa.checkpoint.hub import open_model
-    from gqa.convert.align.allot import forecast, heads_within
+    measuring = read_maps(options)
+    console.say_device(measuring.device, options["quiet"])
+    with Bar(options["quiet"]) as bar:
+        plan, heads, losses = plan_within(
+            options["model"], options["kv_budget"], measuring, ranks=options["tensor_parallel"] or 1, layers=bar,
+            out=options["output"], overwrite=options["overwrite"], **how,
+        )  # fmt: skip
+    options["allotment"] = _allotment(heads, losses, options)
+    return plan
+
+
+def _allotment(heads: Sequence[int], losses: Losses, options: dict[str, Any]) -> dict[str, Any]:
+    """What is told of the heads of every layer by --kv-budget, once it is said."""
+    from gqa.convert.align.allot import forecast
     from gqa.convert.summary import allotment_text, forecast_text
 
-    source, how = open_model(options["model"], options["revision"]), read_maps(options)
-    if options["output"]:  # what would refuse it later does so before the work
-        OutputDirectory(Path(options["output"]), source.directory, options["overwrite"])
-    console.say_device(how.device, options["quiet"])
-    with Bar(options["quiet"]) as bar:
-        (heads,), losses = heads_within(source, [options["kv_budget"]], how, options["tensor_parallel"] or 1, bar)
     _say(allotment_text(heads, losses), options)
     told = {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
     if together := METHODS[options["method"]].together:
         found = forecast(sum(layer[kept] for kept, layer in zip(heads, losses, strict=True)), together)
         _say(forecast_text(found), options)
         told["forecast"] = found._asdict()
-    return heads, told
+    return told
+
+
+def _place(options: dict[str, Any], plan: Plan) -> OutputDirectory:
+    """Where a plan is going to be written, if it can be."""
+    if options["forecast"]:
+        from gqa.convert.align.allot import check_forecast
+
+        check_forecast(plan, read_maps(options))
+    return OutputDirectory(_output(plan, options), None, options["overwrite"])
 
 
 def _output(plan: Plan, options: dict[str, Any]) -> Path:
@@ -280,6 +294,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
 def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:
     """Says what every method would take here, or after a conversion what a better one would; all of it by method."""
     from gqa.convert.estimate import duration, estimates
+    from gqa.convert.summary import command as command_of
     from gqa.convert.summary import size
 
     how = read_maps(options)
@@ -299,12 +314,9 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
             options,
         )
     elif result:
-        kept = plan.groups if isinstance(plan.groups, int) else ",".join(map(str, plan.groups))
-        words = ["gqa-convert", "--groups", str(kept), "--method", best.method.name]
-        words += ["--revision", options["revision"]] if options["revision"] else []
-        command = shlex.join([*words, str(options["model"])])
+        again = command_of(plan, best.method.name, str(options["model"]))
         about = f"about {duration(best.seconds)} on {device}"
-        _say(f"better      {best.method.name}, {best.method.result}: {about}:\n            {command}", options)
+        _say(f"better      {best.method.name}, {best.method.result}: {about}:\n            {again}", options)
     return {
         each.method.name: {"seconds": round(each.seconds, 1), "memory_bytes": each.memory, "disk_bytes": each.disk}
         for each in found
@@ -313,10 +325,11 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
 
 def _forecast(plan: Plan, options: dict[str, Any]) -> Forecast:
     from gqa.convert.align.allot import forecast_of
+    from gqa.convert.fetching import fetched
 
     how = read_maps(options)
     console.say_device(how.device, options["quiet"])
-    with Bar(options["quiet"]) as bar:
+    with fetched(plan, whole=True), Bar(options["quiet"]) as bar:
         return forecast_of(plan, how, bar)
 
 

@@ -2,15 +2,16 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError
+from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.write import OutputDirectory, existing, require_space
-from gqa.convert.methods import METHODS
+from gqa.convert.methods import instead
 from gqa.convert.plan import Plan, Shard
-
-POOLING = [method.name for method in METHODS.values() if not (method.aligns or method.redraws)]
 
 
 def files_of(plan: Plan, shard: Shard) -> set[str]:
@@ -39,11 +40,11 @@ def jobs_within(plan: Plan, jobs: int, space: int) -> int:
 
 def fetched_beside(plan: Plan, output: OutputDirectory) -> Path | None:
     """Where files of the source are fetched to when they are read: beside the output. None where all of them go to the
-    cache of the hub first: where there is space for that, or where the method looks at the whole model.
+    cache of the hub first: where there is space for that, or where something looks at the whole model.
 
     Raises OutputError where there is too little space, before any weights are fetched.
     """
-    remote, whole = plan.checkpoint.remote, plan.checkpoint.file_sizes
+    remote = plan.checkpoint.remote
     assert remote is not None
     if remote.cache:
         cache, place = existing(remote.cache), existing(output.out)
@@ -51,16 +52,33 @@ def fetched_beside(plan: Plan, output: OutputDirectory) -> Path | None:
         free = shutil.disk_usage(cache).free
         if free >= remote.missing + beside and shutil.disk_usage(place).free >= plan.total_bytes:
             return None
-        if plan.lacks_maps:
+        if plan.looks_first:
+            other = f"with --method {instead(lambda method: False)}" if plan.lacks_maps else "without it"
             raise OutputError(
-                f"no space left: method {plan.merging.method} looks at the whole model: {remote.missing:,} bytes are "
-                f"fetched to {cache} (HF_HOME says where) and the result takes {plan.total_bytes:,}; {free:,} are "
-                f"free; free some space, or fetch file by file with --method {' or '.join(POOLING)}"
+                f"no space left: {plan.looks_first} looks at the whole model: {remote.missing:,} bytes are fetched to "
+                f"{cache} (HF_HOME says where) and the result takes {plan.total_bytes:,}; {free:,} are free; free some "
+                f"space, or fetch file by file {other}"
             )
     place = output.sibling("fetched")
-    at_once = sum(whole.values()) if plan.lacks_maps else held_at_once(plan, 1)
-    require_space(plan.total_bytes, output.out, at_once, there=bytes_in(output.work) + bytes_in(place))
+    require_space(plan.total_bytes, output.out, _at_once(plan), there=bytes_in(output.work) + bytes_in(place))
     return place
+
+
+def _at_once(plan: Plan) -> int:
+    """Bytes of the source that lie beside the result at a time."""
+    return sum(plan.checkpoint.file_sizes.values()) if plan.looks_first else held_at_once(plan, 1)
+
+
+@contextmanager
+def fetched(plan: Plan, whole: bool) -> Iterator[None]:
+    """While the block runs, files of a model elsewhere are here once they are read, or all of them; after it none."""
+    with ExitStack() as stack:
+        if remote := plan.checkpoint.remote:
+            stack.enter_context(quiet("huggingface_hub"))
+            stack.enter_context(remote)
+            for file in plan.checkpoint.files if whole else ():
+                remote.fetch(file)
+        yield
 
 
 def bytes_in(directory: Path) -> int:
@@ -72,9 +90,8 @@ def fetching_record(plan: Plan) -> dict[str, Any] | None:
     """What has to be fetched of a model that is not here, for --dry-run; None of one that is."""
     if not (remote := plan.checkpoint.remote):
         return None
-    whole = sum(plan.checkpoint.file_sizes.values())
     return {
-        "bytes": remote.missing if remote.cache else whole,
-        "whole_model_first": plan.lacks_maps,
-        "bytes_at_once": whole if plan.lacks_maps else held_at_once(plan, 1),
+        "bytes": remote.missing if remote.cache else sum(plan.checkpoint.file_sizes.values()),
+        "whole_model_first": bool(plan.looks_first),
+        "bytes_at_once": _at_once(plan),
     }

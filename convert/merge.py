@@ -182,7 +182,7 @@ def _cast(job: _Job, target: BinaryIO, tensor: OutputTensor, source: TensorSpec)
     """An untouched tensor in another dtype, out of a `.bin` or computed by a view, a bounded piece at a time."""
     for piece in _pieces(job, source):
         cast = stored_as(piece, tensor.dtype)
-        if cast.dtype != piece.dtype and not bool(cast.isfinite().all()) and bool(piece.isfinite().all()):
+        if cast.dtype != piece.dtype and not all_finite(cast) and not cast.isfinite().equal(piece.isfinite()):
             raise OutputError(f"{source.name} has numbers too large for {tensor.dtype}; give another --dtype")
         write_tensor(target, cast, job.progress, job.stop)
 

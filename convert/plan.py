@@ -107,6 +107,13 @@ class Plan:
         return self.merging.how.aligns and not self.merging.maps and self.fewest < self.config.main.kv
 
     @property
+    def looks_first(self) -> str:
+        """What looks at the whole model before anything is written, in words; nothing where files are read in turn."""
+        if self.lacks_maps:
+            return f"method {self.merging.method}"
+        return "--for-cache-bits" if self.for_cache_bits else ""
+
+    @property
     def method(self) -> str:
         """What is done to heads: the method's name, `repeat` upwards, `none` where their number stays."""
         before = self.config.main.kv
@@ -146,9 +153,7 @@ def make_plan(
             f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {config.not_layerwise}; "
             f"use --method {plainer}"
         )
-    beside = _rules_beside(config, method, checkpoint.name) if merges else ()
-    if for_cache_bits:
-        beside = _rules_of_basis(config, checkpoint.name)
+    beside = _rules_beside(config, method, for_cache_bits, checkpoint.name) if merges or for_cache_bits else ()
     changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
     if not for_cache_bits:
         changes = [change for change in changes if change.groups != change.heads.kv]
@@ -191,28 +196,21 @@ def _choose(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[Atten
     return found, f"what its layers are given can{'' if known else 'not'} be guessed from the weights"
 
 
-def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
-    """Rules of what a method changes beside keys and values. Raises RefusedError where heads cannot be aligned."""
-    if not METHODS[method].aligns:
+def _rules_beside(config: ModelConfig, method: str, for_cache_bits: bool, name: str) -> tuple[Rule, ...]:
+    """Rules of what a method or another basis of heads changes beside keys and values. Raises RefusedError where heads
+    cannot be changed so.
+    """
+    if not (for_cache_bits or METHODS[method].aligns):
         return ()
     if isinstance(config.symmetry, Symmetry):
         return config.symmetry.rules
+    heads = f"the heads of {name} ({config.text.model_type}): {config.symmetry}"
+    if for_cache_bits:
+        raise RefusedError(f"--for-cache-bits cannot change {heads}; leave it out")
     if not METHODS[method].refines:
-        raise RefusedError(
-            f"--method {method} cannot align the heads of {name} ({config.text.model_type}): {config.symmetry}; "
-            f"use --method {instead(lambda other: other.refines)}"
-        )
+        advised = instead(lambda other: other.refines)
+        raise RefusedError(f"--method {method} cannot align {heads}; use --method {advised}")
     return tuple(Rule(tensor, Layout()) for tensor in ("q_proj", "o_proj", "out_proj", "dense"))
-
-
-def _rules_of_basis(config: ModelConfig, name: str) -> tuple[Rule, ...]:
-    """Rules of what another basis of heads changes beside keys and values. Raises RefusedError where there is none."""
-    if isinstance(config.symmetry, str):
-        raise RefusedError(
-            f"--for-cache-bits cannot change the heads of {name} ({config.text.model_type}): {config.symmetry}; leave "
-            "it out"
-        )
-    return config.symmetry.rules
 
 
 def searches(plan: Plan, grouping: str) -> bool:

@@ -144,7 +144,7 @@ def plan_text(plan: Plan, tensors: bool) -> str:
             " where there is no space for all" if told["revision"] else ""
         )
         if fetched["whole_model_first"]:
-            how = f"all of it first: method {plan.method} looks at the whole model"
+            how = f"all of it first: {plan.looks_first} looks at the whole model"
     lines = [
         f"model       {told['model']} ({told['model_type']}: {told['family']})",
         *([f"fetched     {size(fetched['bytes'])}, {how}"] if fetched else []),
@@ -178,11 +178,15 @@ def _of_basis(plan: Plan) -> str:
     return "values rotated, the same logits; keys stay, a norm comes after them"
 
 
-def command(plan: Plan) -> str:
-    """The command that makes the same weights, without the paths of the machine that made these (shards may differ)."""
+def command(plan: Plan, method: str = "", model: str = "") -> str:
+    """The command that makes the same weights, without the paths of the machine that made these (shards may differ); or
+    by another `method`, of the `model` where it lies, a result that is else alike.
+    """
     kept = [plan.groups] if isinstance(plan.groups, int) else plan.groups
     words = ["gqa-convert", "--groups", ",".join(map(str, kept))]
-    if plan.fewest < plan.config.main.kv:
+    if method:
+        words += ["--method", method]
+    elif plan.fewest < plan.config.main.kv:
         words += ["--method", plan.merging.method]
         words += ["--seed", str(plan.merging.seed)] if plan.merging.how.redraws else []
         words += _calibration(plan.merging.maps.description) if plan.merging.maps else []
@@ -192,34 +196,38 @@ def command(plan: Plan) -> str:
     words += ["--for-cache-bits"] if plan.for_cache_bits else []
     words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
     words += ["--revision", plan.checkpoint.revision] if plan.checkpoint.revision else []
-    return shlex.join([*words, plan.checkpoint.hub_id or plan.checkpoint.name])
+    return shlex.join([*words, model or plan.checkpoint.hub_id or plan.checkpoint.name])
 
 
 def _calibration(told: Mapping[str, Any]) -> list[str]:
     """The options that made maps, as far as the maps say."""
-    words = ["--grouping", told["grouping"]]
-    if text := told.get("text"):
-        sources = ",".join(map(without_place, text["sources"]))
-        words += ["--data", sources, "--tokens", str(text["tokens"])]
-        words += ["--context", str(text["length"]), "--seed", str(text["seed"])]
-        words += ["--field", text["field"]] if text.get("field", "text") != "text" else []
-        words += ["--target-field", text["target_field"]] if text.get("target_field") else []
-        words += [] if text.get("repeats") else ["--no-repeats"]
-        words += ["--sampler", told_by] if (told_by := text.get("sampler", "transformers")) != "transformers" else []
-        words += ["--trust-remote-code"] if text.get("trust_remote_code") else []
-        words += ["--ridge", str(told["ridge"]), "--precision", told["dtype"]]
-    if how := told.get("refinement"):
-        words += ["--refine-steps", str(how["steps"]), "--refine-batch", str(how["batch"])]
-        words += ["--refine-learning-rate", str(how["learning_rate"])]
-        words += ["--refine-precision", "bfloat16" if how["autocast"] else "float32"]
-        words += ["--cache-bits", str(how["cache_bits"])] if how.get("cache_bits") else []
-    return words
+    text, how = told.get("text", {}), told.get("refinement", {})
+    said = {
+        "--grouping": told.get("grouping"),
+        "--data": ",".join(map(without_place, text.get("sources", []))) or None,
+        "--tokens": text.get("tokens"),
+        "--context": text.get("length"),
+        "--seed": text.get("seed"),
+        "--field": text["field"] if text.get("field", "text") != "text" else None,
+        "--target-field": text.get("target_field"),
+        "--sampler": text["sampler"] if text.get("sampler", "transformers") != "transformers" else None,
+        "--ridge": told.get("ridge"),
+        "--precision": told.get("dtype"),
+        "--refine-steps": how.get("steps"),
+        "--refine-batch": how.get("batch"),
+        "--refine-learning-rate": how.get("learning_rate"),
+        "--refine-precision": {True: "bfloat16", False: "float32"}.get(how.get("autocast")),
+        "--cache-bits": how.get("cache_bits"),
+    }
+    words = [word for option, value in said.items() if value is not None for word in (option, str(value))]
+    words += ["--no-repeats"] if text and not text.get("repeats") else []
+    return words + (["--trust-remote-code"] if text.get("trust_remote_code") else [])
 
 
 def _told_of_maps(told: Mapping[str, Any]) -> dict[str, Any]:
     """What maps say, without the paths of the machine that made them."""
     text = told.get("text")
-    return {**told, **({"text": text | {"sources": [*map(without_place, text["sources"])]}} if text else {})}
+    return {**told, **({"text": text | {"sources": [*map(without_place, text.get("sources", []))]}} if text else {})}
 
 
 def _place(plan: Plan, out: Path) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import read_header
@@ -21,8 +21,6 @@ from gqa.convert.plan import OutputTensor, Plan, Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
-Item = TypeVar("Item")
-Made = TypeVar("Made")
 BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
 
@@ -74,20 +72,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def in_threads(
-    jobs: int, function: Callable[[Item], Made], items: Sequence[Item], stop: Callable[[], None] = lambda: None
-) -> list[Made]:
-    """What a function makes of all items, `jobs` at a time. The first error ends it: `stop` is called."""
+def in_threads(jobs: int, function: Callable[[int], object], numbers: Iterable[int], stop: Callable[[], None]) -> None:
+    """Call a function with every number, `jobs` at a time. The first error ends it: `stop` is called."""
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         try:
-            futures = [pool.submit(function, item) for item in items]
-            for done in as_completed(futures):
+            for done in as_completed([pool.submit(function, number) for number in numbers]):
                 done.result()
         except BaseException:
             stop()
             pool.shutdown(cancel_futures=True)
             raise
-    return [future.result() for future in futures]
 
 
 def _check_shard(source: Checkpoint, written: Checkpoint, shard: Shard, tolerated: Collection[str], whole: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -84,15 +84,15 @@ def convert_model(
         stack.enter_context(undisturbed())
         own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
-        how = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision, "maps": maps}
+        how: dict[str, Any] = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
+        how |= {"method": method, "target": target, "for_cache_bits": for_cache_bits, "maps": maps}
         output = partial(_output, place, Path(own.name) if own else None, out)
-        plan = _planned(
-            place, asked, method, _with_text(options, data, seed), progress, tensor_parallel or 1, target=target,
-            for_cache_bits=for_cache_bits, output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
-        )  # fmt: skip
-        goal = output(plan)
+        calibration, ranks = _with_text(options, data, seed), tensor_parallel or 1
+        plan = _planned(place, asked, calibration, progress, ranks, output, out, overwrite, **how)
+        if kv_budget is None:  # else layers are measured on it
+            _check_used(plan, data, options, seed)
         writing = {"overwrite": overwrite, "checksums": checksums, "load": verify_load, "jobs": jobs}
-        made, layers = _write(plan, goal, _maps_options(plan, data, options, seed), progress, writing)
+        made, layers = _write(plan, output(plan), calibration, progress, writing)
     return ConvertedModel(
         path=made.out, plan=made.plan, warnings=made.warnings, layer_errors=layers, checksums=made.checksums,
         seconds=time.monotonic() - began, tensor_parallel=tensor_parallel, _kept=own,
@@ -108,7 +108,7 @@ def _output(model: str, scratch: Path | None, out: str | os.PathLike[str] | None
 
 
 def _write(
-    plan: Plan, goal: Path, calibration: MapsOptions | None, progress: bool, writing: dict[str, Any]
+    plan: Plan, goal: Path, calibration: MapsOptions, progress: bool, writing: dict[str, Any]
 ) -> tuple[Conversion, dict[int, float]]:
     """Run a plan under a bar; what it did, and what each layer lost."""
     from gqa.convert.api import convert_plan
@@ -139,47 +139,43 @@ def calibrate(
     layer when it is called again. Raises RefusedError.
     """
     from gqa.convert.align.find_maps import find_maps
-    from gqa.convert.api import plan_conversion
+    from gqa.convert.api import plan_maps
     from gqa.convert.recast.targets import ANY
 
     asked = _asked(kv_heads)
     assert not isinstance(asked, float)
     with undisturbed(), stored(model, tokenizer) as place:
-        plan = plan_conversion(
-            place, asked, method=method, seed=seed, revision=revision, headers_only=False,
+        plan = plan_maps(
+            place, asked, Path(out), overwrite=overwrite, method=method, seed=seed, revision=revision,
             target=target or ANY, grouping=options.grouping if options else "auto",
         )  # fmt: skip
-        if not plan.lacks_maps:
-            raise RefusedError(
-                f"nothing to calibrate: method {plan.method} with kv_heads {kv_heads} of {plan.config.main.kv} needs "
-                "no maps"
-            )
-        if not Path(out).resolve().parent.is_dir():
-            raise RefusedError(f"{Path(out).parent} is no directory; give a file in one that exists")
-        chosen = _maps_options(plan, data, options, seed)
-        assert chosen is not None  # as it lacks maps
+        _check_used(plan, data, options, seed)
         with (bar := Bar(not progress)):
-            find_maps(plan, Path(out), chosen, bar, overwrite=overwrite)
+            find_maps(plan, Path(out), _with_text(options, data, seed), bar, overwrite=overwrite)
     return FoundMaps(path=Path(out), layer_errors=bar.errors, method=plan.method, groups=plan.groups)
 
 
 def _planned(
-    place: str, asked: Groups | float, method: str, options: MapsOptions, progress: bool, ranks: int, **how: Any
-) -> Plan:
+    place: str, asked: Groups | float, calibration: MapsOptions, progress: bool, ranks: int,
+    output: Callable[[Plan], Path], out: str | os.PathLike[str] | None, overwrite: bool,
+    *, maps: str | os.PathLike[str] | None, method: str, target: Target | None, **how: Any,
+) -> Plan:  # fmt: skip
     """For the heads that were asked for, or those that leave a share of the cache."""
-    from gqa.checkpoint.hub import open_model
-    from gqa.convert.align.allot import heads_within
-    from gqa.convert.api import plan_conversion
+    from gqa.convert.api import plan_conversion, plan_within
     from gqa.convert.recast.targets import ANY
 
-    if how["maps"] is not None and method != AUTO:
-        raise RefusedError(f"method {method!r} and maps {os.fspath(how['maps'])!r} are two ways; give one of them")
+    if maps is not None and (method != AUTO or isinstance(asked, float)):
+        other = f"kv_budget {asked:g}" if isinstance(asked, float) else f"method {method!r}"
+        raise RefusedError(f"{other} and maps {os.fspath(maps)!r} are two ways; give one of them")
+    how["target"] = target or ANY
     if isinstance(asked, float):
+        how |= {"method": MEASURING if method == AUTO else method, "out": out, "overwrite": overwrite}
         with Bar(not progress) as bar:
-            (asked,), _ = heads_within(open_model(place, how["revision"]), [asked], options, ranks, bar)
-        method = MEASURING if method == AUTO else method
-    how["target"] = how["target"] or ANY
-    return plan_conversion(place, asked, grouping=options.grouping, method=method, headers_only=False, **how)
+            return plan_within(place, asked, calibration, ranks=ranks, layers=bar, **how)[0]
+    return plan_conversion(
+        place, asked, maps=maps, grouping=calibration.grouping, method=method, headers_only=False,
+        output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
+    )  # fmt: skip
 
 
 def _asked(kv_heads: object, kv_budget: object = None) -> Groups | float:
@@ -202,10 +198,8 @@ def _check_counts(**numbers: object) -> None:
             raise RefusedError(f"{name} is {number!r}; give a whole number from 1 on")
 
 
-def _maps_options(
-    plan: Plan, data: str | Sequence[str] | None, options: MapsOptions | None, seed: int
-) -> MapsOptions | None:
-    """How maps are found; None where none are. Raises RefusedError for what the method would ignore."""
+def _check_used(plan: Plan, data: str | Sequence[str] | None, options: MapsOptions | None, seed: int) -> None:
+    """Raises RefusedError for what the method would ignore."""
     how = plan.merging.how
     if seed and not how.draws:
         raise RefusedError(f"seed means nothing to method {plan.method}, which draws nothing; leave it out")
@@ -213,9 +207,6 @@ def _maps_options(
         raise RefusedError(f"data means nothing to method {plan.method}, which looks at no text; leave it out")
     if options is not None and not plan.lacks_maps:
         raise RefusedError(f"options mean nothing to method {plan.method}, which finds no maps; leave them out")
-    if not plan.lacks_maps:
-        return None
-    return _with_text(options, data, seed)
 
 
 def _with_text(options: MapsOptions | None, data: str | Sequence[str] | None, seed: int) -> MapsOptions:

@@ -9,6 +9,7 @@ import torch
 from checkpoints import llama, run, weights
 from safetensors.torch import save_file
 from test_families import write_checkpoint
+from tiny_custom import SOURCES
 from tiny_models import TINY, build
 from training import tiny_checkpoint, write_corpus
 
@@ -70,6 +71,16 @@ def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
     assert record == other
     assert record["command"] == "gqa-convert --groups 2 --method aligned --grouping search m"
     assert convert_checkpoint(model, 1).out == tmp_path / "m-mqa-aligned", "the default of Python too"
+
+
+def test_what_is_better_is_a_result_that_is_else_alike(tmp_path: Path) -> None:
+    model = llama(tmp_path / "m")
+    done = run("--groups", 2, "--dtype", "float16", "--for-cache-bits", model)
+    assert done.out.endswith(f" gqa-convert --groups 2 --method refined --for-cache-bits --dtype float16 {model}\n")
+    t5 = write_checkpoint(build(next(each for each in SOURCES if each.name == "t5"), 4), tmp_path / "t5")
+    done = run("--groups", 2, "--attention", "decoder-self", t5)
+    how = "--method refined --remote-code --attention decoder-self"
+    assert done.out.endswith(f" gqa-convert --groups 2 {how} {t5}\n"), done
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -374,6 +374,10 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
         (("--groups", "1", "--method", "refined", "--forecast"), "--forecast goes with --dry-run"),
         (("--groups", "1", "--dry-run", "--forecast"), "--forecast is not used by --method auto"),
         (("--groups", "4", "--method", "refined", "--dry-run", "--forecast"), "--forecast is about merging heads"),
+        (
+            ("--groups", "1", "--method", "refined", "--dry-run", "--forecast", "--refine-steps", "3"),
+            "--forecast knows method refined as it is without options of its own",
+        ),
         (("--groups", "1,4,1,4", "--no-remote-code"), "--no-remote-code"),
     ],
 )
@@ -385,8 +389,8 @@ def test_refused(uneven: Path, words: tuple[str, ...], says: str, tmp_path: Path
 def test_refused_before_anything_is_measured(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """A place that is taken, and a class whose layers cannot differ."""
-    monkeypatch.setattr(CalibrationText, "blocks", lambda *given: pytest.fail("it was measured"))
+    """A place that is taken, a class whose layers cannot differ, and whatever the conversion would refuse."""
+    monkeypatch.setattr(CalibrationText, "blocks_of", lambda *given: pytest.fail("it was measured"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("{}")
     check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"), "--overwrite")
@@ -394,6 +398,20 @@ def test_refused_before_anything_is_measured(
         build(next(tiny for tiny in SOURCES if tiny.name == "gpt2"), QUERY_HEADS), tmp_path / "gpt2"
     )
     assert "as many key/value heads in all layers" in refusal(gpt2, "--kv-budget", "0.5")
+    for words in (("--no-remote-code",), ("--attention", "cross"), ("--method", "mean", "--grouping", "search")):
+        assert words[-2 if len(words) > 1 else 0] in refusal(uneven, "--kv-budget", "0.5", *words)
+    monkeypatch.undo()
+    monkeypatch.setattr("gqa.convert.align.calibration_text.write_blocks", lambda *_: pytest.fail("it was measured"))
+    assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
+    with pytest.raises(RefusedError, match=r"kv_budget 0\.5 and maps 'x' are two ways"):
+        gqa.convert_model(str(uneven), kv_budget=0.5, maps="x")
+
+
+def test_python_measures_on_the_text_for_any_method(uneven: Path, tmp_path: Path) -> None:
+    """As the command does: layers are measured on it, if heads are then merged without."""
+    how: dict[str, Any] = {"kv_budget": 0.625, "options": small_options(), "progress": False, "seed": 1}
+    made = gqa.convert_model(str(uneven), method="mean", data="self:2K", out=tmp_path / "out", **how)
+    assert (made.plan.groups, made.plan.method) == ((1, 4, 1, 4), "mean")
 
 
 def test_the_page_lists_them() -> None:

@@ -87,8 +87,8 @@ def test_hqq_is_about_as_near(bits: int) -> None:
 
 
 def test_bytes_are_those_of_codes_and_scales() -> None:
-    layer = CachedLayer(2, 64 + 80, None, 80)
-    cache = KVCache((layer, CachedLayer(1, 64, 4)), 2, None)
+    layer = CachedLayer(2, 64, 80, None)
+    cache = KVCache((layer, CachedLayer(1, 32, 32, 4)), 2, None)
     assert cache.bytes_per_token == 2 * 144 * 2 + 64 * 2
     four = cache.quantised(4)
     assert four.bytes_per_token == 2 * (32 + 4 + 40 + 2 * 4) + (16 + 4) * 2

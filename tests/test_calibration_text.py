@@ -15,9 +15,11 @@ from embedded import SOURCE, tokenizer
 from torch import Tensor
 
 import gqa.convert.align.calibration_text as module
-from gqa.checkpoint.errors import CorpusError
+from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.options import CalibrationText
+from gqa.convert.align.allot import FITTED, MEASURED, _text
+from gqa.convert.align.options import CalibrationText, MapsOptions
+from gqa.convert.align.watcher import SILENT
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import Document
 from gqa.corpus.sources import parse_source
@@ -112,3 +114,29 @@ def test_weights_are_those_of_any_mixture(tmp_path: Path) -> None:
             CalibrationText(sources, 64, LENGTH).blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
     found = CalibrationText((f"{source}@3", f"{other}@1"), 16 * LENGTH, LENGTH)
     assert len(found.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)) == 16
+
+
+def measuring(length: int, *sources: str) -> tuple[Tensor, Tensor]:
+    text = CalibrationText(sources, 3 * (FITTED + MEASURED), length, repeats=False)
+    return _text(read_checkpoint(SOURCE), MapsOptions(text=text, device="cpu"), SILENT)
+
+
+def test_layers_are_measured_on_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in proportion, also text that the model writes, whose own count does not lift the bound on all of it."""
+    counts = list[int]()
+
+    def write(checkpoint: object, device: str, tokens: int, length: int, *how: object) -> np.ndarray:
+        counts.append(tokens)
+        return np.full((tokens // length, length), -1)
+
+    monkeypatch.setattr(module, "write_blocks", write)
+    source = written(tmp_path, 2000)
+    fitted, measured = measuring(256, "self:184320", source)
+    assert (len(fitted), len(measured)) == (FITTED // 256, MEASURED // 256)
+    assert [int((blocks[:, 0] < 0).sum()) for blocks in (fitted, measured)] == [48, 12]
+    alone = [measuring(256, spec) for spec in ("self:1M", source)]
+    assert [(len(fitted), len(measured)) for fitted, measured in alone] == [(64, 16)] * 2
+    assert counts == [60 * 256, 80 * 256]
+    assert [len(blocks) for blocks in measuring(FITTED + MEASURED, source)] == [1, 1]
+    with pytest.raises(RefusedError, match=r"has one block of 20480 tokens; .* smaller blocks"):
+        measuring(FITTED + MEASURED, written(tmp_path, 600))

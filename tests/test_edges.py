@@ -112,6 +112,17 @@ def test_nan_and_inf_are_a_warning(name: str, value: float, tmp_path: Path) -> N
     assert (~rows.isfinite()).nonzero().tolist() == [[1, 7]]  # row 5 = row 1 of head 1: group 0
 
 
+def test_what_a_cast_makes_infinite_is_seen_beside_what_was(tmp_path: Path) -> None:
+    made = weights()
+    made["lm_head.weight"][0, 0] = float("inf")
+    model = llama(tmp_path / "m", tensors=made)
+    assert run("--groups", 2, "--method", "mean", "--dtype", "float16", "-o", tmp_path / "a", model).code == 0
+    made["lm_head.weight"][0, 1] = 1e6
+    result = run("--groups", 2, "--method", "mean", "--dtype", "float16", llama(tmp_path / "n", tensors=made))
+    assert "lm_head.weight has numbers too large for F16; give another --dtype" in result.err
+    assert not (tmp_path / "n-gqa2-mean").exists()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_cast(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven numbers at a time, so that a tensor has several pieces and a last one that is shorter."""

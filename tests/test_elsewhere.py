@@ -134,7 +134,11 @@ def test_methods_that_look_at_the_whole_model_say_so(
     said = check_refused(machine.run("--groups", 2, "--method", "aligned", NAME), "no space left", code=1)
     assert "method aligned looks at the whole model" in said
     assert said.endswith("or fetch file by file with --method mean or first\n")
-    assert hub.sent(".safetensors") < SHARDS * 2**19  # headers of four commands
+    basis = (*MERGED, "--for-cache-bits")
+    assert "all of it first: --for-cache-bits looks at the whole model" in machine.run(*basis, "--dry-run", NAME).said
+    said = check_refused(machine.run(*basis, NAME), "no space left: --for-cache-bits looks at the whole", code=1)
+    assert said.endswith("or fetch file by file without it\n")
+    assert hub.sent(".safetensors") < SHARDS * 2**19  # headers of six commands
 
 
 KILLED = """
@@ -312,6 +316,17 @@ def test_what_is_at_the_address(tmp_path: Path, bucket: str) -> None:
     assert served.code == 0, served
     assert run("--groups", 1, "--method", "mean", "../source", "-o", "direct").code == 0
     assert (Path("again") / "config.json").read_bytes() == (Path("direct") / "config.json").read_bytes()
+
+
+def test_a_forecast_leaves_nothing_behind(bucket: str, place: Path) -> None:
+    """Of a model at an address; and what refuses it does so before anything is fetched."""
+    url = copied(place / "model", f"{bucket}/tiny")
+    words = ("--method", "calibrated", "--data", "stdlib:heldout", "--tokens", 256, "--context", 64, "--dry-run")
+    told = run("--groups", 1, *words, "--forecast", url)
+    assert (told.code, "forecast    perplexity" in told.out) == (0, True), told
+    assert list(Path.cwd().iterdir()) == []
+    check_refused(run("--groups", 2, *words, "--forecast", url), "--forecast is about merging heads")
+    assert list(Path.cwd().iterdir()) == []
 
 
 class Slow(fsspec.AbstractFileSystem):  # type: ignore[misc]

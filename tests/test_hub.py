@@ -114,6 +114,22 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     assert plan(machine.run(*words, "--dry-run", "--json"))["revision"] == commit
 
 
+def test_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+    """By what measures layers or looks at them first, too."""
+    hub.repo(NAME, model(tmp_path / "source"))
+    (machine.work / "taken").touch()
+    for words, says in (
+        (("calibrate", "-g", 4, "-o", "maps", NAME), "--groups 4 of the 4 key/value heads"),
+        (("calibrate", "-g", 2, "-o", "no/maps", NAME), "is no directory"),
+        (("calibrate", "-g", 2, "-o", "taken", NAME), "exists; give another name"),
+        (("convert", "--kv-budget", "0.1", NAME), "--kv-budget 0.1 is not possible"),
+    ):
+        failed = machine.python("-m", "gqa", *words)
+        assert (failed.code, says in failed.err) == (2, True), failed
+    assert hub.sent(".safetensors") < 10 * FIRST_BYTES
+    assert not list(machine.home.rglob("*.safetensors"))
+
+
 @pytest.mark.parametrize(("shards", "padding"), [(1, 90_000), (2, 0)])
 def test_dry_run_fetches_headers_only(tmp_path: Path, hub: Hub, machine: Machine, shards: int, padding: int) -> None:
     source = model(tmp_path / "source", shards=shards)

@@ -183,6 +183,18 @@ def test_the_result_says_how_its_maps_were_made(made: tuple[Path, Path], tmp_pat
     assert "(method calibrated)" in (out / "README.md").read_text()
 
 
+def test_maps_that_say_little_are_applied(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """With what the command of the result says of them, as far as they do."""
+    checkpoint, maps = made
+    (told,) = metadata(maps).values()
+    for left_out, says in (("grouping", "--data"), ("ridge", "--grouping"), ("text", "--ridge")):
+        file = Path(shutil.copyfile(maps, tmp_path / left_out))
+        told_as(json.dumps({key: value for key, value in json.loads(told).items() if key != left_out}))(file)
+        out = convert_checkpoint(checkpoint, 2, tmp_path / f"without-{left_out}", maps=file).out
+        command = json.loads((out / "gqa_conversion.json").read_text())["command"]
+        assert (says in command, f"--{left_out} " in command) == (True, False), command
+
+
 def test_what_tells_models_and_texts_apart(made: tuple[Path, Path], tmp_path: Path) -> None:
     """Also weights in .bin files, and a file of text that has changed since."""
     pickled = []

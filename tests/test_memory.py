@@ -25,7 +25,7 @@ from gqa.eval.subjects import rank_cache, what_fits
 LAYERS, DIM = 6, 32  # of stdlib-mha, which has 8 heads
 WINDOW = 5  # of the tiny models
 
-LLAMA_2_7B = KVCache((CachedLayer(32, 256, None, 128),) * 32, 2, 4096)
+LLAMA_2_7B = KVCache((CachedLayer(32, 128, 128, None),) * 32, 2, 4096)
 LLAMA_2_7B_WEIGHTS = 2 * 6_738_415_616
 GB = 10**9
 
@@ -101,7 +101,7 @@ def test_llama_2_7b_by_hand() -> None:
 
 
 def test_heads_are_split_or_replicated() -> None:
-    eight = replace(LLAMA_2_7B, layers=(CachedLayer(8, 256, None), CachedLayer(16, 256, 64)))
+    eight = replace(LLAMA_2_7B, layers=(CachedLayer(8, 128, 128, None), CachedLayer(16, 128, 128, 64)))
     heads = {ranks: [layer.heads for layer in rank_cache(eight, ranks).layers] for ranks in (1, 2, 4, 8, 16, 32)}
     assert heads == {1: [8, 16], 2: [4, 8], 4: [2, 4], 8: [1, 2], 16: [1, 1], 32: [1, 1]}
     assert [layer.window for layer in rank_cache(eight, 8).layers] == [None, 64]
@@ -113,7 +113,8 @@ def test_ranks_that_cannot_share_the_heads(ranks: int) -> None:
         what_fits(LLAMA_2_7B, 0, GB, 8, ranks)
 
 
-layers = st.builds(CachedLayer, st.sampled_from([1, 2, 4, 8]), st.integers(1, 9), st.none() | st.integers(1, 30))
+_sizes = st.integers(1, 9)
+layers = st.builds(CachedLayer, st.sampled_from([1, 2, 4, 8]), _sizes, _sizes, st.none() | st.integers(1, 30))
 caches = st.builds(lambda found: KVCache(tuple(found), 2, None), st.lists(layers, min_size=1, max_size=4))
 
 
@@ -124,7 +125,10 @@ def test_the_largest_fits_and_one_more_does_not(
 ) -> None:
     def fits(batch: int, tokens: int) -> bool:
         heads = [max(layer.heads // ranks, 1) for layer in kv.layers]
-        held = [h * n.numbers * min(tokens, n.window or tokens) * 2 for h, n in zip(heads, kv.layers, strict=True)]
+        held = [
+            h * (n.key_dim + n.value_dim) * min(tokens, n.window or tokens) * 2
+            for h, n in zip(heads, kv.layers, strict=True)
+        ]
         return ranks * (memory - batch * sum(held)) >= weights
 
     batch, longest = what_fits(kv, weights, memory, context, ranks)

@@ -9,6 +9,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from test_families import all_tensors, write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
@@ -117,12 +118,21 @@ def test_the_card_compares_the_base_model_with_the_result(source: Path, tmp_path
     assert all(one == other for one, other in rows[4].values())
 
 
-@pytest.mark.parametrize("metadata", ["tags: &a [*a]", "tags: [[mine]]", f"license: {'[' * 400}{']' * 400}"])
-def test_a_card_that_cannot_be_written_again_is_carried_along(source: Path, tmp_path: Path, metadata: str) -> None:
+def test_a_card_that_cannot_be_written_again_is_carried_along(source: Path, tmp_path: Path) -> None:
+    metadata = f"license: {'[' * 400}{']' * 400}"
     shutil.copytree(source, tmp_path / "model")
     (tmp_path / "model/README.md").write_text(f"---\n{metadata}\n---\n# Mine\n")
     convert(tmp_path / "model", "-g", 2, "--method", "mean", "-o", tmp_path / "out")
     assert (tmp_path / "out/README.md").read_text().endswith(f"{SOURCE_CARD}\n\n---\n{metadata}\n---\n# Mine\n")
+
+
+@pytest.mark.parametrize(("tags", "kept"), [("mine", ["mine"]), ("[[mine], a, {b: 1}]", ["a"]), ("&a [*a]", [])])
+def test_tags_of_a_card_are_words(source: Path, tmp_path: Path, tags: str, kept: list[str]) -> None:
+    shutil.copytree(source, tmp_path / "model")
+    (tmp_path / "model/README.md").write_text(f"---\nlicense: mit\ntags: {tags}\n---\n# Mine\n")
+    convert(tmp_path / "model", "-g", 2, "--method", "mean", "-o", tmp_path / "out")
+    metadata = ModelCard.load(tmp_path / "out/README.md").data.to_dict()
+    assert (metadata["license"], metadata["tags"]) == ("mit", [*kept, "gqa-convert", "grouped-query-attention", "gqa"])
 
 
 @pytest.mark.parametrize("option", CASES)

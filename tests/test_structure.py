@@ -140,11 +140,31 @@ def test_functions_and_files_stay_small(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 70, f"{path}: {node.name}"
 
 
+_PAGE = """# Models
+
+How heads are stored, which model types, and what is refused and why. `--method procrustes`, `aligned` and `calibrated`
+align the heads of all model types but those that a note excepts; `refined` trains the heads of those unaligned.
+`calibrated` and `refined` run layers one by one, where no note says that it cannot be done; of models that are given
+sound (Whisper) on recordings.
+`gqa-convert --families` prints the same; `python tests/test_structure.py` writes this page.
+
+| how heads are stored | model types | note |
+|---|---|---|
+"""
+
+
+def models_page() -> str:
+    """docs/models.md: a Markdown table, in whose cells a bar would end the cell."""
+    from gqa.convert.support import family_rows
+
+    rows = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in family_rows())
+    return _PAGE + "".join(f"| {row} |\n" for row in rows)
+
+
 def test_models_page_shows_every_model_type() -> None:
     """Rendered as GitHub does, where a bar in a cell ends it. `python tests/test_structure.py` writes the page anew."""
     from gqa.convert.heads.families.refused import REFUSED
     from gqa.convert.heads.families.table import FAMILIES, NESTED
-    from gqa.convert.support import models_page
 
     page = MODELS.read_text(encoding="utf-8")
     assert page == models_page()
@@ -184,6 +204,4 @@ def test_documents_speak_of_options_that_exist(program: str, room: str, document
 
 
 if __name__ == "__main__":
-    from gqa.convert.support import models_page
-
     MODELS.write_text(models_page(), encoding="utf-8")

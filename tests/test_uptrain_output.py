@@ -221,7 +221,9 @@ def test_scope_that_cannot_be_told(tmp_path: Path) -> None:
 def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     """Conversion, training, more training: each says what it was made from, and cards do not grow with every step."""
     source = tiny_checkpoint(tmp_path / "source", kv_heads=4, dtype="bfloat16")
-    card = "---\nlicense: mit\ntags:\n- mine\nmodel-index:\n- name: x\n  results: []\n---\n\n# Source\n\nBy me.\n"
+    card = (
+        "---\nlicense: mit\ntags:\n- mine\n- a: 1\nmodel-index:\n- name: x\n  results: []\n---\n\n# Source\n\nBy me.\n"
+    )
     (source / "README.md").write_text(card)
     convert_checkpoint(source, 2, tmp_path / "converted", method="mean")
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))

@@ -22,7 +22,7 @@ from gqa.checkpoint.processes import own_share, total
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.layerwise import Stream
-from gqa.convert.align.options import MapsOptions
+from gqa.convert.align.options import MapsOptions, Refinement
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import ModelConfig, read_config, read_top, valid_groups
 from gqa.convert.methods import MEASURING, METHODS
@@ -50,21 +50,38 @@ def forecast(alone: float, together: tuple[float, float, float]) -> Forecast:
     return Forecast(alone, nats, nats / factor, nats * factor)
 
 
+def check_forecast(plan: Plan, options: MapsOptions) -> tuple[float, float, float]:
+    """What layers lose together by the method of a plan (`Method.together`). Raises RefusedError where that is not
+    known.
+    """
+    _check_measurable(plan)
+    if not (together := METHODS[plan.method].together if plan.method in METHODS else None):
+        raise RefusedError(f"--forecast is about merging heads, {plan.checkpoint.name} keeps its own; leave it out")
+    if METHODS[plan.method].refines and replace(options.refinement, seed=0) != Refinement():
+        raise RefusedError(
+            f"--forecast knows method {plan.method} as it is without options of its own; leave out --refine-... and "
+            "--cache-bits, or --forecast"
+        )
+    return together
+
+
 def forecast_of(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> Forecast:
     """What a plan by a method that reads text is expected to lose. Raises RefusedError."""
-    together = METHODS[plan.method].together if plan.method in METHODS else None
-    if not together:
-        raise RefusedError(f"--forecast is about merging heads, {plan.checkpoint.name} keeps its own; leave it out")
+    together = check_forecast(plan, options)
     return forecast(sum_alone(plan, options, watcher), together)
+
+
+def _check_measurable(plan: Plan) -> None:
+    name = plan.checkpoint.name
+    if read_top(plan.checkpoint.config, name).is_encoder_decoder or isinstance(plan.config.symmetry, str):
+        raise RefusedError(f"--forecast is for decoders whose heads can be aligned, {name} is none; leave it out")
 
 
 def sum_alone(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> float:
     """Nats a token that layers lose alone with the heads of a plan, in sum. Runs every layer of the model, on at most
     FITTED + MEASURED tokens of the text of `options`. Raises RefusedError.
     """
-    name = plan.checkpoint.name
-    if read_top(plan.checkpoint.config, name).is_encoder_decoder or isinstance(plan.config.symmetry, str):
-        raise RefusedError(f"--forecast is for decoders whose heads can be aligned, {name} is none; leave it out")
+    _check_measurable(plan)
     fitted, measured = _text(plan.checkpoint, options, watcher)
     watcher.stage("measuring layers", plan.config.layers, "layer")
     alone = replace(plan, merging=replace(plan.merging, method=MEASURING))
@@ -72,12 +89,23 @@ def sum_alone(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> fl
 
 
 def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:
-    """Blocks to fit layers to, and further ones to measure them on, half of all where text is short."""
-    rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
-    text = replace(options.text, tokens=rows * options.text.length)
-    blocks = text.blocks(checkpoint, options.device, watcher)
-    last = max(1, min(MEASURED // options.text.length, len(blocks) // 2))
-    return blocks[:-last], blocks[-last:]
+    """Blocks to fit layers to, and further ones to measure them on, half of all where text is short; of each source in
+    proportion to its share of the text. Raises RefusedError.
+    """
+    shares, length = options.text.shares(), options.text.length
+    whole, fitted, measured = sum(tokens for _, tokens in shares), list[Tensor](), list[Tensor]()
+    for source, tokens in shares:
+        rows = max(2, -(-(min(whole, FITTED) + MEASURED) * tokens // whole // length))
+        blocks = options.text.blocks_of(source, rows * length, checkpoint, options.device, watcher)
+        last = max(1, min(MEASURED * tokens // whole // length, len(blocks) // 2))
+        fitted.append(blocks[:-last])
+        measured.append(blocks[-last:])
+    if not sum(map(len, fitted)):
+        raise RefusedError(
+            f"{source} has one block of {length} tokens; layers are fitted to one and measured on another: give more "
+            "text, or smaller blocks"
+        )
+    return torch.cat(fitted), torch.cat(measured)
 
 
 def allotted(losses: Losses, budget: int) -> tuple[int, ...]:

@@ -41,10 +41,17 @@ def find_maps(
 
     What a layer gave is kept beside `path` until all are done; the same call then goes on after the last layer.
     """
-    if path.exists() and not overwrite:
-        raise RefusedError(f"{path} exists; give another name or --overwrite")
+    check_place(path, overwrite)
     with _found(plan, path, options, watcher, overwrite) as work:
         return work.join(path, recipe=asked())
+
+
+def check_place(path: Path, overwrite: bool) -> None:
+    """Raises RefusedError where maps cannot be written to `path`."""
+    if not path.resolve().parent.is_dir():
+        raise RefusedError(f"{path.parent} is no directory; give a file in one that exists")
+    if path.exists() and not overwrite:
+        raise RefusedError(f"{path} exists; give another name or --overwrite")
 
 
 @contextmanager

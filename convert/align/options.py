@@ -95,8 +95,6 @@ class CalibrationText:
 
         config = transformers_config(checkpoint.config)
         if not config.is_encoder_decoder:
-            if self.target_field:
-                raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
             return {"input_ids": self.blocks(checkpoint, device, watcher)}
         if self.sampler == "vllm":
             raise RefusedError(f"--sampler vllm is for decoders, {checkpoint.name} has an encoder too; leave it out")
@@ -113,7 +111,7 @@ class CalibrationText:
             return hearing.inputs(hearing.hear(rows, max(1, self.tokens // self.length)))
         self.check(config, checkpoint.name)
         maker, pairs = PairMaker(*how_made), []
-        for source, tokens in self._shares():
+        for source, tokens in self.shares():
             if is_self(source):
                 pairs += maker.write(tokens // self.length)
             elif self.target_field:
@@ -125,23 +123,26 @@ class CalibrationText:
         return maker.inputs(pairs)
 
     def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
-        """(N, length) token ids. Raises RefusedError and CorpusError."""
-        import numpy as np
+        """(N, length) token ids, of each source its share. Raises RefusedError and CorpusError."""
+        import torch
+
+        return torch.cat([self.blocks_of(*share, checkpoint, device, watcher) for share in self.shares()])
+
+    def blocks_of(self, source: str, tokens: int, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
+        """The same of one source, of `tokens` whatever its share is."""
         import torch
 
         from gqa.convert.align.calibration_text import read_blocks, write_blocks
 
-        parts = []
-        for source, tokens in self._shares():
-            if is_self(source):
-                plain = parse_self(source).plain or not self.repeats
-                of_vllm = (self.sampler == "vllm", self.trust_remote_code)
-                parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, watcher, *of_vllm))
-            else:
-                found = self._parse(source)
-                how = (self.length, self.seed, self.repeats, self.trust_remote_code)
-                parts.append(read_blocks(checkpoint, found, tokens, *how))
-        return torch.from_numpy(np.concatenate(parts))
+        if self.target_field:
+            raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
+        if is_self(source):
+            plain = parse_self(source).plain or not self.repeats
+            of_vllm = (self.sampler == "vllm", self.trust_remote_code)
+            how = (tokens, self.length, self.seed, plain, watcher, *of_vllm)
+            return torch.from_numpy(write_blocks(checkpoint, device, *how))
+        how_read = (tokens, self.length, self.seed, self.repeats, self.trust_remote_code)
+        return torch.from_numpy(read_blocks(checkpoint, self._parse(source), *how_read))
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:
         """What the content of each source is, as a hash; of what the model writes its name; of recordings what is in
@@ -178,7 +179,7 @@ class CalibrationText:
     def _parse(self, source: str, field: str | None = None) -> Source:
         return parse_sources((source,), field=field or self.field)[0]
 
-    def _shares(self) -> Sequence[tuple[str, int]]:
+    def shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
         if others := [source for source in self.sources if not is_self(source)]:
             weighted(others)  # refuses what no mixture is

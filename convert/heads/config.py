@@ -6,6 +6,7 @@ but only ever edited as the JSON it is: transformers 5 writes configs that versi
 
 import copy
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -282,15 +283,11 @@ def transformers_config(raw: dict[str, Any]) -> Any:
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        return config_class(raw["model_type"]).from_dict(_with_floats(copy.deepcopy(raw)))
+        return config_class(raw["model_type"]).from_dict(json.loads(json.dumps(raw), object_hook=_float))
     finally:
         logging.set_verbosity(level)
 
 
-def _with_floats(value: Any) -> Any:
+def _float(part: dict[str, Any]) -> Any:
     """transformers writes infinities, which JSON lacks, as `{"__float__": "Infinity"}`."""
-    if isinstance(value, dict):
-        if set(value) == {"__float__"}:
-            return float(value["__float__"])
-        return {key: _with_floats(part) for key, part in value.items()}
-    return [_with_floats(part) for part in value] if isinstance(value, list) else value
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part

@@ -26,21 +26,19 @@ def parts_of(dim: int) -> int:
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """KV heads of one layer, the numbers one token takes in one head (key and value), and the window, if any;
-    `value_dim` of the numbers are the value, half of them where it is not said.
-    """
+    """KV heads of one layer, the numbers of a key and of a value in one head, and the window, if any."""
 
     heads: int
-    numbers: int
+    key_dim: int
+    value_dim: int
     window: int | None
-    value_dim: int | None = None
 
     def bytes_per_token(self, number: int, bits: int | None) -> int:
         """Of all heads, with `number` bytes each, or quantised to `bits`."""
+        dims = self.key_dim, self.value_dim
         if bits is None:
-            return self.heads * self.numbers * number
-        value = self.numbers // 2 if self.value_dim is None else self.value_dim
-        return self.heads * sum(-(-dim * bits // 8) + SCALES * parts_of(dim) for dim in (self.numbers - value, value))
+            return self.heads * sum(dims) * number
+        return self.heads * sum(-(-dim * bits // 8) + SCALES * parts_of(dim) for dim in dims)
 
 
 @dataclass(frozen=True)
@@ -90,12 +88,11 @@ def kv_cache(config: ModelConfig, found: Iterable[int], dtype: str) -> KVCache:
     layers, cross = list[CachedLayer](), list[CachedLayer]()
     for layer in sorted(layer for layer in found if not config.shares_kv(layer)):
         heads = config.heads(layer)
-        cached = heads.query if every else heads.kv
-        numbers = heads.key_dim + heads.value_dim
-        layers.append(CachedLayer(cached, numbers, _window(text, layer), heads.value_dim))
+        cached, dims = heads.query if every else heads.kv, (heads.key_dim, heads.value_dim)
+        layers.append(CachedLayer(cached, *dims, _window(text, layer)))
         if crosses:
             kept = cached if config.family.covers(text, "cross") else heads.query
-            cross.append(CachedLayer(kept, numbers, None, heads.value_dim))
+            cross.append(CachedLayer(kept, *dims, None))
     remark = f"transformers caches {main.query} heads a layer, other engines only the {main.kv} key/value heads"
     context = getattr(text, "max_position_embeddings", None)
     told = remark if every and main.kv < main.query else None
