@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import check_refused, run
-from embedded import SOURCE, tokenizer
+from embedded import SOURCE, copy_source, tokenizer
 from torch import Tensor
 
 import gqa.convert.align.calibration_text as module
 from gqa.checkpoint.errors import CorpusError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.align.options import CalibrationText
+from gqa.convert.align.watcher import SILENT
 from gqa.corpus.alpha import permutation
 from gqa.corpus.document import Document
 from gqa.corpus.sources import parse_source
@@ -98,6 +99,24 @@ def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: 
     assert "code that it brings; look at it, and give --trust-remote-code" in check_refused(run(*words), advice="")
     assert run(*words, "--trust-remote-code").code == 0
     assert " --trust-remote-code " in json.loads((tmp_path / "out/gqa_conversion.json").read_text())["command"]
+
+
+def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Its own class, which writes but one token; without being trusted, it is read by transformers' class. What one
+    wrote is not taken for what the other does.
+    """
+    model, told = copy_source(tmp_path), json.loads((SOURCE / "config.json").read_text())
+    own = {"architectures": ["Ours"], "auto_map": {"AutoModelForCausalLM": "modeling_ours.Ours"}}
+    (model / "config.json").write_text(json.dumps(told | own))
+    (model / "modeling_ours.py").write_text(
+        "from transformers import LlamaForCausalLM\nclass Ours(LlamaForCausalLM):\n"
+        "    def forward(self, *args, **kwargs):\n        found = super().forward(*args, **kwargs)\n"
+        "        found.logits[..., 7] += 1e4\n        return found\n"
+    )
+    for trusted in (True, False):
+        text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
+        found = text.blocks(read_checkpoint(model), "cpu", SILENT)
+        assert bool((found[:, 1:] == 7).all()) is trusted
 
 
 def test_weights_are_those_of_any_mixture(tmp_path: Path) -> None:

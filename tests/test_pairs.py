@@ -98,7 +98,7 @@ def write_sounds(rows: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), rows.with_suffix(".parquet"))
 
 
-def inputs(place: Path, name: str, source: str, count: int = 12, **how: str) -> dict[str, Tensor]:
+def inputs(place: Path, name: str, source: str, count: int = 12, **how: Any) -> dict[str, Tensor]:
     text = CalibrationText((str(place / source) if "." in source else source,), 24 * count, 24, **how)
     return text.inputs(read_checkpoint(place / name), "cpu", SILENT)
 
@@ -164,6 +164,22 @@ def test_the_decoder_writes(place: Path, name: str, source: str, how: dict[str, 
         assert len({tuple(row) for row in rows(given)}) == 4
         assert all(END not in row[:-1] for row in rows(given))
     assert all(END not in row for row in rows(given, "decoder_"))
+
+
+def test_a_model_that_is_code_writes_where_that_is_asked_for(place: Path, tmp_path: Path) -> None:
+    """Its own class, of which every text is one token long; not trusted, it is read by transformers' class."""
+    shutil.copytree(place / "bart", tmp_path / "bart")
+    told = json.loads((tmp_path / "bart" / "config.json").read_text())
+    own = {"model_type": "bart", "architectures": ["Ours"], "auto_map": {"AutoModelForSeq2SeqLM": "modeling_own.Ours"}}
+    (tmp_path / "bart" / "config.json").write_text(json.dumps(told | own))
+    (tmp_path / "bart" / "modeling_own.py").write_text(
+        "from transformers import BartForConditionalGeneration\nclass Ours(BartForConditionalGeneration):\n"
+        "    def forward(self, *args, **kwargs):\n        found = super().forward(*args, **kwargs)\n"
+        f"        found.logits[..., {END}] += 1e4\n        return found\n"
+    )
+    for trusted in (True, False):
+        given = inputs(tmp_path, "bart", "self", 4, trust_remote_code=trusted)
+        assert (rows(given, "decoder_") == [[START]] * 4) is trusted
 
 
 def test_recordings(place: Path, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def write_blocks(
     watcher: Watcher, vllm: bool = False, trust_remote_code: bool = False,
 ) -> Ints:  # fmt: skip
     """(N, length) of what the model writes, as `sampled_blocks` gives it to all processes. Raises RefusedError."""
-    load = partial(load_model, str(checkpoint.directory), device=device)
+    load = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trust_remote_code)
     found = sampled_blocks(
         load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher, together=True, vllm=vllm,
         trust_remote_code=trust_remote_code,

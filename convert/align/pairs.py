@@ -116,7 +116,8 @@ class PairMaker:
                     rows[row, side, : len(ids)] = torch.tensor(ids)
             return rows.flatten(1)
 
-        told = f"pairs {content(self._checkpoint)} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
+        known = content(self._checkpoint, self._trusted)
+        told = f"pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
         file = kept(told, 2 * self.length, WRITTEN, count, begin, written, together=True)
         return SampledBlocks(file, 2 * self.length, count, f"self {file.stem}", self._seed, 0, plain=True)
 
@@ -149,7 +150,9 @@ class PairMaker:
         that are `banned`.
         """
         if self._model is None:
-            self._model = load_model(str(self._checkpoint.directory), dtype=self._dtype, device=self._device)
+            self._model = load_model(
+                str(self._checkpoint.directory), dtype=self._dtype, device=self._device, trust_remote_code=self._trusted
+            )
         found: list[list[int]] = []
         for first in range(0, len(sources), WRITTEN):
             given = self.given(part := sources[first : first + WRITTEN])
