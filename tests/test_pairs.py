@@ -24,6 +24,7 @@ from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoTokenizer, WhisperFeatureExtractor
 
+import gqa.convert.align.pairs as pairs_module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -182,6 +183,23 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(place: Path, tmp_pa
         assert (rows(given, "decoder_") == [[START]] * 4) is trusted
 
 
+def test_whatever_is_written_has_random_numbers_of_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources and targets, and what stands twice; the first source is what it is alone."""
+    seeds, plain = list[int](), pairs_module.samples
+
+    def told(*given: Any, seed: int, **how: Any) -> Tensor:
+        seeds.append(seed)
+        return plain(*given, seed=seed, **how)
+
+    monkeypatch.setattr(pairs_module, "samples", told)
+    alone = inputs(place, "marian", "self", 4)
+    text = CalibrationText(("self", "self"), 24 * 8, 24)
+    both = text.inputs(read_checkpoint(place / "marian"), "cpu", SILENT)
+    assert seeds[:2] == seeds[2:4]
+    assert len(set(seeds)) == 4
+    assert rows(both)[:4] == rows(alone)
+
+
 def test_recordings(place: Path, tmp_path: Path) -> None:
     """What the extractor makes of each, and what the decoder then writes; the command is calibrated on it."""
     given, fewer = (inputs(place, "whisper", "speech/*.wav", count) for count in (12, 4))
@@ -218,6 +236,23 @@ def test_transcripts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         cut += len(ids) > 8  # as long as this with the end in the place of BOS
     assert 0 < cut < 6
     assert f"warning: {cut} of 6 pairs are longer, and cut to 8 tokens a side" in capsys.readouterr().err
+
+
+def test_recordings_are_shared_out_by_weight(place: Path, tmp_path: Path) -> None:
+    """As text is; without weights by their names alone. What is no mixture is refused."""
+    other, speech, whisper = place / "other.jsonl", place / "speech.jsonl", read_checkpoint(place / "whisper")
+    other.write_text(speech.read_text().replace("the number", "another"))
+    means = tokenizer()("another")["input_ids"][1]
+
+    def found(*sources: str) -> list[bool]:
+        given = CalibrationText(sources, 48, 8, field="audio", target_field="text").inputs(whisper, "cpu", SILENT)
+        return [row[1] == means for row in rows(given, "decoder_")]
+
+    assert sorted(found(f"{speech}@2.5", f"{other}@0.5")) == [False] * 5 + [True]
+    assert len(found(str(speech), str(other))) == 6
+    for sources, reason in (((f"{speech}@2", str(other)), "has no weight"), ((str(other), str(other)), "given twice")):
+        with pytest.raises(CorpusError, match=reason):
+            found(*sources)
 
 
 def test_recordings_are_told_apart(place: Path, tmp_path: Path) -> None:

@@ -112,6 +112,19 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
     assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
 
 
+def test_a_source_that_stands_twice_is_other_text() -> None:
+    """`self,self:plain` for some that repeats itself: the first is what it is alone."""
+    source = read_checkpoint(SOURCE)
+
+    def written(words: tuple[str, ...], count: int) -> list[bytes]:
+        found = CalibrationText(words, count * SIZE, SIZE).blocks(source, "cpu", SILENT)
+        return [row.numpy().tobytes() for row in found]
+
+    several = written(("self:plain", "self", f"self:plain:{8 * SIZE}"), 16)
+    assert several[:8] == written(("self:plain",), 8)
+    assert len(set(several)) == len(several) == 24
+
+
 def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text as batch by batch: each has a seed of its own. A CPU takes them one by one."""
     float32, asked, plain = teacher.float(), list[int](), module.samples

@@ -107,15 +107,15 @@ class CalibrationText:
         if not reads_text(config):
             from gqa.convert.align.recordings import RecordingMaker
 
-            rows = self._recordings(checkpoint.name)
+            parts = self._recordings(checkpoint.name)
             self.check(config, checkpoint.name)
             hearing = RecordingMaker(*how_made)
-            return hearing.inputs(hearing.hear(rows, max(1, self.tokens // self.length)))
+            return hearing.inputs([pair for rows, count in parts for pair in hearing.hear(rows, count)])
         self.check(config, checkpoint.name)
         maker, pairs = PairMaker(*how_made), []
-        for source, tokens in self._shares():
+        for number, (source, tokens) in enumerate(self._shares()):
             if is_self(source):
-                pairs += maker.write(tokens // self.length)
+                pairs += maker.write(tokens // self.length, self._seed(number))
             elif self.target_field:
                 targets = None if self.target_field == "self" else self._parse(source, self.target_field)
                 pairs += maker.read(self._parse(source), targets, tokens // self.length)
@@ -132,11 +132,11 @@ class CalibrationText:
         from gqa.convert.align.calibration_text import read_blocks, write_blocks
 
         parts = []
-        for source, tokens in self._shares():
+        for number, (source, tokens) in enumerate(self._shares()):
             if is_self(source):
-                plain = parse_self(source).plain or not self.repeats
+                plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
                 of_vllm = (self.sampler == "vllm", self.trust_remote_code)
-                parts.append(write_blocks(checkpoint, device, tokens, self.length, self.seed, plain, watcher, *of_vllm))
+                parts.append(write_blocks(checkpoint, device, tokens, self.length, seed, plain, watcher, *of_vllm))
             else:
                 found = self._parse(source)
                 how = (self.length, self.seed, self.repeats, self.trust_remote_code)
@@ -154,29 +154,45 @@ class CalibrationText:
         if config.is_encoder_decoder and not reads_text(config):
             from gqa.corpus.recordings import identify
 
-            rows = self._recordings(checkpoint.name)
+            rows = [row for part, _ in self._recordings(checkpoint.name) for row in part]
             told = "\0".join(f"{sound.name}\0{text or ''}" for sound, text in rows)
             return [identify([sound for sound, _ in rows]), text_digest(told).hex()]
         fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
         named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
         return [spec if is_self(spec) else self._parse(spec, field).identify() for spec, field in named]
 
-    def _recordings(self, name: str) -> Sequence[tuple[Sound, str | None]]:
-        """And what is said in them, where a column has it. Raises RefusedError and CorpusError."""
+    def _recordings(self, name: str) -> list[tuple[Sequence[tuple[Sound, str | None]], int]]:
+        """With what is said in them, where a column has it: those of each source, and how many are taken; of sources
+        without weights those of all together. Raises RefusedError and CorpusError.
+        """
         from gqa.convert.align.recordings import INSTEAD
         from gqa.corpus.document import SoundField
         from gqa.corpus.recordings import find_recordings, read_transcripts
 
+        count = max(1, self.tokens // self.length)
         if not self.target_field or self.target_field == "self" or any(map(is_self, self.sources)):
-            return [(file, None) for file in find_recordings(self.sources, name, INSTEAD)]
-        columns = [
-            tuple(self._parse(source, field) for field in (SoundField(self.field), self.target_field))
-            for source in self.sources
-        ]
-        return [row for each in columns for row in read_transcripts(*each)]
+            return [([(file, None) for file in find_recordings(self.sources, name, INSTEAD)], count)]
+        fields = (SoundField(self.field), self.target_field)
+        columns = [tuple(self._parse(source, field) for field in fields) for source, _ in weighted(self.sources)]
+        rows: list[list[tuple[Sound, str | None]]] = [[*read_transcripts(*each)] for each in columns]
+        if split_weight(self.sources[0])[1]:
+            return [(own, tokens // self.length) for own, (_, tokens) in zip(rows, self._shares(), strict=True)]
+        return [([row for own in rows for row in own], count)]
 
     def _parse(self, source: str, field: str | None = None) -> Source:
         return parse_sources((source,), field=field or self.field)[0]
+
+    def _seed(self, number: int) -> int:
+        """Of what the model writes for the source of that number: for each text of its own."""
+        from gqa.convert.align.self_samples import seed_apart
+
+        before = sum(map(is_self, self.sources[:number]))
+        return seed_apart(self.seed, f"self {before}") if before else self.seed
+
+    @property
+    def taken(self) -> int:
+        """Tokens of all sources, some of which may say how many. Raises RefusedError and CorpusError."""
+        return sum(tokens for _, tokens in self._shares())
 
     def _shares(self) -> Sequence[tuple[str, int]]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""

@@ -20,7 +20,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, model_class
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept, samples
+from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept, samples, seed_apart
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder, read_pairs
@@ -82,20 +82,21 @@ class PairMaker:
         generator = np.random.default_rng(self._seed)
         return [self._encoder.corrupt(block, generator) for block in blocks]
 
-    def write(self, count: int, seed: int | None = None) -> list[Pair]:
+    def write(self, count: int, seed: int) -> list[Pair]:
         """So many pairs of the model's own: what its decoder writes for no source at all, spans left out where the
         tokenizer allows it, and the targets that it then writes.
         """
-        if seed is None:
-            seed = self._seed
-            self._announce(2 * count)
+        self._announce(2 * count)
+        return self._own(count, seed)
+
+    def _own(self, count: int, seed: int) -> list[Pair]:
         encoder, generator = self._encoder, np.random.default_rng(seed)
         texts = self._write([[encoder.end]] * count, seed, [*encoder.marks, encoder.end])
         sources = [
             encoder.corrupt(np.array(text), generator)[0] if encoder.marks else [*text[:-1], encoder.end]
             for text in texts
         ]
-        return list(zip(sources, self._write(sources, seed), strict=True))
+        return list(zip(sources, self._write(sources, seed_apart(seed, "targets")), strict=True))
 
     def sampled(self, count: int, write: bool = True) -> SampledBlocks:
         """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are kept as
@@ -111,13 +112,13 @@ class PairMaker:
 
         def written(numbers: range) -> Tensor:
             rows = torch.full((WRITTEN, 2, self.length), -1)
-            for row, pair in enumerate(self.write(WRITTEN, batch_seed(self._seed, numbers[0]))):
+            for row, pair in enumerate(self._own(WRITTEN, batch_seed(self._seed, numbers[0]))):
                 for side, ids in enumerate(pair):
                     rows[row, side, : len(ids)] = torch.tensor(ids)
             return rows.flatten(1)
 
         known = content(self._checkpoint, self._trusted)
-        told = f"pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
+        told = f"own pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
         file = kept(told, 2 * self.length, WRITTEN, count, begin, written, together=True)
         return SampledBlocks(file, 2 * self.length, count, f"self {file.stem}", self._seed, 0, plain=True)
 
