@@ -60,6 +60,13 @@ def parse_self(spec: str) -> OwnText:
     return OwnText(tokens, plain)
 
 
+def uncounted(spec: str) -> str:
+    """The same source, without how many tokens of it a model is to write: its share is that of others."""
+    if not is_self(spec) or not (own := parse_self(spec)).tokens:
+        return spec
+    return "self:plain" if own.plain else "self"
+
+
 @dataclass(frozen=True)
 class Source:
     """Text that can be read any number of times, always in the same order.

@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.allot import allotted, forecast, heads_within, losses_alone
+from gqa.convert.align.allot import _text, allotted, forecast, heads_within, losses_alone
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import make_plan
@@ -249,6 +250,14 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(tensors, place / "model.safetensors", {"format": "pt"})
     (place / "config.json").write_text(json.dumps(raw))
     return place
+
+
+def test_a_part_of_the_text_is_measured_whatever_its_sources_say(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa.convert.align.allot.MEASURED", 32)
+    checkpoint, how = read_checkpoint(uneven), small_options()
+    for source, count in (("self:64", 6), ("self", 34), ("self:plain:64@3", 6)):
+        asked = replace(how, text=replace(how.text, sources=(source,)))
+        assert sum(map(len, _text(checkpoint, asked, watcher()))) == count
 
 
 def test_a_layer_loses_what_it_loses(uneven: Path) -> None:

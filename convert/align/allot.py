@@ -28,6 +28,7 @@ from gqa.convert.heads.config import ModelConfig, read_config, read_top, valid_g
 from gqa.convert.methods import MEASURING, METHODS
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
+from gqa.corpus.sources import uncounted
 
 FITTED, MEASURED = 16_384, 4_096  # tokens at the most that a layer is fitted to, and whose distributions are compared
 
@@ -73,8 +74,8 @@ def sum_alone(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> fl
 
 def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:
     """Blocks to fit layers to, and further ones to measure them on, half of all where text is short."""
-    rows = -(-(min(options.text.tokens, FITTED) + MEASURED) // options.text.length)
-    text = replace(options.text, tokens=rows * options.text.length)
+    rows = -(-(min(options.text.taken, FITTED) + MEASURED) // options.text.length)
+    text = replace(options.text, tokens=rows * options.text.length, sources=tuple(map(uncounted, options.text.sources)))
     blocks = text.blocks(checkpoint, options.device, watcher)
     last = max(1, min(MEASURED // options.text.length, len(blocks) // 2))
     return blocks[:-last], blocks[-last:]
