@@ -341,7 +341,8 @@ def test_what_the_text_does_not_determine_is_told(source: Path, tmp_path: Path) 
         "layer 1: nothing comes from query heads 0, 1 on the calibration text; W_O is not fitted there"
     ]
     said = "W_O reads 32 dimensions and is fitted to 16 positions, the ridge decides the rest; give more"
-    assert told[2].warnings == [f"layer {layer}: {said} calibration tokens (--tokens)" for layer in (0, 1)]
+    said += " calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
+    assert told[2].warnings == [f"layer {layer}: {said}" for layer in (0, 1)]
 
 
 def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

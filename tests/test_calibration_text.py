@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import check_refused, run
 from embedded import SOURCE, copy_source, tokenizer
+from test_calibration import Told
 from torch import Tensor
 
 import gqa.convert.align.calibration_text as module
@@ -117,6 +118,20 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
         text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
         found = text.blocks(read_checkpoint(model), "cpu", SILENT)
         assert bool((found[:, 1:] == 7).all()) is trusted
+
+
+def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
+    """In blocks, of one source or of several; enough is not."""
+    source, told, pieces = written(tmp_path, 1), Told(), blocks(written(tmp_path, 1), 99)
+    for sources, count in (((source,), 99), ((source, "self:plain"), 198), ((source,), len(pieces)), (("self",), 2)):
+        text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
+        found = text.inputs(read_checkpoint(SOURCE), "cpu", told)["input_ids"]
+        assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
+    asked = f"blocks of {LENGTH} tokens that are asked for; give more text"
+    assert told.warnings == [
+        f"{source}: {len(pieces)} of the 99 {asked}",
+        f"{source}, self:plain: {len(pieces) + 99} of the 198 {asked}",
+    ]
 
 
 def test_weights_are_those_of_any_mixture(tmp_path: Path) -> None:

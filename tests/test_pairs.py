@@ -215,7 +215,7 @@ def test_recordings(place: Path, tmp_path: Path) -> None:
     assert all(row[0] == START and END not in row for row in rows(given, "decoder_"))
     assert len({tuple(row) for row in rows(given, "decoder_")}) > 1
     assert bool(inputs(place, "whisper", "whole.wav")["input_features"][0, :, -1].any()), "the whole window is heard"
-    words = ("--groups", 2, "--method", "calibrated", "--data", place / "speech", "--context", 24, "--tokens", 240)
+    words = ("--groups", 2, "--method", "calibrated", "--data", place / "speech", "--context", 24, "--tokens", 144)
     done = run(place / "whisper", *words, "-o", tmp_path / "out", "-q")
     assert (done.code, done.err.count("\n")) == (0, 1), done.err
     told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
@@ -253,6 +253,19 @@ def test_recordings_are_shared_out_by_weight(place: Path, tmp_path: Path) -> Non
     for sources, reason in (((f"{speech}@2", str(other)), "has no weight"), ((str(other), str(other)), "given twice")):
         with pytest.raises(CorpusError, match=reason):
             found(*sources)
+
+
+def test_fewer_rows_than_asked_for_are_told_of(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, source, count, fields in (
+        ("t5", "pairs.jsonl", 41, {"field": "said", "target_field": "meant"}),
+        ("whisper", "speech.jsonl", 7, {"field": "audio", "target_field": "text"}),
+    ):
+        for asked in (count, count - 1):
+            text = CalibrationText((str(place / source),), 48 * asked, 48, **fields)
+            with Bar(quiet=True) as bar:
+                assert len(text.inputs(read_checkpoint(place / name), "cpu", bar)["decoder_input_ids"]) == count - 1
+        said = f"{source}: {count - 1} of the {count} pairs of 48 tokens that are asked for; give more text"
+        assert capsys.readouterr().err.count(said) == 1
 
 
 def test_recordings_are_told_apart(place: Path, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _run_layers(plan: Plan, work: _Work, blocks: Inputs, options: MapsOptions, w
         raise RefusedError(
             f"out of memory on {options.device} with {options.at_once} blocks of {options.text.length} tokens in a "
             f"layer at a time ({how.batch} to refine it); lower --context or --refine-batch, give --precision "
-            "bfloat16, or another --device"
+            "bfloat16 (of gqa-ablate --calibration-context, --calibration-precision), or another --device"
         ) from None
 
 

@@ -97,7 +97,9 @@ class CalibrationText:
         if not config.is_encoder_decoder:
             if self.target_field:
                 raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
-            return {"input_ids": self.blocks(checkpoint, device, watcher)}
+            ids = self.blocks(checkpoint, device, watcher)
+            self._say_fewer(len(ids), "blocks", watcher)
+            return {"input_ids": ids}
         if self.sampler == "vllm":
             raise RefusedError(f"--sampler vllm is for decoders, {checkpoint.name} has an encoder too; leave it out")
         from gqa.convert.align.calibration_text import read_blocks
@@ -110,7 +112,9 @@ class CalibrationText:
             parts = self._recordings(checkpoint.name)
             self.check(config, checkpoint.name)
             hearing = RecordingMaker(*how_made)
-            return hearing.inputs([pair for rows, count in parts for pair in hearing.hear(rows, count)])
+            pairs = [pair for rows, count in parts for pair in hearing.hear(rows, count)]
+            self._say_fewer(len(pairs), "pairs", watcher)
+            return hearing.inputs(pairs)
         self.check(config, checkpoint.name)
         maker, pairs = PairMaker(*how_made), []
         for number, (source, tokens) in enumerate(self._shares()):
@@ -122,6 +126,7 @@ class CalibrationText:
             else:
                 how = (tokens, self.length, self.seed, False, self.trust_remote_code)
                 pairs += maker.corrupt(read_blocks(checkpoint, self._parse(source), *how))
+        self._say_fewer(len(pairs), "pairs", watcher)
         return maker.inputs(pairs)
 
     def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
@@ -189,23 +194,34 @@ class CalibrationText:
         before = sum(map(is_self, self.sources[:number]))
         return seed_apart(self.seed, f"self {before}") if before else self.seed
 
+    def _say_fewer(self, found: int, what: str, watcher: Watcher) -> None:
+        """Warn where they are fewer than are asked for; of several sources each is rounded."""
+        wanted = max(1, self.taken // self.length)
+        if found + len(self.sources) <= wanted:
+            told = f"{found:,} of the {wanted:,} {what} of {self.length} tokens that are asked for; give more text"
+            watcher.warn(f"{', '.join(self.sources)}: {told}")
+
     @property
     def taken(self) -> int:
-        """Tokens of all sources, some of which may say how many. Raises RefusedError and CorpusError."""
-        return sum(tokens for _, tokens in self._shares())
+        """Tokens of all sources, some of which may say how many. Raises CorpusError."""
+        return sum(self._counts())
 
-    def _shares(self) -> Sequence[tuple[str, int]]:
+    def _counts(self) -> list[int]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
-        if others := [source for source in self.sources if not is_self(source)]:
-            weighted(others)  # refuses what no mixture is
         fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
         weights = [0.0 if f else split_weight(s)[1] or 1.0 for f, s in zip(fixed, self.sources, strict=True)]
         total = sum(weights) or 1.0
-        counts = [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
-        shares = list(zip(self.sources, counts, strict=True))
+        return [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
+
+    def _shares(self) -> Sequence[tuple[str, int]]:
+        """The sources and how many of their tokens are taken. Raises RefusedError and CorpusError."""
+        if others := [source for source in self.sources if not is_self(source)]:
+            weighted(others)  # refuses what no mixture is
+        shares = list(zip(self.sources, self._counts(), strict=True))
         if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
-                f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens)"
+                f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens; "
+                "of gqa-ablate --calibration-tokens)"
             )
         return shares
 

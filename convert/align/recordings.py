@@ -18,7 +18,7 @@ from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, k
 from gqa.convert.methods import instead
 from gqa.corpus.recordings import Hearing, Sound, identify
 
-INSTEAD = f", or use --method {instead(lambda method: method.needs == 'weights')}"
+INSTEAD = f", or use the method {instead(lambda method: method.needs == 'weights')}"
 
 
 class RecordingMaker(PairMaker):
