@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import wave
@@ -312,6 +313,23 @@ def test_a_column_of_sounds(place: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(CorpusError, match="field 'audio' is no text but dict"):
             next(plain.documents())
+
+
+def test_sounds_are_kept_whole(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a system that writes a part of what it is given at a time."""
+
+    class Little(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data[:1000]))
+
+    def made(buffering: int = -1) -> Any:
+        raw = Little(tmp_path / "held", "w+b")
+        return io.BufferedRandom(raw) if buffering else raw
+
+    monkeypatch.setattr("gqa.corpus.recordings.TemporaryFile", made)
+    stored = (parse_source(str(place / "speech.parquet"), field=name) for name in (SoundField("audio"), "text"))
+    for number, (sound, _) in enumerate(read_transcripts(*stored)):
+        assert sound.read() == (place / f"speech/{number}.wav").read_bytes()
 
 
 def test_other_formats_and_rates(place: Path, tmp_path: Path) -> None:
