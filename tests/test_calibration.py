@@ -214,7 +214,8 @@ def refined(
 ) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
     """What `refine` finds in steps of 8 blocks; every position counts one unless it is said."""
     counted = torch.ones(targets.shape[:2]) if counts is None else counts
-    return refine(module, start, Calls(hidden), targets, counted, Refinement(batch=8, **how))
+    calls = Calls(hidden, (), {}, lambda rows, _: ((rows,), {}))
+    return refine(module, start, calls, targets, counted, Refinement(batch=8, **how))
 
 
 def test_refinement_is_never_worse_than_its_start() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -134,18 +135,23 @@ class CalibrationText:
         import numpy as np
         import torch
 
-        from gqa.convert.align.calibration_text import read_blocks, write_blocks
+        from gqa.checkpoint.loading import load_model
+        from gqa.convert.align.calibration_text import read_blocks
+        from gqa.convert.align.self_samples import sampled_blocks
 
-        parts = []
+        parts, trusted = [], self.trust_remote_code
+        load = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted)
         for number, (source, tokens) in enumerate(self._shares()):
             if is_self(source):
                 plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
-                of_vllm = (self.sampler == "vllm", self.trust_remote_code)
-                parts.append(write_blocks(checkpoint, device, tokens, self.length, seed, plain, watcher, *of_vllm))
+                written = sampled_blocks(
+                    load, device, checkpoint, self.length, -(-tokens // self.length), seed, plain, watcher,
+                    together=True, vllm=self.sampler == "vllm", trust_remote_code=trusted,
+                )  # fmt: skip
+                parts.append(np.stack([written[index]["input_ids"] for index in range(len(written))]))
             else:
-                found = self._parse(source)
-                how = (self.length, self.seed, self.repeats, self.trust_remote_code)
-                parts.append(read_blocks(checkpoint, found, tokens, *how))
+                how = (self.length, self.seed, self.repeats, trusted)
+                parts.append(read_blocks(checkpoint, self._parse(source), tokens, *how))
         return torch.from_numpy(np.concatenate(parts))
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:

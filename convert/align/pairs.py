@@ -25,7 +25,7 @@ from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.sources import Source
-from gqa.corpus.tokens import Ints
+from gqa.corpus.tokens import Ints, check_ids
 
 Pair = tuple[Any, list[int]]  # tokens of a source, or what an encoder hears; and tokens of its target
 WRITTEN = 32  # targets at a time
@@ -44,11 +44,11 @@ class PairMaker:
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         config, self.name = transformers_config(checkpoint.config), checkpoint.name
-        self._checkpoint, self._config, self._device, self._watcher = checkpoint, config, device, watcher
+        self._checkpoint, self._device, self._watcher = checkpoint, device, watcher
         self.length, self._seed, self._trusted = length, seed, trust_remote_code
+        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         self._model: Any = None  # once it is to write
         self._dtype = "bfloat16" if native_bfloat16(device) else "float32"
-        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         try:
             tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         except RefusedError:  # which what is read of text says
@@ -135,11 +135,7 @@ class PairMaker:
     def _padded(self, texts: Iterable[list[int]]) -> tuple[Tensor, Tensor]:
         """(N, T) ids and which of them are text. Raises RefusedError."""
         rows = [torch.tensor(text, dtype=torch.long) for text in texts]
-        if (largest := max(int(row.max()) for row in rows)) >= self._vocabulary:
-            raise RefusedError(
-                f"the tokenizer of {self.name} gives token {largest}, its embedding has {self._vocabulary}; they do "
-                "not belong together"
-            )
+        check_ids(max(int(row.max()) for row in rows), self._vocabulary, self.name)
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._encoder.pad), masks
 
