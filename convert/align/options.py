@@ -35,7 +35,7 @@ class CalibrationText:
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes, or `self`: it is to write it.
     `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
-    `trust_remote_code`: the tokenizer may be code that comes along. `sampler`: what writes the text of `self`.
+    `trust_remote_code`: tokenizer and model may be code that comes along. `sampler`: what writes the text of `self`.
     """
 
     sources: tuple[str, ...] = option_field(
