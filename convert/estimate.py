@@ -73,7 +73,7 @@ def estimates(plan: Plan, how: MapsOptions) -> list[Estimate]:
     speed, found = products_a_second(how.device, width), []
     for method in allowed(plan):
         seconds = operations(plan, method, how) / speed + written / _BYTES_A_SECOND
-        kept = 8 * width * (how.text.tokens if method.reads_text else width if method.guesses else 0)  # to go on with
+        kept = 8 * width * (how.text.taken if method.reads_text else width if method.guesses else 0)  # to go on with
         found.append(Estimate(method, seconds, memory(plan, method, how), written + kept))
     return found
 
@@ -119,7 +119,7 @@ def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
         found += _WIDE * 40 * groups * merged**3  # eigenvectors of each group's moments
         if method.reads_text:
             joined = heads.query * heads.value_dim
-            found += _WIDE * 2 * text.tokens * (merged**2 * (2 * groups + heads.query) + 2 * joined**2)
+            found += _WIDE * 2 * text.taken * (merged**2 * (2 * groups + heads.query) + 2 * joined**2)
         else:
             found += 2 * width**2 * (rows + 2 * width)
         if method.refines:
@@ -128,7 +128,7 @@ def operations(plan: Plan, method: Method, how: MapsOptions) -> float:
             found += TRAINING * seen * (2 * own + scores) + training.steps * _MUON * 6 * own * width
     beside = plan.checkpoint.parameters - attention - _vocabulary(plan) * width  # nearly all of it is MLPs
     if method.reads_text:
-        return found + _PASSES * 2 * text.tokens * (attention + beside)
+        return found + _PASSES * 2 * text.taken * (attention + beside)
     return found + (4 * width * max(beside, 0) if method.guesses else 0)
 
 
@@ -146,7 +146,7 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
         stored = sum(spec.numel for spec in module.tensors.values())
         return writing + (4 * (vocabulary * width + _GUESSED * layer) if method.guesses else 8 * _TURNED * stored)
     trained = _TRAINED * sum(spec.numel for spec in module.tensors.values()) if method.refines else 0
-    found = 4 * int(_HELD * how.text.tokens * width + 2 * (layer + vocabulary * width) + trained)
+    found = 4 * int(_HELD * how.text.taken * width + 2 * (layer + vocabulary * width) + trained)
     if any(map(is_self, how.text.sources)):  # the whole model in 16 bits
         from gqa.convert.align.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 

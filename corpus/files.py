@@ -207,7 +207,7 @@ def _read_csv(path: Path, field: str) -> Iterator[Document]:
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
     rows = csv.reader(_lines(path), delimiter="\t" if ".tsv" in path.name.lower() else ",", strict=True)
     try:
-        header = next(rows, [])
+        header = next(filter(None, rows), [])  # blank lines are no rows
         if header and field not in header:
             raise missing_field(str(path), field, header)
         for row in rows:

@@ -78,7 +78,7 @@ def read_transcripts(sources: Source, targets: Source) -> Iterator[tuple[Sound, 
     """The recordings in one column of a data set, a `SoundField`, and what another one says of them. Paths are from
     where its file is; sounds lie in a file without a name, not in memory. Raises CorpusError.
     """
-    held = TemporaryFile(buffering=0)  # noqa: SIM115 - it stays as long as what is in it
+    held = TemporaryFile()  # noqa: SIM115 - it stays as long as what is in it
     for found, text in read_pairs(sources, targets):
         if found.sound is None:
             place = Path(found.name.rpartition(":")[0]).parent / os.path.expanduser(found.text.strip())
@@ -86,6 +86,7 @@ def read_transcripts(sources: Source, targets: Source) -> Iterator[tuple[Sound, 
         else:
             at = held.tell()
             held.write(found.sound)
+            held.flush()
             yield Sound(found.name, partial(_held, held, len(found.sound), at)), text
 
 

@@ -193,6 +193,15 @@ def first_token(config: Any, name: str) -> int:
     raise RefusedError(f"{name} has neither BOS nor EOS to start a sample from; give text instead of self")
 
 
+def check_ids(largest: int, vocabulary: int, name: str) -> None:
+    """Raise RefusedError where a tokenizer gives ids that the model `name` has no embedding of."""
+    if largest >= vocabulary:
+        raise RefusedError(
+            f"the tokenizer of {name} gives token {largest}, its embedding has {vocabulary}; they do not belong "
+            "together"
+        )
+
+
 class Blocks:
     """The stream of documents in an order, cut into blocks. A map-style data set for a DataLoader without shuffling.
 

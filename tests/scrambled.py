@@ -49,6 +49,7 @@ class Ids(CalibrationText):
     """Random token ids in place of a text."""
 
     length: int = 16
+    tokens: int = 16
     count: int = 64
     low: int = 10
     high: int = 96

@@ -143,6 +143,8 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     wider = json.loads(longer.out)["estimates"]["calibrated"]
     assert wider["memory_bytes"] > 1.5 * memory["calibrated"]
     assert wider["disk_bytes"] > 1.9 * told["calibrated"]["disk_bytes"]
+    own = run("--groups", 2, "--dry-run", "--json", "--method", "calibrated", "--data", "self:128k", model)
+    assert json.loads(own.out)["estimates"]["calibrated"] == wider, "as much as its sources say"
     unaligned = run("--groups", 2, "--dry-run", "--json", tiny("doge", tmp_path / "d"))
     assert list(json.loads(unaligned.out)["estimates"]) == ["mean", "first", "refined"]
     monkeypatch.setattr(estimate, "products_a_second", lambda device, width: 2e6)

@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.allot import allotted, forecast, heads_within, losses_alone
+from gqa.convert.align.allot import _text, allotted, forecast, heads_within, losses_alone
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import make_plan
@@ -251,6 +252,14 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def test_a_part_of_the_text_is_measured_whatever_its_sources_say(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gqa.convert.align.allot.MEASURED", 32)
+    checkpoint, how = read_checkpoint(uneven), small_options()
+    for source, count in (("self:64", 6), ("self", 34), ("self:plain:64@3", 6)):
+        asked = replace(how, text=replace(how.text, sources=(source,)))
+        assert sum(map(len, _text(checkpoint, asked, watcher()))) == count
+
+
 def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
     """Equal heads merge without loss, others do not; and what is measured is what the whole model computes."""
     checkpoint, how = read_checkpoint(uneven), small_options()
@@ -401,7 +410,8 @@ def test_refused_before_anything_is_measured(
     for words in (("--no-remote-code",), ("--attention", "cross"), ("--method", "mean", "--grouping", "search")):
         assert words[-2 if len(words) > 1 else 0] in refusal(uneven, "--kv-budget", "0.5", *words)
     monkeypatch.undo()
-    monkeypatch.setattr("gqa.convert.align.calibration_text.write_blocks", lambda *_: pytest.fail("it was measured"))
+    measured = "gqa.convert.align.self_samples.sampled_blocks"
+    monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("it was measured"))
     assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
     with pytest.raises(RefusedError, match=r"kv_budget 0\.5 and maps 'x' are two ways"):
         gqa.convert_model(str(uneven), kv_budget=0.5, maps="x")

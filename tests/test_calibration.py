@@ -214,7 +214,8 @@ def refined(
 ) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
     """What `refine` finds in steps of 8 blocks; every position counts one unless it is said."""
     counted = torch.ones(targets.shape[:2]) if counts is None else counts
-    return refine(module, start, Calls(hidden), targets, counted, Refinement(batch=8, **how))
+    calls = Calls(hidden, (), {}, lambda rows, _: ((rows,), {}))
+    return refine(module, start, calls, targets, counted, Refinement(batch=8, **how))
 
 
 def test_refinement_is_never_worse_than_its_start() -> None:
@@ -341,7 +342,8 @@ def test_what_the_text_does_not_determine_is_told(source: Path, tmp_path: Path) 
         "layer 1: nothing comes from query heads 0, 1 on the calibration text; W_O is not fitted there"
     ]
     said = "W_O reads 32 dimensions and is fitted to 16 positions, the ridge decides the rest; give more"
-    assert told[2].warnings == [f"layer {layer}: {said} calibration tokens (--tokens)" for layer in (0, 1)]
+    said += " calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
+    assert told[2].warnings == [f"layer {layer}: {said}" for layer in (0, 1)]
 
 
 def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

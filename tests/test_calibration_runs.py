@@ -214,6 +214,20 @@ def test_layers_that_need_more_than_hidden_states(name: str, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize(("name", "groups", "modules"), [("gqa_t5", 2, 4), ("llama", (4, 2), 1)])
+def test_modules_that_are_looked_at_are_counted(
+    name: str, groups: Any, modules: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """A layer has several of them, or none whose heads are merged."""
+    monkeypatch.setattr(watcher, "_LOG_SECONDS", 0.0)
+    plan = plan_conversion(write_checkpoint(build(TINY[name], 4), tmp_path / "model"), groups, method="procrustes")
+    with watcher.Bar(quiet=False) as shown:
+        find_maps(plan, tmp_path / "maps", MapsOptions(device="cpu"), shown)
+        shown.update(0)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"module {modules}/{modules} | {modules} module | ")
+
+
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_job_tells_how_far_it_is(quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Lines on stderr where nobody looks at a bar, not more often than is said."""
@@ -347,6 +361,7 @@ NO_MEMORY = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
 )
 MOST = r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --context or"
+MOST += r" --refine-batch, give --precision bfloat16 \(of gqa-ablate --calibration-context, --calibration-precision\)"
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
 

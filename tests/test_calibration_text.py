@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import check_refused, run
-from embedded import SOURCE, tokenizer
+from embedded import SOURCE, copy_source, tokenizer
+from test_calibration import Told
 from torch import Tensor
 
 import gqa.convert.align.calibration_text as module
@@ -102,6 +104,38 @@ def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: 
     assert " --trust-remote-code " in json.loads((tmp_path / "out/gqa_conversion.json").read_text())["command"]
 
 
+def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Its own class, which writes but one token; without being trusted, it is read by transformers' class. What one
+    wrote is not taken for what the other does.
+    """
+    model, told = copy_source(tmp_path), json.loads((SOURCE / "config.json").read_text())
+    own = {"architectures": ["Ours"], "auto_map": {"AutoModelForCausalLM": "modeling_ours.Ours"}}
+    (model / "config.json").write_text(json.dumps(told | own))
+    (model / "modeling_ours.py").write_text(
+        "from transformers import LlamaForCausalLM\nclass Ours(LlamaForCausalLM):\n"
+        "    def forward(self, *args, **kwargs):\n        found = super().forward(*args, **kwargs)\n"
+        "        found.logits[..., 7] += 1e4\n        return found\n"
+    )
+    for trusted in (True, False):
+        text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
+        found = text.blocks(read_checkpoint(model), "cpu", SILENT)
+        assert bool((found[:, 1:] == 7).all()) is trusted
+
+
+def test_text_that_is_shorter_than_asked_for_is_told_of(tmp_path: Path) -> None:
+    """In blocks, of one source or of several; enough is not."""
+    source, told, pieces = written(tmp_path, 1), Told(), blocks(written(tmp_path, 1), 99)
+    for sources, count in (((source,), 99), ((source, "self:plain"), 198), ((source,), len(pieces)), (("self",), 2)):
+        text = CalibrationText(sources, count * LENGTH, LENGTH, repeats=False)
+        found = text.inputs(read_checkpoint(SOURCE), "cpu", told)["input_ids"]
+        assert len(found) == (len(pieces) + 99 if len(sources) > 1 else min(count, len(pieces)))
+    asked = f"blocks of {LENGTH} tokens that are asked for; give more text"
+    assert told.warnings == [
+        f"{source}: {len(pieces)} of the 99 {asked}",
+        f"{source}, self:plain: {len(pieces) + 99} of the 198 {asked}",
+    ]
+
+
 def test_weights_are_those_of_any_mixture(tmp_path: Path) -> None:
     """All sources have one or none, and none stands twice; what the model writes beside them needs none."""
     source = written(tmp_path, 50)
@@ -125,11 +159,11 @@ def test_layers_are_measured_on_every_source(tmp_path: Path, monkeypatch: pytest
     """Each in proportion, also text that the model writes, whose own count does not lift the bound on all of it."""
     counts = list[int]()
 
-    def write(checkpoint: object, device: str, tokens: int, length: int, *how: object) -> np.ndarray:
-        counts.append(tokens)
-        return np.full((tokens // length, length), -1)
+    def write(load: object, device: str, checkpoint: object, length: int, count: int, *how: Any, **more: Any) -> Any:
+        counts.append(count * length)
+        return [{"input_ids": np.full(length, -1)}] * count
 
-    monkeypatch.setattr(module, "write_blocks", write)
+    monkeypatch.setattr("gqa.convert.align.self_samples.sampled_blocks", write)
     source = written(tmp_path, 2000)
     fitted, measured = measuring(256, "self:184320", source)
     assert (len(fitted), len(measured)) == (FITTED // 256, MEASURED // 256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import wave
@@ -24,6 +25,7 @@ from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoTokenizer, WhisperFeatureExtractor
 
+import gqa.convert.align.pairs as pairs_module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -98,7 +100,7 @@ def write_sounds(rows: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), rows.with_suffix(".parquet"))
 
 
-def inputs(place: Path, name: str, source: str, count: int = 12, **how: str) -> dict[str, Tensor]:
+def inputs(place: Path, name: str, source: str, count: int = 12, **how: Any) -> dict[str, Tensor]:
     text = CalibrationText((str(place / source) if "." in source else source,), 24 * count, 24, **how)
     return text.inputs(read_checkpoint(place / name), "cpu", SILENT)
 
@@ -166,6 +168,39 @@ def test_the_decoder_writes(place: Path, name: str, source: str, how: dict[str, 
     assert all(END not in row for row in rows(given, "decoder_"))
 
 
+def test_a_model_that_is_code_writes_where_that_is_asked_for(place: Path, tmp_path: Path) -> None:
+    """Its own class, of which every text is one token long; not trusted, it is read by transformers' class."""
+    shutil.copytree(place / "bart", tmp_path / "bart")
+    told = json.loads((tmp_path / "bart" / "config.json").read_text())
+    own = {"model_type": "bart", "architectures": ["Ours"], "auto_map": {"AutoModelForSeq2SeqLM": "modeling_own.Ours"}}
+    (tmp_path / "bart" / "config.json").write_text(json.dumps(told | own))
+    (tmp_path / "bart" / "modeling_own.py").write_text(
+        "from transformers import BartForConditionalGeneration\nclass Ours(BartForConditionalGeneration):\n"
+        "    def forward(self, *args, **kwargs):\n        found = super().forward(*args, **kwargs)\n"
+        f"        found.logits[..., {END}] += 1e4\n        return found\n"
+    )
+    for trusted in (True, False):
+        given = inputs(tmp_path, "bart", "self", 4, trust_remote_code=trusted)
+        assert (rows(given, "decoder_") == [[START]] * 4) is trusted
+
+
+def test_whatever_is_written_has_random_numbers_of_its_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources and targets, and what stands twice; the first source is what it is alone."""
+    seeds, plain = list[int](), pairs_module.samples
+
+    def told(*given: Any, seed: int, **how: Any) -> Tensor:
+        seeds.append(seed)
+        return plain(*given, seed=seed, **how)
+
+    monkeypatch.setattr(pairs_module, "samples", told)
+    alone = inputs(place, "marian", "self", 4)
+    text = CalibrationText(("self", "self"), 24 * 8, 24)
+    both = text.inputs(read_checkpoint(place / "marian"), "cpu", SILENT)
+    assert seeds[:2] == seeds[2:4]
+    assert len(set(seeds)) == 4
+    assert rows(both)[:4] == rows(alone)
+
+
 def test_recordings(place: Path, tmp_path: Path) -> None:
     """What the extractor makes of each, and what the decoder then writes; the command is calibrated on it."""
     given, fewer = (inputs(place, "whisper", "speech/*.wav", count) for count in (12, 4))
@@ -181,7 +216,7 @@ def test_recordings(place: Path, tmp_path: Path) -> None:
     assert all(row[0] == START and END not in row for row in rows(given, "decoder_"))
     assert len({tuple(row) for row in rows(given, "decoder_")}) > 1
     assert bool(inputs(place, "whisper", "whole.wav")["input_features"][0, :, -1].any()), "the whole window is heard"
-    words = ("--groups", 2, "--method", "calibrated", "--data", place / "speech", "--context", 24, "--tokens", 240)
+    words = ("--groups", 2, "--method", "calibrated", "--data", place / "speech", "--context", 24, "--tokens", 144)
     done = run(place / "whisper", *words, "-o", tmp_path / "out", "-q")
     assert (done.code, done.err.count("\n")) == (0, 1), done.err
     told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
@@ -202,6 +237,36 @@ def test_transcripts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
         cut += len(ids) > 8  # as long as this with the end in the place of BOS
     assert 0 < cut < 6
     assert f"warning: {cut} of 6 pairs are longer, and cut to 8 tokens a side" in capsys.readouterr().err
+
+
+def test_recordings_are_shared_out_by_weight(place: Path, tmp_path: Path) -> None:
+    """As text is; without weights by their names alone. What is no mixture is refused."""
+    other, speech, whisper = place / "other.jsonl", place / "speech.jsonl", read_checkpoint(place / "whisper")
+    other.write_text(speech.read_text().replace("the number", "another"))
+    means = tokenizer()("another")["input_ids"][1]
+
+    def found(*sources: str) -> list[bool]:
+        given = CalibrationText(sources, 48, 8, field="audio", target_field="text").inputs(whisper, "cpu", SILENT)
+        return [row[1] == means for row in rows(given, "decoder_")]
+
+    assert sorted(found(f"{speech}@2.5", f"{other}@0.5")) == [False] * 5 + [True]
+    assert len(found(str(speech), str(other))) == 6
+    for sources, reason in (((f"{speech}@2", str(other)), "has no weight"), ((str(other), str(other)), "given twice")):
+        with pytest.raises(CorpusError, match=reason):
+            found(*sources)
+
+
+def test_fewer_rows_than_asked_for_are_told_of(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, source, count, fields in (
+        ("t5", "pairs.jsonl", 41, {"field": "said", "target_field": "meant"}),
+        ("whisper", "speech.jsonl", 7, {"field": "audio", "target_field": "text"}),
+    ):
+        for asked in (count, count - 1):
+            text = CalibrationText((str(place / source),), 48 * asked, 48, **fields)
+            with Bar(quiet=True) as bar:
+                assert len(text.inputs(read_checkpoint(place / name), "cpu", bar)["decoder_input_ids"]) == count - 1
+        said = f"{source}: {count - 1} of the {count} pairs of 48 tokens that are asked for; give more text"
+        assert capsys.readouterr().err.count(said) == 1
 
 
 def test_recordings_are_told_apart(place: Path, tmp_path: Path) -> None:
@@ -248,6 +313,23 @@ def test_a_column_of_sounds(place: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(CorpusError, match="field 'audio' is no text but dict"):
             next(plain.documents())
+
+
+def test_sounds_are_kept_whole(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a system that writes a part of what it is given at a time."""
+
+    class Little(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data[:1000]))
+
+    def made(buffering: int = -1) -> Any:
+        raw = Little(tmp_path / "held", "w+b")
+        return io.BufferedRandom(raw) if buffering else raw
+
+    monkeypatch.setattr("gqa.corpus.recordings.TemporaryFile", made)
+    stored = (parse_source(str(place / "speech.parquet"), field=name) for name in (SoundField("audio"), "text"))
+    for number, (sound, _) in enumerate(read_transcripts(*stored)):
+        assert sound.read() == (place / f"speech/{number}.wav").read_bytes()
 
 
 def test_other_formats_and_rates(place: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sampled(
-    teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE
+    teacher, n_blocks: int, seed: int = 0, source: Path = SOURCE, plain: bool = True, size: int = SIZE, **how: bool
 ) -> tuple[SampledBlocks, list[int]]:
     """And what was told of: tokens that were to be sampled, and that were."""
     told: list[int] = []
@@ -57,7 +57,8 @@ def sampled(
         def update(self, count: int) -> None:
             told[-1] += count
 
-    found = sampled_blocks(lambda dtype: teacher, "cpu", read_checkpoint(source), size, n_blocks, seed, plain, Told())
+    model = read_checkpoint(source)
+    found = sampled_blocks(lambda dtype: teacher, "cpu", model, size, n_blocks, seed, plain, Told(), **how)
     return found, told
 
 
@@ -109,6 +110,19 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
     assert uses == [calibrated(), trained(), measured()]
     rows = [row for use in uses for row in use]
     assert len(set(rows)) == len(rows) == 2 * 8 + SAMPLES
+
+
+def test_a_source_that_stands_twice_is_other_text() -> None:
+    """`self,self:plain` for some that repeats itself: the first is what it is alone."""
+    source = read_checkpoint(SOURCE)
+
+    def written(words: tuple[str, ...], count: int) -> list[bytes]:
+        found = CalibrationText(words, count * SIZE, SIZE).blocks(source, "cpu", SILENT)
+        return [row.numpy().tobytes() for row in found]
+
+    several = written(("self:plain", "self", f"self:plain:{8 * SIZE}"), 16)
+    assert several[:8] == written(("self:plain",), 8)
+    assert len(set(several)) == len(several) == 24
 
 
 def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +183,9 @@ def test_a_7b_writes_hundreds_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path: Path) -> None:
-    """With BOS where it adds BOS; where it does not, or there is none, with what came after it, or with it."""
+    """With BOS where it adds BOS; where it does not, or there is none, with what came after it, or with it. One that is
+    code is asked where it is trusted.
+    """
     with_bos = ids(sampled(teacher, 4)[0])
     plain = copy_source(tmp_path)
     for name in ("tokenizer_config.json", "tokenizer.json"):
@@ -179,6 +195,14 @@ def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path
     without = ids(sampled(teacher, 4, source=plain)[0])
     assert without.shape == with_bos.shape
     assert without[:, 0].tolist() != with_bos[:, 0].tolist()
+    told = json.loads((plain / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
+    (plain / "tokenizer_config.json").write_text(json.dumps(told | own))
+    (plain / "tokenization_ours.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    for trusted, expected in ((True, without), (False, with_bos)):
+        assert np.array_equal(ids(sampled(teacher, 4, source=plain, trust_remote_code=trusted)[0]), expected)
     for file in plain.glob("*token*"):
         file.unlink()
     assert np.array_equal(ids(sampled(teacher, 4, source=plain)[0]), with_bos)

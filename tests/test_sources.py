@@ -62,8 +62,9 @@ def test_datasets_writes_what_is_read(tmp_path: Path) -> None:
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\n\n\ntwo\n")
-    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbftext\none\n")
-    assert texts_of(tmp_path / "a.csv") == ["one"]
+    for blank in (b"", b"\n", b"\r\n\n"):
+        (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + blank + b"text\none\n")
+        assert texts_of(tmp_path / "a.csv") == ["one"]
     (tmp_path / "a.csv").unlink()
     (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"# three\n"))
     assert texts_of(tmp_path / "a.txt") == ["one\r\n\n\ntwo\n"]

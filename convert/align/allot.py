@@ -94,16 +94,16 @@ def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tup
     """
     shares, length = options.text.shares(), options.text.length
     whole, fitted, measured = sum(tokens for _, tokens in shares), list[Tensor](), list[Tensor]()
-    for source, tokens in shares:
+    for number, (_, tokens) in enumerate(shares):
         rows = max(2, -(-(min(whole, FITTED) + MEASURED) * tokens // whole // length))
-        blocks = options.text.blocks_of(source, rows * length, checkpoint, options.device, watcher)
+        blocks = options.text.blocks_of(number, rows * length, checkpoint, options.device, watcher)
         last = max(1, min(MEASURED * tokens // whole // length, len(blocks) // 2))
         fitted.append(blocks[:-last])
         measured.append(blocks[-last:])
     if not sum(map(len, fitted)):
         raise RefusedError(
-            f"{source} has one block of {length} tokens; layers are fitted to one and measured on another: give more "
-            "text, or smaller blocks"
+            f"{options.text.sources[0]} has one block of {length} tokens; layers are fitted to one and measured on "
+            "another: give more text, or smaller blocks"
         )
     return torch.cat(fitted), torch.cat(measured)
 

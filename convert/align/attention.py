@@ -52,17 +52,18 @@ def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, 
     return output
 
 
+# By their names in transformers, and how these want their masks.
+PLAIN: dict[str, tuple[Attend, Any]] = {"sdpa": (attend_sdpa, sdpa_mask), "eager": (attend_eager, eager_mask)}
+
+
 def watchable(always_masked: bool = False, bits: int | None = None) -> Any:
     """A context in which models may be made and run whose attention is called `gqa_sdpa` or `gqa_eager`;
     `always_masked`: with a mask also where it hides nothing that attention would see. `bits`: attention that is not
     watched reads a KV cache of so many.
     """
-    masks = {"gqa_sdpa": sdpa_mask, "gqa_eager": eager_mask}
-    plain: dict[str, Attend] = {"gqa_sdpa": attend_sdpa, "gqa_eager": attend_eager}
-    return registered(
-        {name: _unless_watched(reading(attend, bits) if bits else attend) for name, attend in plain.items()},
-        {name: _unskipped(mask) for name, mask in masks.items()} if always_masked else masks,
-    )
+    functions = {f"gqa_{name}": reading(attend, bits) if bits else attend for name, (attend, _) in PLAIN.items()}
+    masks = {f"gqa_{name}": _unskipped(mask) if always_masked else mask for name, (_, mask) in PLAIN.items()}
+    return registered({name: _unless_watched(attend) for name, attend in functions.items()}, masks)
 
 
 def _unskipped(mask: Callable[..., Any]) -> Callable[..., Any]:

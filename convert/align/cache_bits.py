@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import eager_mask, sdpa_mask
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.attention import Attend, attend_eager, attend_sdpa, registered
+from gqa.convert.align.attention import PLAIN, Attend, registered
 from gqa.convert.align.rounding import reading
 from gqa.convert.recast.targets import checkpoint_cache
-
-_PLAIN: dict[str, tuple[Attend, Any]] = {"sdpa": (attend_sdpa, sdpa_mask), "eager": (attend_eager, eager_mask)}
 
 
 def layers_with_cache(checkpoint: Checkpoint) -> int:
@@ -34,9 +31,9 @@ def layers_with_cache(checkpoint: Checkpoint) -> int:
 @contextmanager
 def quantised_attention(bits: Iterable[int]) -> Iterator[None]:
     """Meanwhile models may have caches of these bits (`quantise_cache`)."""
-    named = {f"gqa_cache{each}_{name}": (each, name) for each in bits for name in _PLAIN}
-    functions = {own: partial(_counted, reading(_PLAIN[name][0], each)) for own, (each, name) in named.items()}
-    with registered(functions, {own: _PLAIN[name][1] for own, (_, name) in named.items()}):
+    named = {f"gqa_cache{each}_{name}": (each, name) for each in bits for name in PLAIN}
+    functions = {own: partial(_counted, reading(PLAIN[name][0], each)) for own, (each, name) in named.items()}
+    with registered(functions, {own: PLAIN[name][1] for own, (_, name) in named.items()}):
         yield
 
 
@@ -48,7 +45,7 @@ def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) ->
     without weights cannot be run, and is left to `check_reads`.
     """
     plain = model.config._attn_implementation
-    if plain not in _PLAIN:
+    if plain not in PLAIN:
         raise RefusedError(f"--cache-bits goes with sdpa and eager attention, {name} has {plain}; give one of them")
     model.set_attn_implementation(f"gqa_cache{bits}_{plain}")
     if model.device.type != "meta":

@@ -1,22 +1,17 @@
-"""The text that heads are calibrated on, as blocks: pieces of a source, or what the model itself writes."""
+"""The text that heads are calibrated on, as blocks: pieces of a source."""
 
 from __future__ import annotations
-
-from functools import partial
 
 import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.align.self_samples import sampled_blocks
-from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, text_digest
-from gqa.corpus.tokens import Encoder, Ints
+from gqa.corpus.tokens import Encoder, Ints, check_ids
 
 _CHARACTERS = 256  # of text that are looked at for every token that is taken, which is some four of them
 
@@ -43,28 +38,11 @@ def read_blocks(
     pieces = stream[: len(stream) // length * length].reshape(-1, length)
     blocks: Ints = pieces[np.linspace(0, len(pieces) - 1, min(tokens // length, len(pieces))).astype(int)]
     vocabulary = read_config(checkpoint.config, checkpoint.name).text.vocab_size
-    if int(blocks.max()) >= vocabulary:
-        raise RefusedError(
-            f"the tokenizer of {checkpoint.name} gives token {int(blocks.max())}, its embedding has {vocabulary}; "
-            "they do not belong together"
-        )
+    check_ids(int(blocks.max()), vocabulary, checkpoint.name)
     if not repeats:
         return blocks
     lead = int((blocks[:, 0] == blocks[0, 0]).all())
     return np.stack([mixed(blocks.__getitem__, index, seed, lead) for index in range(len(blocks))])
-
-
-def write_blocks(
-    checkpoint: Checkpoint, device: str, tokens: int, length: int, seed: int, plain: bool,
-    watcher: Watcher, vllm: bool = False, trust_remote_code: bool = False,
-) -> Ints:  # fmt: skip
-    """(N, length) of what the model writes, as `sampled_blocks` gives it to all processes. Raises RefusedError."""
-    load = partial(load_model, str(checkpoint.directory), device=device)
-    found = sampled_blocks(
-        load, device, checkpoint, length, -(-tokens // length), seed, plain, watcher, together=True, vllm=vllm,
-        trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    return np.stack([found[index]["input_ids"] for index in range(len(found))])
 
 
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:

@@ -282,7 +282,7 @@ def _undetermined(gram: Tensor, count: int, dim: int) -> str:
     if count < len(gram):
         return (
             f"W_O reads {len(gram)} dimensions and is fitted to {count} positions, the ridge decides the rest; "
-            "give more calibration tokens (--tokens)"
+            "give more calibration tokens (--tokens; of gqa-ablate --calibration-tokens)"
         )
     energy = gram.diagonal().view(-1, dim).sum(1)
     dead = [str(head) for head, small in enumerate((energy <= 1e-12 * energy.max()).tolist()) if small]

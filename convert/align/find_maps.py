@@ -89,16 +89,16 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
 
 def _look_at_weights(plan: Plan, work: _Work, search: bool, options: MapsOptions, watcher: Watcher) -> None:
     """Module after module, from the first that is not finished on, in one process."""
-    first, layers = work.layers, plan.config.layers
-    kept = {name: rows[:] for name, rows in work.kept().items()}
-    watcher.stage(plan.merging.method, layers - first, "layer")
+    first, modules = work.layers, attention_modules(plan.checkpoint, plan.config)
+    kept, count = {name: rows[:] for name, rows in work.kept().items()}, sum(bool(plan.changes_of(m)) for m in modules)
+    watcher.stage(plan.merging.method, count - first, "module")
     try:
         found = plan.merging.how.find(plan, search, options.device, first, kept)
         for number, (module, maps, kept) in enumerate(found, first):
             work.keep(number, module, maps, {})
-            work.finish_alone(number, layers, kept)
+            work.finish_alone(number, count, kept)
             watcher.update(1)
-            watcher.layer(number + 1, layers, float("nan"))
+            watcher.layer(number + 1, count, float("nan"))
     except RefusedError:  # it would be again
         work.remove()
         raise
@@ -130,7 +130,7 @@ def _run_layers(plan: Plan, work: _Work, blocks: Inputs, options: MapsOptions, w
         raise RefusedError(
             f"out of memory on {options.device} with {options.at_once} blocks of {options.text.length} tokens in a "
             f"layer at a time ({how.batch} to refine it); lower --context or --refine-batch, give --precision "
-            "bfloat16, or another --device"
+            "bfloat16 (of gqa-ablate --calibration-context, --calibration-precision), or another --device"
         ) from None
 
 

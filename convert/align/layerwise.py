@@ -307,15 +307,18 @@ class Layerwise:
                         raise
                     failed.append(error)
                     continue
-            if len(told) == self._length(stack) and out.shape == (first := next(iter(told.values()))[0]).shape:
+            if len(told) == len(self._of(stack)) and out.shape == (first := next(iter(told.values()))[0]).shape:
                 return first, {index: given for index, (_, given) in told.items()}
         # What torch itself says tells more than that a layer's result was not of the form that was tried.
         failed.sort(key=lambda error: not isinstance(error, RuntimeError))
         why = f": {explain(failed[0])}" if failed else ""
         raise RefusedError(f"{type(whole).__name__} cannot be run layer by layer{why}")
 
-    def _length(self, stack: int) -> int:
-        return self.first if stack % len(self._stacks) < len(self._stacks) - 1 else len(self.layers) - self.first
+    def _of(self, stack: int) -> dict[int, nn.Module]:
+        """The layers of a stack by their index."""
+        return {
+            i: self.layers[i] for i, path in enumerate(self._paths) if path.rpartition(".")[0] == self._stacks[stack]
+        }
 
     @contextmanager
     def _replaced(self, stack: int, leaving: Tensor | None = None) -> Iterator[dict[int, tuple[Tensor, Given]]]:
@@ -324,9 +327,7 @@ class Layerwise:
         The first is run once, for what it returns beside hidden states; others may be given that.
         """
         told: dict[int, tuple[Tensor, Given]] = {}
-        first = self.first if stack % len(self._stacks) else 0
-        layers = dict(enumerate(self.layers[first : first + self._length(stack)], first))
-        name = self._stacks[stack]
+        layers, name = self._of(stack), self._stacks[stack]
 
         def note(index: int, layer: nn.Module) -> Callable[..., Any]:
             def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -34,7 +35,7 @@ class CalibrationText:
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes, or `self`: it is to write it.
     `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
-    `trust_remote_code`: the tokenizer may be code that comes along. `sampler`: what writes the text of `self`.
+    `trust_remote_code`: tokenizer and model may be code that comes along. `sampler`: what writes the text of `self`.
     """
 
     sources: tuple[str, ...] = option_field(
@@ -95,7 +96,9 @@ class CalibrationText:
 
         config = transformers_config(checkpoint.config)
         if not config.is_encoder_decoder:
-            return {"input_ids": self.blocks(checkpoint, device, watcher)}
+            ids = self.blocks(checkpoint, device, watcher)
+            self._say_fewer(len(ids), "blocks", watcher)
+            return {"input_ids": ids}
         if self.sampler == "vllm":
             raise RefusedError(f"--sampler vllm is for decoders, {checkpoint.name} has an encoder too; leave it out")
         from gqa.convert.align.calibration_text import read_blocks
@@ -105,44 +108,54 @@ class CalibrationText:
         if not reads_text(config):
             from gqa.convert.align.recordings import RecordingMaker
 
-            rows = self._recordings(checkpoint.name)
+            parts = self._recordings(checkpoint.name)
             self.check(config, checkpoint.name)
             hearing = RecordingMaker(*how_made)
-            return hearing.inputs(hearing.hear(rows, max(1, self.tokens // self.length)))
+            pairs = [pair for rows, count in parts for pair in hearing.hear(rows, count)]
+            self._say_fewer(len(pairs), "pairs", watcher)
+            return hearing.inputs(pairs)
         self.check(config, checkpoint.name)
         maker, pairs = PairMaker(*how_made), []
-        for source, tokens in self.shares():
+        for number, (source, tokens) in enumerate(self.shares()):
             if is_self(source):
-                pairs += maker.write(tokens // self.length)
+                pairs += maker.write(tokens // self.length, self._seed(number))
             elif self.target_field:
                 targets = None if self.target_field == "self" else self._parse(source, self.target_field)
                 pairs += maker.read(self._parse(source), targets, tokens // self.length)
             else:
                 how = (tokens, self.length, self.seed, False, self.trust_remote_code)
                 pairs += maker.corrupt(read_blocks(checkpoint, self._parse(source), *how))
+        self._say_fewer(len(pairs), "pairs", watcher)
         return maker.inputs(pairs)
 
     def blocks(self, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
         """(N, length) token ids, of each source its share. Raises RefusedError and CorpusError."""
         import torch
 
-        return torch.cat([self.blocks_of(*share, checkpoint, device, watcher) for share in self.shares()])
+        shares = enumerate(self.shares())
+        return torch.cat([self.blocks_of(number, own, checkpoint, device, watcher) for number, (_, own) in shares])
 
-    def blocks_of(self, source: str, tokens: int, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
-        """The same of one source, of `tokens` whatever its share is."""
+    def blocks_of(self, number: int, tokens: int, checkpoint: Checkpoint, device: str, watcher: Watcher) -> Tensor:
+        """The same of the source of that number, of `tokens` whatever its share is."""
         import torch
 
-        from gqa.convert.align.calibration_text import read_blocks, write_blocks
+        from gqa.checkpoint.loading import load_model
+        from gqa.convert.align.calibration_text import read_blocks
+        from gqa.convert.align.self_samples import sampled_blocks
 
         if self.target_field:
             raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
-        if is_self(source):
-            plain = parse_self(source).plain or not self.repeats
-            of_vllm = (self.sampler == "vllm", self.trust_remote_code)
-            how = (tokens, self.length, self.seed, plain, watcher, *of_vllm)
-            return torch.from_numpy(write_blocks(checkpoint, device, *how))
-        how_read = (tokens, self.length, self.seed, self.repeats, self.trust_remote_code)
-        return torch.from_numpy(read_blocks(checkpoint, self._parse(source), *how_read))
+        source, trusted = self.sources[number], self.trust_remote_code
+        if not is_self(source):
+            how = (tokens, self.length, self.seed, self.repeats, trusted)
+            return torch.from_numpy(read_blocks(checkpoint, self._parse(source), *how))
+        load = partial(load_model, str(checkpoint.directory), device=device, trust_remote_code=trusted)
+        plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
+        written = sampled_blocks(
+            load, device, checkpoint, self.length, -(-tokens // self.length), seed, plain, watcher,
+            together=True, vllm=self.sampler == "vllm", trust_remote_code=trusted,
+        )  # fmt: skip
+        return torch.stack([torch.as_tensor(written[index]["input_ids"]) for index in range(len(written))])
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:
         """What the content of each source is, as a hash; of what the model writes its name; of recordings what is in
@@ -155,42 +168,69 @@ class CalibrationText:
         if config.is_encoder_decoder and not reads_text(config):
             from gqa.corpus.recordings import identify
 
-            rows = self._recordings(checkpoint.name)
+            rows = [row for part, _ in self._recordings(checkpoint.name) for row in part]
             told = "\0".join(f"{sound.name}\0{text or ''}" for sound, text in rows)
             return [identify([sound for sound, _ in rows]), text_digest(told).hex()]
         fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
         named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
         return [spec if is_self(spec) else self._parse(spec, field).identify() for spec, field in named]
 
-    def _recordings(self, name: str) -> Sequence[tuple[Sound, str | None]]:
-        """And what is said in them, where a column has it. Raises RefusedError and CorpusError."""
+    def _recordings(self, name: str) -> list[tuple[Sequence[tuple[Sound, str | None]], int]]:
+        """With what is said in them, where a column has it: those of each source, and how many are taken; of sources
+        without weights those of all together. Raises RefusedError and CorpusError.
+        """
         from gqa.convert.align.recordings import INSTEAD
         from gqa.corpus.document import SoundField
         from gqa.corpus.recordings import find_recordings, read_transcripts
 
+        count = max(1, self.tokens // self.length)
         if not self.target_field or self.target_field == "self" or any(map(is_self, self.sources)):
-            return [(file, None) for file in find_recordings(self.sources, name, INSTEAD)]
-        columns = [
-            tuple(self._parse(source, field) for field in (SoundField(self.field), self.target_field))
-            for source in self.sources
-        ]
-        return [row for each in columns for row in read_transcripts(*each)]
+            return [([(file, None) for file in find_recordings(self.sources, name, INSTEAD)], count)]
+        fields = (SoundField(self.field), self.target_field)
+        columns = [tuple(self._parse(source, field) for field in fields) for source, _ in weighted(self.sources)]
+        rows: list[list[tuple[Sound, str | None]]] = [[*read_transcripts(*each)] for each in columns]
+        if split_weight(self.sources[0])[1]:
+            return [(own, tokens // self.length) for own, (_, tokens) in zip(rows, self.shares(), strict=True)]
+        return [([row for own in rows for row in own], count)]
 
     def _parse(self, source: str, field: str | None = None) -> Source:
         return parse_sources((source,), field=field or self.field)[0]
 
-    def shares(self) -> Sequence[tuple[str, int]]:
+    def _seed(self, number: int) -> int:
+        """Of what the model writes for the source of that number: for each text of its own."""
+        from gqa.convert.align.self_samples import seed_apart
+
+        before = sum(map(is_self, self.sources[:number]))
+        return seed_apart(self.seed, f"self {before}") if before else self.seed
+
+    def _say_fewer(self, found: int, what: str, watcher: Watcher) -> None:
+        """Warn where they are fewer than are asked for; of several sources each is rounded."""
+        wanted = max(1, self.taken // self.length)
+        if found + len(self.sources) <= wanted:
+            told = f"{found:,} of the {wanted:,} {what} of {self.length} tokens that are asked for; give more text"
+            watcher.warn(f"{', '.join(self.sources)}: {told}")
+
+    @property
+    def taken(self) -> int:
+        """Tokens of all sources, some of which may say how many. Raises CorpusError."""
+        return sum(self._counts())
+
+    def _counts(self) -> list[int]:
         """Tokens of each source: what `self:TOKENS` says, and of the rest the share of its weight."""
-        if others := [source for source in self.sources if not is_self(source)]:
-            weighted(others)  # refuses what no mixture is
         fixed = [(parse_self(source).tokens or 0) if is_self(source) else 0 for source in self.sources]
         weights = [0.0 if f else split_weight(s)[1] or 1.0 for f, s in zip(fixed, self.sources, strict=True)]
         total = sum(weights) or 1.0
-        counts = [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
-        shares = list(zip(self.sources, counts, strict=True))
+        return [f or int(self.tokens * weight / total) for f, weight in zip(fixed, weights, strict=True)]
+
+    def shares(self) -> Sequence[tuple[str, int]]:
+        """The sources and how many of their tokens are taken. Raises RefusedError and CorpusError."""
+        if others := [source for source in self.sources if not is_self(source)]:
+            weighted(others)  # refuses what no mixture is
+        shares = list(zip(self.sources, self._counts(), strict=True))
         if short := [source for source, tokens in shares if tokens < self.length]:
             raise RefusedError(
-                f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens)"
+                f"{short[0]} gives less than a block of {self.length} tokens; give more calibration tokens (--tokens; "
+                "of gqa-ablate --calibration-tokens)"
             )
         return shares
 

@@ -20,12 +20,12 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, model_class
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept, samples
+from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept, samples, seed_apart
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.sources import Source
-from gqa.corpus.tokens import Ints
+from gqa.corpus.tokens import Ints, check_ids
 
 Pair = tuple[Any, list[int]]  # tokens of a source, or what an encoder hears; and tokens of its target
 WRITTEN = 32  # targets at a time
@@ -44,11 +44,11 @@ class PairMaker:
         trust_remote_code: bool = False,
     ) -> None:  # fmt: skip
         config, self.name = transformers_config(checkpoint.config), checkpoint.name
-        self._checkpoint, self._config, self._device, self._watcher = checkpoint, config, device, watcher
+        self._checkpoint, self._device, self._watcher = checkpoint, device, watcher
         self.length, self._seed, self._trusted = length, seed, trust_remote_code
+        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         self._model: Any = None  # once it is to write
         self._dtype = "bfloat16" if native_bfloat16(device) else "float32"
-        self._vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         try:
             tokenizer = load_tokenizer(checkpoint, trust_remote_code)
         except RefusedError:  # which what is read of text says
@@ -82,20 +82,21 @@ class PairMaker:
         generator = np.random.default_rng(self._seed)
         return [self._encoder.corrupt(block, generator) for block in blocks]
 
-    def write(self, count: int, seed: int | None = None) -> list[Pair]:
+    def write(self, count: int, seed: int) -> list[Pair]:
         """So many pairs of the model's own: what its decoder writes for no source at all, spans left out where the
         tokenizer allows it, and the targets that it then writes.
         """
-        if seed is None:
-            seed = self._seed
-            self._announce(2 * count)
+        self._announce(2 * count)
+        return self._own(count, seed)
+
+    def _own(self, count: int, seed: int) -> list[Pair]:
         encoder, generator = self._encoder, np.random.default_rng(seed)
         texts = self._write([[encoder.end]] * count, seed, [*encoder.marks, encoder.end])
         sources = [
             encoder.corrupt(np.array(text), generator)[0] if encoder.marks else [*text[:-1], encoder.end]
             for text in texts
         ]
-        return list(zip(sources, self._write(sources, seed), strict=True))
+        return list(zip(sources, self._write(sources, seed_apart(seed, "targets")), strict=True))
 
     def sampled(self, count: int, write: bool = True) -> SampledBlocks:
         """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are kept as
@@ -111,12 +112,13 @@ class PairMaker:
 
         def written(numbers: range) -> Tensor:
             rows = torch.full((WRITTEN, 2, self.length), -1)
-            for row, pair in enumerate(self.write(WRITTEN, batch_seed(self._seed, numbers[0]))):
+            for row, pair in enumerate(self._own(WRITTEN, batch_seed(self._seed, numbers[0]))):
                 for side, ids in enumerate(pair):
                     rows[row, side, : len(ids)] = torch.tensor(ids)
             return rows.flatten(1)
 
-        told = f"pairs {content(self._checkpoint)} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
+        known = content(self._checkpoint, self._trusted)
+        told = f"own pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
         file = kept(told, 2 * self.length, WRITTEN, count, begin, written, together=True)
         return SampledBlocks(file, 2 * self.length, count, f"self {file.stem}", self._seed, 0, plain=True)
 
@@ -133,11 +135,7 @@ class PairMaker:
     def _padded(self, texts: Iterable[list[int]]) -> tuple[Tensor, Tensor]:
         """(N, T) ids and which of them are text. Raises RefusedError."""
         rows = [torch.tensor(text, dtype=torch.long) for text in texts]
-        if (largest := max(int(row.max()) for row in rows)) >= self._vocabulary:
-            raise RefusedError(
-                f"the tokenizer of {self.name} gives token {largest}, its embedding has {self._vocabulary}; they do "
-                "not belong together"
-            )
+        check_ids(max(int(row.max()) for row in rows), self._vocabulary, self.name)
         masks = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
         return pad_sequence(rows, batch_first=True, padding_value=self._encoder.pad), masks
 
@@ -149,7 +147,9 @@ class PairMaker:
         that are `banned`.
         """
         if self._model is None:
-            self._model = load_model(str(self._checkpoint.directory), dtype=self._dtype, device=self._device)
+            self._model = load_model(
+                str(self._checkpoint.directory), dtype=self._dtype, device=self._device, trust_remote_code=self._trusted
+            )
         found: list[list[int]] = []
         for first in range(0, len(sources), WRITTEN):
             given = self.given(part := sources[first : first + WRITTEN])

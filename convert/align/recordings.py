@@ -18,7 +18,7 @@ from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, k
 from gqa.convert.methods import instead
 from gqa.corpus.recordings import Hearing, Sound, identify
 
-INSTEAD = f", or use --method {instead(lambda method: method.needs == 'weights')}"
+INSTEAD = f", or use the method {instead(lambda method: method.needs == 'weights')}"
 
 
 class RecordingMaker(PairMaker):
@@ -57,7 +57,8 @@ class RecordingMaker(PairMaker):
                 row[: len(ids)] = torch.tensor(ids)
             return rows
 
-        told = f"heard {content(self._checkpoint)} {identify(files)} {self._seed} {self.length} {self._dtype}"
+        known = content(self._checkpoint, self._trusted)
+        told = f"heard {known} {identify(files)} {self._seed} {self.length} {self._dtype}"
         file = kept(told, self.length, WRITTEN, len(files), begin, made)
         return SampledBlocks(file, self.length, len(files), f"heard {file.stem}", self._seed, 0, plain=True)
 

@@ -7,7 +7,7 @@ transformers' own modules, so on every architecture, from whatever start (docs/m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,10 +29,6 @@ class Rows:
     tensor: Tensor
 
 
-def _itself(hidden: Tensor, given: Given) -> Given:
-    return (hidden, *given[0]), given[1]
-
-
 @dataclass
 class Calls:
     """What a module, or the layer that it is in, is called with: hidden states (N, T, D), and the other arguments, in
@@ -42,9 +38,9 @@ class Calls:
     """
 
     hidden: Tensor
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    inside: Callable[[Tensor, Given], Given] = _itself
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inside: Callable[[Tensor, Given], Given]
     bits: int | None = None
 
     @classmethod

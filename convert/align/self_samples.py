@@ -105,7 +105,7 @@ def sampled_blocks(
         check_vllm()
     known = as_it_is(checkpoint)
     start = first_token(read_config(known.config, known.name).text, known.name)
-    lead = 0 if _begins(checkpoint, start) else 1
+    lead = 0 if _begins(checkpoint, start, trust_remote_code) else 1
     if not write:
         return SampledBlocks(Path(), size, n_blocks, "", seed, 1 - lead, plain)
     # Samples are noise of temperature 1 anyway: what the device multiplies fast, however the model is stored.
@@ -140,17 +140,17 @@ def sampled_blocks(
             models[0], size + lead, seed=seeds, batch=batch, progress=lambda count: watcher.update(count * processes)
         )[:, lead:]
 
-    told = f"{content(checkpoint)} {start} {lead} {seed} {size} {batch} {dtype}{' vllm' * vllm}"
+    told = f"{content(checkpoint, trust_remote_code)} {start} {lead} {seed} {size} {batch} {dtype}{' vllm' * vllm}"
     with main_first() if alone else nullcontext():  # the others find it done
         file = kept(told, size, batch, n_blocks, begin, written, together)
     told = f"self {file.stem} {'plain' if plain else MIX}"
     return SampledBlocks(file, size, n_blocks, told, seed, 1 - lead, plain)
 
 
-def content(checkpoint: Checkpoint) -> str:
-    """What a checkpoint's weights are, as a hash."""
+def content(checkpoint: Checkpoint, trusted: bool) -> str:
+    """What a checkpoint's weights are, as a hash, and whether code that it brings reads them, which is `trusted`."""
     origin = checkpoint.source or checkpoint
-    return digest_of(origin, origin.tensors)
+    return digest_of(origin, origin.tensors) + " code" * (trusted and "auto_map" in origin.config)
 
 
 def batch_seed(seed: int, number: int | str) -> int:
@@ -208,10 +208,10 @@ def kept(
     return file
 
 
-def _begins(checkpoint: Checkpoint, token: int) -> bool:
+def _begins(checkpoint: Checkpoint, token: int, trusted: bool) -> bool:
     """Whether the tokenizer begins a text with that token; a model without one is taken to need it."""
     try:
-        found = load_tokenizer(checkpoint, instead="use self")("a")["input_ids"]
+        found = load_tokenizer(checkpoint, trusted)("a")["input_ids"]
     except RefusedError:
         return True
     return bool(found) and found[0] == token

@@ -15,8 +15,8 @@ _LOG_SECONDS = 30.0  # between two lines
 
 class Watcher:
     """Told of a stage that begins and of how many tokens (or `unit`s) it is; of those that are done; of a layer that
-    is, with its error (NaN where none was measured); and of what went otherwise than wanted. This one keeps it to
-    itself.
+    is (or a `unit`), with its error (NaN where none was measured); and of what went otherwise than wanted. This one
+    keeps it to itself.
     """
 
     def stage(self, name: str, total: int, unit: str = "tok") -> None: ...
@@ -65,7 +65,8 @@ class Bar(Watcher):
         if error == error:
             self.errors[index - 1] = error
         self._layers += 1
-        self._state = f"layer {index}/{layers}" + (f", error {error:.3g}" if error == error else "")
+        counted = "layer" if self._unit == "tok" else self._unit
+        self._state = f"{counted} {index}/{layers}" + (f", error {error:.3g}" if error == error else "")
         if self._bar is not None:
             if self._done:  # layers of which nothing is merged are not trained: what is left is as what was
                 self._bar.total = self._done + self._done * (layers - index) // self._layers
