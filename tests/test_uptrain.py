@@ -119,6 +119,7 @@ def test_a_dry_run_estimates_time_and_disk(place: Path, tmp_path: Path, monkeypa
     stored = sum(path.stat().st_size for path in (place / "model").glob("*.safetensors"))
     assert disk == pytest.approx(stored + 4 * parameters, rel=0.1)
     assert kept - disk == 4 * 12 * parameters  # three and one that is written, of weights and two moments
+    assert estimated(save_every=1, keep_last=3, optimizer="adamw-8bit")[1] == kept  # its moments are saved as float32
 
 
 @pytest.mark.parametrize("train", ["all", "attention", "lora"])

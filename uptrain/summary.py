@@ -73,9 +73,9 @@ def estimate(setup: Setup) -> dict[str, Any]:
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     states = 1 + options.keep_last if options.save_every or options.save_minutes else 0  # one more while it is written
     disk = setup.checkpoint.nbytes + _WEIGHT_BYTES[options.weights] * trained
-    disk += states * (
-        _WEIGHT_BYTES[options.weights] * parameters + _moments(options.optimizer, options.weights) * trained
-    )
+    plain = options.optimizer == "adamw-8bit"  # of which a state has the moments as float32
+    moments = _moments(*("adamw", "float32") if plain else (options.optimizer, options.weights))
+    disk += states * (_WEIGHT_BYTES[options.weights] * parameters + moments * trained)
     return {"seconds": round(operations / speed, 1), "disk_bytes": disk}
 
 
