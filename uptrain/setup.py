@@ -54,6 +54,7 @@ from gqa.uptrain.state import States
 from gqa.uptrain.targets import StoredTargets, find_targets
 from gqa.uptrain.training_model import TrainingModel
 
+_LESS_MEMORY = ", or give --checkpointing, --train lora or --optimizer adafactor"
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positions are relative, as T5 was trained
 
 
@@ -89,12 +90,12 @@ class Setup:
         """The log of every step."""
         return self.states.directory / "metrics.jsonl"
 
-    def memory_explained(self) -> AbstractContextManager[None]:
+    def memory_explained(self, doing: str = "training", more: str = _LESS_MEMORY) -> AbstractContextManager[None]:
         """Where memory ends, RefusedError tells the batch that was tried and what to lower."""
+        size = self.options.block
         return memory_told(
-            f"training, {self.micro} blocks of {self.block_size} tokens at a time on {self.accelerator.device}",
-            f"lower --micro-batch (now {self.micro}) or --context (now {self.block_size}), or give --checkpointing, "
-            "--train lora or --optimizer adafactor",
+            f"{doing}, {self.micro} blocks of {size} tokens at a time on {self.accelerator.device}",
+            f"lower --micro-batch (now {self.micro}) or --context (now {size}){more}",
         )
 
 
@@ -111,13 +112,14 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
 
 def prepare(
     options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False,
-    recording: bool = False,
+    recording: Path | None = None,
 ) -> Setup:  # fmt: skip
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
     `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
     `watcher` is told of the text that it writes. A `dry` run is planned, and cannot start: no model has weights, and
-    none writes text. One that is `recording` what the teacher predicts has no other model with weights, and no output.
+    none writes text. One that is `recording` what the teacher predicts in a directory has no other model with weights,
+    and no output.
     """
     processes = ranks().num_processes
     options.check(processes)
@@ -126,7 +128,9 @@ def prepare(
         options = targets.settled(options)
     options, taught = settle(options, checkpoint)
     options.check(processes)
-    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite or recording).out  # refuses now
+    if recording:
+        _check_recording(recording, options, taught, targets, checkpoint)
+    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite or bool(recording)).out  # refuses now
     if not (dry or recording):  # which may be about another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out)
@@ -140,7 +144,7 @@ def prepare(
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
-        model = _model(checkpoint, options, accelerator, dry or recording)
+        model = _model(checkpoint, options, accelerator, dry or bool(recording))
         longest, writes = find_block_size(model.config, tokenizer, checkpoint, options), None
         if targets:
             targets.check(model, tokenizer)
@@ -173,6 +177,20 @@ def prepare(
     return Setup(
         options, taught, accelerator, checkpoint, model, teacher, training, targets, dataloader, heldout, micro, states
     )
+
+
+def _check_recording(
+    directory: Path, options: TrainOptions, taught: str, targets: StoredTargets | None, checkpoint: Checkpoint
+) -> None:
+    """Raise RefusedError where there is nothing to record, or no place for it."""
+    if targets or not options.teachers:
+        told = f"{options.teacher} has its predictions alone" if targets else taught
+        raise RefusedError(f"--record-teacher needs a model that teaches ({told}); name it with --teacher")
+    if checkpoint.config.get("is_encoder_decoder"):
+        raise RefusedError(f"--record-teacher is for decoders, {checkpoint.name} is an encoder-decoder; train it")
+    used = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    if used and not find_targets(str(directory)):
+        raise RefusedError(f"{directory} exists and holds no targets; give another directory with --record-teacher")
 
 
 def _data(

@@ -26,7 +26,7 @@ PART = 64  # blocks of a file
 # What a recording has decided, and what a run from it would ignore.
 _DECIDED = (
     "data", "field", "target_field", "data_config", "split", "data_revision", "separator", "streaming", "heldout",
-    "heldout_fraction", "alpha", "pretraining_tokens", "repeats", "mask_documents",
+    "heldout_fraction", "heldout_tokens", "alpha", "pretraining_tokens", "repeats", "mask_documents",
 )  # fmt: skip
 
 
