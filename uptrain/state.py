@@ -20,7 +20,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -60,28 +60,21 @@ class States:
         """The directory is there, no other run uses it meanwhile, and no half of a state is left from one that was
         killed; the main process sees to that. Raises RefusedError where another run does use it.
         """
-        if not ranks().is_main_process:
-            with self._finished():
-                yield
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        using = f"another run is using {self.directory}; wait for it or give another output with -o"
-        with locked(self.directory / "lock", using):
-            for leftover in self.directory.glob("*.partial"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            try:
-                with self._finished():
-                    yield
-            finally:
-                if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
-                    shutil.rmtree(self.directory, ignore_errors=True)  # refused at the first step, or all is written
-
-    @contextmanager
-    def _finished(self) -> Iterator[None]:
-        try:
+        with ExitStack() as stack:
+            if ranks().is_main_process:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                using = f"another run is using {self.directory}; wait for it or give another output with -o"
+                stack.enter_context(locked(self.directory / "lock", using))
+                for leftover in self.directory.glob("*.partial"):
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                stack.callback(self._drop_empty)
+            stack.callback(self.finish)
             yield
-        finally:
-            self.finish()
+
+    def _drop_empty(self) -> None:
+        """What is left where the first step was refused, or where all is written."""
+        if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def all(self) -> list[Path]:
         """Complete states, the oldest first."""
