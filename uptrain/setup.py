@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    DistributedType,
     GradientAccumulationPlugin,
     LoggerType,
     parse_flag_from_env,
@@ -235,8 +234,10 @@ def _maker(
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise RefusedError("a configuration of DeepSpeed is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml")
+    older = parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
+    if older or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        other = "FSDP1" if older else "DeepSpeed"
+        raise RefusedError(f"a configuration of {other} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml")
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
     processes = ranks().num_processes
@@ -261,11 +262,11 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
-    if accelerator.distributed_type == DistributedType.FSDP and options.optimizer == "muon":
+    if accelerator.is_fsdp2 and options.optimizer == "muon":
         raise RefusedError("--optimizer muon needs whole matrices, and FSDP divides them; use adamw")
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
         raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if accelerator.is_fsdp2:
         # transformers would load every model on the first process alone, also those that are never shared out.
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Else each process holds whole gradients from one micro-batch to the next.
@@ -276,13 +277,12 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
 
 
 def _keep_sums(accelerator: Accelerator) -> None:
-    """Of FSDP2 only weights are gathered in 16 bits. Gradients are added in float32, and the sums that a model returns
+    """Only weights are gathered in 16 bits. Gradients are added in float32, and the sums that a model returns
     stay as they are, which accelerate's own policy rounds.
     """
     plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version == 2:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def _beside(out: Path, purpose: str) -> Path:
@@ -291,9 +291,8 @@ def _beside(out: Path, purpose: str) -> Path:
 
 def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dry: bool) -> PreTrainedModel:
     """With what does not train frozen. It has no weights where they are read into shards."""
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    device = "cpu" if sharded else str(accelerator.device)
-    model = _load(checkpoint, options, device, options.weights, weights=not (dry or accelerator.is_fsdp2))
+    sharded, device = accelerator.is_fsdp2, str(accelerator.device)
+    model = _load(checkpoint, options, device, options.weights, weights=not (dry or sharded))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
     said = options.target_field or options.teachers
