@@ -260,8 +260,8 @@ def test_what_does_not_fit_is_refused(runs: Runs, tmp_path: Path, places: dict[s
     assert "; content: " in refused(runs, *record(runs, out, places, steps=1, data=other))
     assert "exists and holds no targets" in refused(runs, *record(runs, out, places, runs.directory, steps=1))
     for key, value, says in (
-        ("vocabulary", 7, "has predictions of 7 tokens, the model of"),
-        ("tokenizer", "7", "was recorded with a tokenizer that has other tokens"),
+        ("vocabulary", 7, f"recorded in {tmp_path / 'vocabulary'} predicts 7 tokens, the model "),
+        ("tokenizer", "7", f"the tokenizer of the teacher recorded in {tmp_path / 'tokenizer'} has other tokens"),
     ):
         changed = tmp_path / key
         shutil.copytree(stored, changed)

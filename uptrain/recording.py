@@ -63,7 +63,7 @@ def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher 
         missing = targets.missing
         wait_for_everyone()  # all have seen the same before one of them writes
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        watcher.stage("recording", len(missing[rank::ranks]) * PART * setup.block_size)
+        watcher.stage("recording", len(missing[rank::ranks]) * PART * setup.options.block)
         head = ChunkedHead(setup.teacher)
         for start in range(0, len(missing), ranks):
             part, own = missing[min(start + rank, len(missing) - 1)], start + rank < len(missing)
@@ -76,7 +76,7 @@ def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher 
                         blocks = [_block(setup, number) for number in numbers or passes[0][:1]]
                         with setup.memory_explained("recording", ""):
                             found = [*_predicted(setup, head, mass, blocks)]
-                        watcher.update(len(blocks) * setup.block_size)
+                        watcher.update(len(blocks) * setup.options.block)
                         if write and numbers:
                             for row in found:
                                 write(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,7 @@ from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
-from gqa.uptrain.targets import StoredTargets, find_targets
+from gqa.uptrain.targets import StoredTargets, check_teacher, find_targets, tokenizer_digest
 from gqa.uptrain.training_model import TrainingModel
 
 _LESS_MEMORY = ", or give --checkpointing, --train lora or --optimizer adafactor"
@@ -78,11 +78,6 @@ class Setup:
     heldout: list[Block]
     micro: int
     states: States
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.options.block
 
     @property
     def metrics(self) -> Path:
@@ -146,19 +141,21 @@ def prepare(
         model = _model(checkpoint, options, accelerator, dry or bool(recording))
         longest, writes = find_block_size(model.config, tokenizer, checkpoint, options), None
         if targets:
-            targets.check(model, tokenizer)
+            recorded = targets.record["vocabulary"], targets.record["tokenizer"]
+            check_teacher(f"recorded in {targets.directory}", *recorded, model, tokenizer)
         for name in () if targets else options.teachers:
             original = open_model(name)
-            load = partial(_load, original, options, device=str(accelerator.device))
             shared = not dry and accelerator.is_fsdp2 and teacher is None
             teacher = (
                 teacher or _load(original, options, str(accelerator.device), "auto", weights=not (dry or shared))
             ).requires_grad_(False)
-            _check_teacher(teacher, original, model, tokenizer, options)
+            theirs = tokenizer_digest(load_tokenizer(original, options.trust_remote_code))
+            vocabulary = teacher.config.get_text_config(decoder=True).vocab_size
+            check_teacher(original.name, vocabulary, theirs, model, tokenizer)
             if shared:
                 share_teacher(teacher, original, accelerator)
             kind = _maker if model.config.is_encoder_decoder else _written
-            writes = partial(kind, original, options, load, str(accelerator.device), watcher)
+            writes = partial(kind, original, options, str(accelerator.device), watcher)
         training = TrainingModel(model, teacher, options)
         if accelerator.is_fsdp2 and not (dry or recording):
             share_model(training, checkpoint, accelerator)
@@ -212,21 +209,17 @@ def _data(
 
 
 def _written(
-    teacher: Checkpoint, options: TrainOptions, load: Callable[..., PreTrainedModel], device: str, watcher: Watcher,
-    write: bool, size: int, count: int,
-) -> SampledBlocks:  # fmt: skip
+    teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, write: bool, size: int, count: int
+) -> SampledBlocks:
     """So many blocks of `size` tokens that the teacher writes."""
-    plain = parse_self(options.data[0]).plain
+    load, plain = partial(_load, teacher, options, device=device), parse_self(options.data[0]).plain
     return sampled_blocks(
         load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write, together=True,
         vllm=options.sampler == "vllm", trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 
 
-def _maker(
-    teacher: Checkpoint, options: TrainOptions, load: Callable[..., PreTrainedModel], device: str, watcher: Watcher,
-    size: int,
-) -> PairMaker:  # fmt: skip
+def _maker(teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, size: int) -> PairMaker:
     """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""
     kind = PairMaker if reads_text(transformers_config(teacher.config)) else RecordingMaker
     return kind(teacher, device, size, options.seed, watcher, options.trust_remote_code)
@@ -367,16 +360,3 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     if longest and options.block_size and options.block_size > longest:
         raise RefusedError(f"--context {options.block_size} is more than the {longest} positions of {checkpoint.name}")
     return options.block_size or min(longest or most, MAX_BLOCK)
-
-
-def _check_teacher(
-    teacher: PreTrainedModel, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any, options: TrainOptions
-) -> None:
-    ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
-    if ours != theirs:
-        odd = f"the teacher {checkpoint.name} predicts {theirs:,} tokens, the model {ours:,}"
-    elif load_tokenizer(checkpoint, options.trust_remote_code).get_vocab() != tokenizer.get_vocab():
-        odd = f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's"
-    else:
-        return
-    raise RefusedError(f"{odd}; give the checkpoint from which the model was converted")
