@@ -99,7 +99,7 @@ def record_teacher(
         raise RefusedError(f"mass is {mass!r}; give a share above 0, at most 1")
     goal = beside(name_of(model), "-uptrained")  # of a run that would train: nothing is written there
     given = {"data": data, **options}
-    prepared = _prepared(model, teacher, goal, progress, tokenizer, given, recording=True)
+    prepared = _prepared(model, teacher, goal, progress, tokenizer, given, recording=Path(out))
     with undisturbed(), prepared as (setup, _), Bar(not progress) as bar:
         found = record(setup, Path(out), mass, bar)
     return RecordedTeacher(path=Path(out), record=found)
@@ -108,7 +108,7 @@ def record_teacher(
 @contextmanager
 def _prepared(
     model: Model, teacher: Model | None, goal: Path, progress: bool, tokenizer: Any, options: Mapping[str, Any],
-    recording: bool = False,
+    recording: Path | None = None,
 ) -> Iterator[tuple[Setup, list[str]]]:  # fmt: skip
     """A run that is ready to start, and the words of the command that would have said it."""
     from gqa.convert.align.watcher import Bar

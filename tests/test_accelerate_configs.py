@@ -75,10 +75,20 @@ def test_plugins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fsdp.state_dict_type.name == "SHARDED_STATE_DICT"
 
 
-def test_deepspeed_is_refused(runs: Runs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [
+        ("DeepSpeed", {"ACCELERATE_USE_DEEPSPEED": "true"}),
+        ("FSDP1", {"ACCELERATE_USE_FSDP": "true"}),  # that of accelerate where none is named
+        ("FSDP1", {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}),
+    ],
+)
+def test_what_does_not_divide_as_fsdp2_is_refused(
+    name: str, environment: dict[str, str], runs: Runs, tmp_path: Path
+) -> None:
     """As its launcher tells processes of it, before anything is made."""
-    done = runs.run(*runs.words(tmp_path / "out", steps=1), ACCELERATE_USE_DEEPSPEED="true")
-    told = "gqa-uptrain: a configuration of DeepSpeed is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml\n"
+    done = runs.run(*runs.words(tmp_path / "out", steps=1), **environment)
+    told = f"gqa-uptrain: a configuration of {name} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml\n"
     assert (done.code, done.err) == (2, told)
     assert not list(tmp_path.glob("out*"))
 

@@ -160,6 +160,7 @@ def made_small(program: str, words: list[str]) -> list[str]:
         if not told and name in (program, *(words if program == "gqa-convert" else ())):
             left = LENGTHS if program == "gqa-uptrain" and LENGTHS & {*words} else set()
             left = left | {"--refine-steps"} if "--forecast" in words else left
+            left = left | ({"--heldout-tokens"} if {"--teacher", "targets"} <= {*words} else set())  # it has its own
             found += [one for key, value in extras.items() if key not in {*words, *left} for one in (key, value) if one]
     return found
 

@@ -18,7 +18,7 @@ from training import Runs, losses, material, options_for, state_weights, trainin
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
-from gqa.uptrain.optimizer import MuonAdamW, make_optimizer
+from gqa.uptrain.optimizer import MuonAdamW, make_optimizer, on_host, plain_moments
 from gqa.uptrain.summary import memory_bytes
 
 RATE, DECAY = 1e-2, 0.1
@@ -112,6 +112,36 @@ def test_less_memory_for_nearly_the_same_losses(runs: Runs, tmp_path: Path, name
         assert losses(tmp_path / out) == pytest.approx(expected, rel=5e-3), out
     held = state_weights(tmp_path / "one-state" / "step-00000004").values()
     assert {tensor.dtype for tensor in held} == {torch.bfloat16 if "weights" in LESS[name] else torch.float32}
+
+
+def test_moments_leave_the_device_one_after_the_other() -> None:
+    """Of 8 bits each is in the host's memory before the next is float32; what trains goes on does not change a copy."""
+    done: list[str] = []
+
+    class Whole(torch.Tensor):
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            done.append("on the host")
+            return self.as_subclass(torch.Tensor)
+
+    class EightBits(torch.Tensor):
+        __module__ = "torchao.optim"
+
+        def dequantize(self, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[override]
+            done.append("float32")
+            return torch.ones(4, dtype=dtype).as_subclass(Whole)
+
+    moments = {name: torch.zeros(4, dtype=torch.uint8).as_subclass(EightBits) for name in ("exp_avg", "exp_avg_sq")}
+    state = {"state": {"weight": {**moments, "step": torch.ones(1)}}, "param_groups": [{"lr": 1e-3}]}
+    for copied in (True, False):
+        done.clear()
+        found = on_host(state) if copied else plain_moments(state)
+        assert done == 2 * ["float32", "on the host"]
+        own = found["state"]["weight"]
+        assert {key: (type(value), value.dtype) for key, value in own.items()} == dict.fromkeys(
+            own, (torch.Tensor, torch.float32)
+        )
+        assert (own["step"] is not state["state"]["weight"]["step"]) == copied
+        assert found["param_groups"] == state["param_groups"]
 
 
 def test_steps_smaller_than_bfloat16_shows_add_up() -> None:

@@ -88,6 +88,14 @@ def options(**given: Any) -> TrainOptions:
         ({"batch_size": 6}, 4, "--batch-size 6 cannot be shared by 4 processes; give a multiple of 4"),
         ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
         ({"distill": 0.5, "teacher": "none"}, 1, "--distill needs --teacher"),
+        (
+            {"temperature": 2.0, "teacher": "none"},
+            1,
+            "--temperature needs --teacher, the model before conversion; give both",
+        ),
+        ({"lora_rank": 4, "train": "kv"}, 1, "--lora-rank needs --train lora; give both"),
+        ({"decay": 0.5}, 1, "--decay needs --schedule wsd; give both"),
+        ({"heldout": "a", "heldout_fraction": 0.1}, 1, "given by --heldout and --heldout-fraction; give one"),
         ({"learning_rate": math.inf}, 1, "--learning-rate is inf; give a finite number"),
         ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
     ],
@@ -95,6 +103,12 @@ def options(**given: Any) -> TrainOptions:
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:
     with pytest.raises(RefusedError, match=says.replace("(", r"\(").replace(".", r"\.")):
         options(**given).check(ranks)
+
+
+def test_options_that_go_with_another() -> None:
+    """The control: with it each of them is taken."""
+    options(train="lora", lora_rank=4, schedule="wsd", decay=0.5, temperature=2.0, distill=0.5).check(1)
+    options(heldout="a", heldout_tokens=9).check(1)
 
 
 def test_what_binds_a_run() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow
 import pytest
 import torch
-from checkpoints import load, run
+from checkpoints import check_refused, load, run
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import BLOCK, Runs, difference, losses, metrics, tiny_checkpoint, words_for, write_corpus
@@ -203,6 +203,40 @@ def refused(runs: Runs, *words: object) -> str:
     return done.err
 
 
+def test_what_cannot_be_recorded_is_refused_before_models_load(
+    place: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gqa.uptrain.setup.load_model", None)
+    made, kept = {"data": place / "data.jsonl", "steps": 1}, tmp_path / "kept"
+    for given, says in (
+        ({"record_teacher": kept}, "--record-teacher needs a model that teaches (--teacher none); name it"),
+        ({"record_teacher": place, "teacher": place / "teacher"}, f"{place} exists and holds no targets; give another"),
+        ({"record_mass": 0.5}, "--record-mass needs --record-teacher; give both or leave it out"),
+    ):
+        done = run(*words_for(place / "model", out=tmp_path / "out", **{"teacher": "none"} | made | given),
+                   program="gqa-uptrain")  # fmt: skip
+        check_refused(done, says, program="gqa-uptrain")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_ends_while_a_teacher_is_recorded(
+    place: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to lower is told, and with that the recording begins."""
+
+    def fail(*given: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    made = words_for(place / "model", place / "data.jsonl", tmp_path / "out", teacher=place / "teacher", steps=1)
+    made += ["--record-teacher", str(tmp_path / "kept")]
+    with monkeypatch.context() as patch:
+        patch.setattr(TopPredictions, "of", fail)
+        told = "out of memory while recording, 8 blocks of 64 tokens at a time on cpu; lower --micro-batch (now 8)"
+        check_refused(run(*made, program="gqa-uptrain"), told, program="gqa-uptrain")
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [RECORD]
+    assert run(*made, "--micro-batch", 2, program="gqa-uptrain").code == 0
+
+
 def test_what_does_not_fit_is_refused(runs: Runs, tmp_path: Path, places: dict[str, Path]) -> None:
     """In one line: other blocks, context, temperature, tokens, and what a recording cannot do."""
     runs.finish(*record(runs, tmp_path / "none", places, steps=1))
@@ -210,6 +244,7 @@ def test_what_does_not_fit_is_refused(runs: Runs, tmp_path: Path, places: dict[s
     for given, says in (
         ({"data": "stdlib:train"}, "--data is of text, and"),
         ({"context": 32}, f"was recorded with --context {BLOCK}, not 32; give the same or record it again"),
+        ({"heldout_tokens": 64}, "--heldout-tokens is of text, and"),
         ({"temperature": 2}, "was recorded with --temperature 1, not 2"),
         ({"steps": 2}, "16 blocks of training are more than the 8 that"),
         ({"record_teacher": tmp_path / "again"}, "--record-teacher needs a model that teaches"),
@@ -225,8 +260,8 @@ def test_what_does_not_fit_is_refused(runs: Runs, tmp_path: Path, places: dict[s
     assert "; content: " in refused(runs, *record(runs, out, places, steps=1, data=other))
     assert "exists and holds no targets" in refused(runs, *record(runs, out, places, runs.directory, steps=1))
     for key, value, says in (
-        ("vocabulary", 7, "has predictions of 7 tokens, the model of"),
-        ("tokenizer", "7", "was recorded with a tokenizer that has other tokens"),
+        ("vocabulary", 7, f"recorded in {tmp_path / 'vocabulary'} predicts 7 tokens, the model "),
+        ("tokenizer", "7", f"the tokenizer of the teacher recorded in {tmp_path / 'tokenizer'} has other tokens"),
     ):
         changed = tmp_path / key
         shutil.copytree(stored, changed)

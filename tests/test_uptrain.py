@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
-from gqa.uptrain import setup, summary
+from gqa.uptrain import log, setup, summary
 from gqa.uptrain.loop import TrainingProgress
 from gqa.uptrain.options import TrainOptions
 
@@ -119,6 +119,7 @@ def test_a_dry_run_estimates_time_and_disk(place: Path, tmp_path: Path, monkeypa
     stored = sum(path.stat().st_size for path in (place / "model").glob("*.safetensors"))
     assert disk == pytest.approx(stored + 4 * parameters, rel=0.1)
     assert kept - disk == 4 * 12 * parameters  # three and one that is written, of weights and two moments
+    assert estimated(save_every=1, keep_last=3, optimizer="adamw-8bit")[1] == kept  # its moments are saved as float32
 
 
 @pytest.mark.parametrize("train", ["all", "attention", "lora"])
@@ -294,6 +295,21 @@ def test_the_device_is_the_one_that_is_asked_for(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(setup, "ranks", lambda: SimpleNamespace(num_processes=2))
     with pytest.raises(RefusedError, match="--device meta is for one process"):
         setup.make_accelerator(options, tmp_path / "out")
+
+
+def test_memory_is_that_of_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second GPU, and of the processor though there are GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: {"cuda:1": 7}.get(str(device), 9))
+    assert log.memory(torch.device("cuda:1")) == 7
+    assert log.memory(torch.device("cpu")) > 1 << 20
+
+
+def test_the_peak_of_a_gpu_is_its_own() -> None:
+    for name, peak in (("L4", 121e12), ("L40", 181e12), ("L40S", 362e12), ("A100-SXM4-80GB", 312e12),
+                       ("H100 80GB HBM3", 989e12), ("H100 PCIe", 756e12), ("H100 NVL", 835e12), ("GH200 480GB", 989e12),
+                       ("GeForce RTX 4090", 165e12), ("A10", None), ("L400", None)):  # fmt: skip
+        assert log.peak_of(f"NVIDIA {name}") == peak, name
 
 
 def failing(error: Exception) -> Callable[..., Any]:

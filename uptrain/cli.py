@@ -43,8 +43,7 @@ _HOW = [
     option(
         "--record-mass",
         type=click.FloatRange(0, 1, min_open=True),
-        default=0.99,
-        help="How much of each prediction --record-teacher keeps, the most probable tokens first.",
+        help="How much of each prediction --record-teacher keeps, the most probable tokens first.  [default: 0.99]",
     ),
     option("--push-to-hub"),
     option("--public"),
@@ -59,8 +58,8 @@ _HOW = [
 @with_options(TRAINING.decorators(), _HOW)
 @version_option
 def command(
-    model: str, dry_run: bool, record_teacher: Path | None, record_mass: float, push_to_hub: str | None, public: bool,
-    as_json: bool, quiet: bool, **options: Any,
+    model: str, dry_run: bool, record_teacher: Path | None, record_mass: float | None, push_to_hub: str | None,
+    public: bool, as_json: bool, quiet: bool, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
@@ -82,12 +81,14 @@ def command(
 
     transformers.utils.logging.set_verbosity_error()
     main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
+    if record_mass and not record_teacher:
+        raise RefusedError("--record-mass needs --record-teacher; give both or leave it out")
     if record_teacher and push_to_hub:
         raise RefusedError("--push-to-hub sends a trained checkpoint, and --record-teacher makes none; leave one out")
     check_pushing(push_to_hub, public, dry_run or not main)
     with Bar(quiet or not main) as bar:
         chosen = TRAINING.read(options, model=model, output=output)
-        setup = prepare(chosen, watcher=bar, dry=dry_run, recording=record_teacher is not None)
+        setup = prepare(chosen, watcher=bar, dry=dry_run, recording=record_teacher)
 
     def say(text: str) -> None:
         if main and not quiet:
@@ -100,7 +101,7 @@ def command(
         pass
     elif record_teacher:
         with Bar(quiet or not main) as bar:
-            record = record_predictions(setup, record_teacher, record_mass, bar)
+            record = record_predictions(setup, record_teacher, record_mass or 0.99, bar)
         say(recorded_text(record, record_teacher))
     else:
         try:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gqa.checkpoint.console import WIDTH, progress_bar, watched
 from gqa.checkpoint.write import finite, replacing
 from gqa.uptrain.setup import Setup
 
-# bfloat16 peak of dense matrix products, FLOP/s, as the makers state it.
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "L4": 121e12}
+# bfloat16 peak of dense matrix products, FLOP/s, as the makers state it; of a name the first that fits.
+_PEAKS = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "GH200": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12, "RTX 4090": 165e12,
+}  # fmt: skip
 WARM_UP = 2  # steps that are not timed
 
 
@@ -61,7 +67,7 @@ class Log:
         record: dict[str, Any] = {"step": step, **numbers, "tokens_per_second": round(rate, 1)}
         if (peak := self._peak()) and rate:
             record["mfu"] = rate * self._flops / peak
-        record["memory_bytes"] = memory()
+        record["memory_bytes"] = memory(self._accelerator.device)
         if self._main:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(finite(record)) + "\n")
@@ -103,16 +109,18 @@ class Log:
 
     def _peak(self) -> float | None:
         """The device's peak FLOP/s, of all ranks, where it is known."""
-        import torch
-
         if self._accelerator.device.type != "cuda" or self._accelerator.mixed_precision == "no":
             return None
-        name = torch.cuda.get_device_name(self._accelerator.device)
-        peak = next((value for key, value in _PEAKS.items() if key in name), None)
+        peak = peak_of(torch.cuda.get_device_name(self._accelerator.device))
         return peak * self._accelerator.num_processes if peak else None
 
     def close(self) -> None:
         self._bar.close()
+
+
+def peak_of(name: str) -> float | None:
+    """Of the GPU of that name, where it is known: whole words, as an L40 is no L4."""
+    return next((peak for known, peak in _PEAKS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def _cut(path: Path, steps: int) -> None:
@@ -122,11 +130,9 @@ def _cut(path: Path, steps: int) -> None:
         fresh.write_text("".join(kept))
 
 
-def memory() -> int:
-    """The most that this process has held: of the GPU's memory where one is used, else of the machine's."""
-    import torch
-
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
+def memory(device: torch.device) -> int:
+    """The most that this process has held: of the memory of the GPU that it uses, or else of the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

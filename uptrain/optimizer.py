@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TrainOptions
@@ -67,20 +68,32 @@ def _local(value: Tensor) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+def _plain(value: Tensor) -> Tensor:
+    """The same tensor; of one of 8 bits float32 in the memory of the host, where there is room for all of them."""
+    if not _quantised(value):
+        return value
+    whole: Tensor = _local(value).dequantize(torch.float32)
+    if isinstance(value, DTensor):
+        place: dict[str, Any] = {"run_check": False, "shape": value.shape, "stride": value.stride()}
+        whole = DTensor.from_local(whole, value.device_mesh, value.placements, **place)
+    return whole.cpu()
+
+
 def plain_moments(moments: dict[str, Any]) -> dict[str, Any]:
     """An optimiser's state dict with float32 for numbers of 8 bits: what any number of shards can read."""
+    found: dict[str, Any] = tree_map_only(Tensor, _plain, moments)
+    return found
 
-    def plain(value: Any) -> Any:
-        if not _quantised(value):
-            return value
-        whole: Tensor = _local(value).dequantize(torch.float32)
-        if not isinstance(value, DTensor):
-            return whole
-        place: dict[str, Any] = {"run_check": False, "shape": value.shape, "stride": value.stride()}
-        return DTensor.from_local(whole, value.device_mesh, value.placements, **place)
 
-    state = {name: {key: plain(value) for key, value in own.items()} for name, own in moments["state"].items()}
-    return moments | {"state": state}
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of state dicts that training does not change, of an optimiser's as `plain_moments`."""
+
+    def copied(value: Tensor) -> Tensor:
+        found = _plain(value)
+        return found.to("cpu", copy=found is value)
+
+    found: dict[str, Any] = tree_map_only(Tensor, copied, state)
+    return found
 
 
 def restored_moments(moments: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +101,8 @@ def restored_moments(moments: dict[str, Any], read: dict[str, Any]) -> dict[str,
     for name, own in moments["state"].items():
         for key, value in own.items():
             if _quantised(value):
-                _local(value).copy_(_local(read["state"][name][key]))
+                local = _local(value)
+                local.copy_(_local(read["state"][name][key]).to(local.device))
                 read["state"][name][key] = value
     return read
 

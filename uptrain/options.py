@@ -228,8 +228,15 @@ class TrainOptions:
             yield f"the length is given by {' and '.join(given)}; give one of --alpha, --tokens and --steps"
         if self.pretraining_tokens is not None and self.alpha is None:
             yield "--pretraining-tokens is what --alpha is a fraction of; give both"
-        if not self.teachers and self.distill != 1.0:
-            yield "--distill needs --teacher, the model before conversion"
+        if self.heldout and self.heldout_fraction:
+            yield "held-out text is given by --heldout and --heldout-fraction; give one"
+        before = "--teacher, the model before conversion"
+        for name, there, needed in (
+            ("distill", self.teachers, before), ("temperature", self.teachers, before),
+            ("lora_rank", self.train == "lora", "--train lora"), ("decay", self.schedule == "wsd", "--schedule wsd"),
+        ):  # fmt: skip
+            if not there and getattr(self, name) != getattr(TrainOptions, name):
+                yield f"--{name.replace('_', '-')} needs {needed}; give both or leave it out"
         if self.weights == "bfloat16" and (self.precision == "fp16" or not self.optimizer.startswith("adamw")):
             yield (
                 "--weights bfloat16 is computed in bfloat16, with --optimizer adamw or adamw-8bit; give one of these, "

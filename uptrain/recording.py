@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +29,19 @@ from gqa.uptrain.targets import PART, RECORD, StoredTargets, find_targets, token
 from gqa.uptrain.training_model import gathered, split_batch
 
 
-@dataclass
-class _Recorder:
-    """The teacher of a setup, and what it predicts for blocks. `predictions`, `tokens` and `mass` are counted."""
-
-    setup: Setup
-    mass: float
-
-    def __post_init__(self) -> None:
-        assert self.setup.teacher is not None
-        self._head = ChunkedHead(self.setup.teacher)
-
-    @torch.no_grad()
-    def rows(self, blocks: Sequence[Block]) -> Iterator[Row]:
-        """For each block its tokens and targets."""
-        setup, head = self.setup, self._head
-        device, temperature = setup.accelerator.device, setup.options.temperature
-        batch = {name: tensor.to(device) for name, tensor in stack([*blocks]).items()}
-        with setup.accelerator.autocast(), gathered(head.model):
-            hidden = head.hidden(**split_batch(batch)[0])
-            for number, block in enumerate(blocks):
-                pieces = chunks(len(hidden[number]), head.vocabulary, device)
-                tops = [TopPredictions.of(head.logits(hidden[number][p]), self.mass, temperature) for p in pieces]
-                found = [top.stored(head.vocabulary) for top in tops]
-                plain = {name: values.astype(np.int32) for name, values in block.items()}
-                yield plain | {name: np.concatenate([row[name] for row in found]) for name in found[0]}
+@torch.no_grad()
+def _predicted(setup: Setup, head: ChunkedHead, mass: float, blocks: Sequence[Block]) -> Iterator[Row]:
+    """For each block its tokens and what the teacher, whose `head` it is, predicts."""
+    device, temperature = setup.accelerator.device, setup.options.temperature
+    batch = {name: tensor.to(device) for name, tensor in stack([*blocks]).items()}
+    with setup.accelerator.autocast(), gathered(head.model):
+        hidden = head.hidden(**split_batch(batch)[0])
+        for number, block in enumerate(blocks):
+            pieces = chunks(len(hidden[number]), head.vocabulary, device)
+            tops = [TopPredictions.of(head.logits(hidden[number][p]), mass, temperature) for p in pieces]
+            found = [top.stored(head.vocabulary) for top in tops]
+            plain = {name: values.astype(np.int32) for name, values in block.items()}
+            yield plain | {name: np.concatenate([row[name] for row in found]) for name in found[0]}
 
 
 _OPTIONS = ("seed", "repeats", "mask_documents", "heldout_fraction", "block_size", "temperature", "precision")
@@ -64,8 +51,10 @@ def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher 
     """Record what the teacher of a setup predicts for all of its blocks, each process its share of them; returns what
     is in the directory, JSON-ready. What is there of the same recording stays.
 
-    Raises RefusedError where the directory holds something else, and OutputError where it cannot be written.
+    Raises RefusedError where the directory holds something else or memory ends, and OutputError where it cannot be
+    written.
     """
+    assert setup.teacher is not None
     accelerator, micro = setup.accelerator, setup.micro
     targets = StoredTargets(directory, _identity(setup, mass))
     try:
@@ -74,8 +63,8 @@ def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher 
         missing = targets.missing
         wait_for_everyone()  # all have seen the same before one of them writes
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        watcher.stage("recording", len(missing[rank::ranks]) * PART * setup.block_size)
-        recorder = _Recorder(setup, mass)
+        watcher.stage("recording", len(missing[rank::ranks]) * PART * setup.options.block)
+        head = ChunkedHead(setup.teacher)
         for start in range(0, len(missing), ranks):
             part, own = missing[min(start + rank, len(missing) - 1)], start + rank < len(missing)
             first = part * PART
@@ -85,8 +74,9 @@ def record_teacher(setup: Setup, directory: Path, mass: float, watcher: Watcher 
                 for numbers in passes:  # as many on every process: shards of a teacher wait for each other
                     if accelerator.is_fsdp2 or (own and numbers):
                         blocks = [_block(setup, number) for number in numbers or passes[0][:1]]
-                        found = [*recorder.rows(blocks)]
-                        watcher.update(len(blocks) * setup.block_size)
+                        with setup.memory_explained("recording", ""):
+                            found = [*_predicted(setup, head, mass, blocks)]
+                        watcher.update(len(blocks) * setup.options.block)
                         if write and numbers:
                             for row in found:
                                 write(row)
@@ -106,16 +96,11 @@ def _block(setup: Setup, number: int) -> Block:
 def _identity(setup: Setup, mass: float) -> dict[str, Any]:
     """What `targets.json` says."""
     options, dataloader = setup.options, setup.dataloader
-    if setup.targets or setup.teacher is None:
-        told = f"{options.teacher} has its predictions alone" if setup.targets else setup.taught
-        raise RefusedError(f"--record-teacher needs a model that teaches, with --teacher ({told})")
-    if setup.model.config.is_encoder_decoder:
-        raise RefusedError(f"--record-teacher is for decoders, {setup.checkpoint.name} is an encoder-decoder; train it")
     teacher = open_model(options.teacher)
     return {
         "teacher": teacher.hub_id or teacher.name,
         "weights": digest_of(teacher, teacher.tensors),
-        "vocabulary": setup.teacher.config.get_text_config(decoder=True).vocab_size,
+        "vocabulary": setup.model.config.get_text_config(decoder=True).vocab_size,
         "tokenizer": tokenizer_digest(load_tokenizer(setup.checkpoint, options.trust_remote_code)),
         "data": [*map(without_place, options.data)],
         "heldout": options.heldout and without_place(options.heldout),
@@ -135,8 +120,6 @@ def _claim(targets: StoredTargets) -> None:
             raise RefusedError(
                 f"{directory} was recorded otherwise: {'; '.join(changed)}; give another directory, or delete it"
             )
-    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise RefusedError(f"{directory} exists and holds no targets; give another directory with --record-teacher")
     else:
         directory.mkdir(parents=True, exist_ok=True)
         work = directory / f".{RECORD}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
-    DistributedType,
     GradientAccumulationPlugin,
     LoggerType,
     parse_flag_from_env,
@@ -51,9 +50,10 @@ from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
-from gqa.uptrain.targets import StoredTargets, find_targets
+from gqa.uptrain.targets import StoredTargets, check_teacher, find_targets, tokenizer_digest
 from gqa.uptrain.training_model import TrainingModel
 
+_LESS_MEMORY = ", or give --checkpointing, --train lora or --optimizer adafactor"
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positions are relative, as T5 was trained
 
 
@@ -80,21 +80,16 @@ class Setup:
     states: States
 
     @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.options.block
-
-    @property
     def metrics(self) -> Path:
         """The log of every step."""
         return self.states.directory / "metrics.jsonl"
 
-    def memory_explained(self) -> AbstractContextManager[None]:
+    def memory_explained(self, doing: str = "training", more: str = _LESS_MEMORY) -> AbstractContextManager[None]:
         """Where memory ends, RefusedError tells the batch that was tried and what to lower."""
+        size = self.options.block
         return memory_told(
-            f"training, {self.micro} blocks of {self.block_size} tokens at a time on {self.accelerator.device}",
-            f"lower --micro-batch (now {self.micro}) or --context (now {self.block_size}), or give --checkpointing, "
-            "--train lora or --optimizer adafactor",
+            f"{doing}, {self.micro} blocks of {size} tokens at a time on {self.accelerator.device}",
+            f"lower --micro-batch (now {self.micro}) or --context (now {size}){more}",
         )
 
 
@@ -111,13 +106,14 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
 
 def prepare(
     options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False,
-    recording: bool = False,
+    recording: Path | None = None,
 ) -> Setup:  # fmt: skip
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
     `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
     `watcher` is told of the text that it writes. A `dry` run is planned, and cannot start: no model has weights, and
-    none writes text. One that is `recording` what the teacher predicts has no other model with weights, and no output.
+    none writes text. One that is `recording` what the teacher predicts in a directory has no other model with weights,
+    and no output.
     """
     processes = ranks().num_processes
     options.check(processes)
@@ -126,7 +122,9 @@ def prepare(
         options = targets.settled(options)
     options, taught = settle(options, checkpoint)
     options.check(processes)
-    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite or recording).out  # refuses now
+    if recording:
+        _check_recording(recording, options, taught, targets, checkpoint)
+    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite or bool(recording)).out  # refuses now
     if not (dry or recording):  # which may be about another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out)
@@ -140,22 +138,24 @@ def prepare(
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
-        model = _model(checkpoint, options, accelerator, dry or recording)
+        model = _model(checkpoint, options, accelerator, dry or bool(recording))
         longest, writes = find_block_size(model.config, tokenizer, checkpoint, options), None
         if targets:
-            targets.check(model, tokenizer)
+            recorded = targets.record["vocabulary"], targets.record["tokenizer"]
+            check_teacher(f"recorded in {targets.directory}", *recorded, model, tokenizer)
         for name in () if targets else options.teachers:
             original = open_model(name)
-            load = partial(_load, original, options, device=str(accelerator.device))
             shared = not dry and accelerator.is_fsdp2 and teacher is None
             teacher = (
                 teacher or _load(original, options, str(accelerator.device), "auto", weights=not (dry or shared))
             ).requires_grad_(False)
-            _check_teacher(teacher, original, model, tokenizer, options)
+            theirs = tokenizer_digest(load_tokenizer(original, options.trust_remote_code))
+            vocabulary = teacher.config.get_text_config(decoder=True).vocab_size
+            check_teacher(original.name, vocabulary, theirs, model, tokenizer)
             if shared:
                 share_teacher(teacher, original, accelerator)
             kind = _maker if model.config.is_encoder_decoder else _written
-            writes = partial(kind, original, options, load, str(accelerator.device), watcher)
+            writes = partial(kind, original, options, str(accelerator.device), watcher)
         training = TrainingModel(model, teacher, options)
         if accelerator.is_fsdp2 and not (dry or recording):
             share_model(training, checkpoint, accelerator)
@@ -173,6 +173,20 @@ def prepare(
     return Setup(
         options, taught, accelerator, checkpoint, model, teacher, training, targets, dataloader, heldout, micro, states
     )
+
+
+def _check_recording(
+    directory: Path, options: TrainOptions, taught: str, targets: StoredTargets | None, checkpoint: Checkpoint
+) -> None:
+    """Raise RefusedError where there is nothing to record, or no place for it."""
+    if targets or not options.teachers:
+        told = f"{options.teacher} has its predictions alone" if targets else taught
+        raise RefusedError(f"--record-teacher needs a model that teaches ({told}); name it with --teacher")
+    if checkpoint.config.get("is_encoder_decoder"):
+        raise RefusedError(f"--record-teacher is for decoders, {checkpoint.name} is an encoder-decoder; train it")
+    used = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
+    if used and not find_targets(str(directory)):
+        raise RefusedError(f"{directory} exists and holds no targets; give another directory with --record-teacher")
 
 
 def _data(
@@ -195,21 +209,17 @@ def _data(
 
 
 def _written(
-    teacher: Checkpoint, options: TrainOptions, load: Callable[..., PreTrainedModel], device: str, watcher: Watcher,
-    write: bool, size: int, count: int,
-) -> SampledBlocks:  # fmt: skip
+    teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, write: bool, size: int, count: int
+) -> SampledBlocks:
     """So many blocks of `size` tokens that the teacher writes."""
-    plain = parse_self(options.data[0]).plain
+    load, plain = partial(_load, teacher, options, device=device), parse_self(options.data[0]).plain
     return sampled_blocks(
         load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write, together=True,
         vllm=options.sampler == "vllm", trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 
 
-def _maker(
-    teacher: Checkpoint, options: TrainOptions, load: Callable[..., PreTrainedModel], device: str, watcher: Watcher,
-    size: int,
-) -> PairMaker:  # fmt: skip
+def _maker(teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, size: int) -> PairMaker:
     """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""
     kind = PairMaker if reads_text(transformers_config(teacher.config)) else RecordingMaker
     return kind(teacher, device, size, options.seed, watcher, options.trust_remote_code)
@@ -217,8 +227,10 @@ def _maker(
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     """CPUs are named, for accelerate takes processes on them for unrelated ones otherwise. Raises RefusedError."""
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        raise RefusedError("a configuration of DeepSpeed is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml")
+    older = parse_flag_from_env("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "1") == "1"
+    if older or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        other = "FSDP1" if older else "DeepSpeed"
+        raise RefusedError(f"a configuration of {other} is not for gqa-uptrain; use examples/accelerate/fsdp2.yaml")
     for name in set(options.report_to) & (set(LoggerType.list()) - {"all", *map(str, get_available_trackers())}):
         raise RefusedError(f"--report-to {name} needs its package; install it with: pip install {name}")
     processes = ranks().num_processes
@@ -243,11 +255,11 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
-    if accelerator.distributed_type == DistributedType.FSDP and options.optimizer == "muon":
+    if accelerator.is_fsdp2 and options.optimizer == "muon":
         raise RefusedError("--optimizer muon needs whole matrices, and FSDP divides them; use adamw")
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
         raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if accelerator.is_fsdp2:
         # transformers would load every model on the first process alone, also those that are never shared out.
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Else each process holds whole gradients from one micro-batch to the next.
@@ -258,13 +270,12 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
 
 
 def _keep_sums(accelerator: Accelerator) -> None:
-    """Of FSDP2 only weights are gathered in 16 bits. Gradients are added in float32, and the sums that a model returns
+    """Only weights are gathered in 16 bits. Gradients are added in float32, and the sums that a model returns
     stay as they are, which accelerate's own policy rounds.
     """
     plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version == 2:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def _beside(out: Path, purpose: str) -> Path:
@@ -273,9 +284,8 @@ def _beside(out: Path, purpose: str) -> Path:
 
 def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dry: bool) -> PreTrainedModel:
     """With what does not train frozen. It has no weights where they are read into shards."""
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    device = "cpu" if sharded else str(accelerator.device)
-    model = _load(checkpoint, options, device, options.weights, weights=not (dry or accelerator.is_fsdp2))
+    sharded, device = accelerator.is_fsdp2, str(accelerator.device)
+    model = _load(checkpoint, options, device, options.weights, weights=not (dry or sharded))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
     said = options.target_field or options.teachers
@@ -350,16 +360,3 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
     if longest and options.block_size and options.block_size > longest:
         raise RefusedError(f"--context {options.block_size} is more than the {longest} positions of {checkpoint.name}")
     return options.block_size or min(longest or most, MAX_BLOCK)
-
-
-def _check_teacher(
-    teacher: PreTrainedModel, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any, options: TrainOptions
-) -> None:
-    ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, teacher))
-    if ours != theirs:
-        odd = f"the teacher {checkpoint.name} predicts {theirs:,} tokens, the model {ours:,}"
-    elif load_tokenizer(checkpoint, options.trust_remote_code).get_vocab() != tokenizer.get_vocab():
-        odd = f"the tokenizer of the teacher {checkpoint.name} has other tokens than the model's"
-    else:
-        return
-    raise RefusedError(f"{odd}; give the checkpoint from which the model was converted")

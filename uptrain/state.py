@@ -20,7 +20,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.locks import locked
 from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
 from gqa.checkpoint.write import fsync_directory, write_text
-from gqa.uptrain.optimizer import plain_moments, restored_moments
+from gqa.uptrain.optimizer import on_host, plain_moments, restored_moments
 from gqa.uptrain.options import TrainOptions, differences
 
 if TYPE_CHECKING:
@@ -61,28 +61,21 @@ class States:
         """The directory is there, no other run uses it meanwhile, and no half of a state is left from one that was
         killed; the main process sees to that. Raises RefusedError where another run does use it.
         """
-        if not ranks().is_main_process:
-            with self._finished():
-                yield
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        using = f"another run is using {self.directory}; wait for it or give another output with -o"
-        with locked(self.directory / "lock", using):
-            for leftover in self.directory.glob("*.partial"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            try:
-                with self._finished():
-                    yield
-            finally:
-                if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
-                    shutil.rmtree(self.directory, ignore_errors=True)  # refused at the first step, or all is written
-
-    @contextmanager
-    def _finished(self) -> Iterator[None]:
-        try:
+        with ExitStack() as stack:
+            if ranks().is_main_process:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                using = f"another run is using {self.directory}; wait for it or give another output with -o"
+                stack.enter_context(locked(self.directory / "lock", using))
+                for leftover in self.directory.glob("*.partial"):
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                stack.callback(self._drop_empty)
+            stack.callback(self.finish)
             yield
-        finally:
-            self.finish()
+
+    def _drop_empty(self) -> None:
+        """What is left where the first step was refused, or where all is written."""
+        if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def all(self) -> list[Path]:
         """Complete states, the oldest first."""
@@ -96,11 +89,9 @@ class States:
         """
         from accelerate.checkpointing import save_accelerator_state
         from torch.distributed.checkpoint.state_dict import get_state_dict
-        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.finish()
         work = self.directory / f"step-{record['step']:08d}.partial"
-        shards: Any = None  # a Future of what is written beside training
         with self._failing(f"the state of step {record['step']}", work):
             work.mkdir(parents=True, exist_ok=True)
             if accelerator.is_main_process:
@@ -108,11 +99,9 @@ class States:
             rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
             save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
             weights, moments = get_state_dict(model, optimizer.optimizer)
-            found = {"model": weights, "optimizer": plain_moments(moments)}
-            alone = accelerator.num_processes == 1
-            shards = async_save(found, checkpoint_id=work / _SHARDS, process_group=self._group, no_dist=alone)
+            found = on_host({"model": weights, "optimizer": moments})
         thread = ThreadPoolExecutor(1)
-        self._writing = thread.submit(self._complete, work, record, shards)
+        self._writing = thread.submit(self._complete, work, record, found, self._group)
         thread.shutdown(wait=False)
 
     def finish(self) -> None:
@@ -128,24 +117,24 @@ class States:
 
         return distributed.new_group(backend="gloo", timeout=PATIENCE) if ranks().num_processes > 1 else None
 
-    def _complete(self, work: Path, record: dict[str, Any], shards: Future[Any] | None) -> None:
-        """All of a state is on disk under its name. Each rank hashes what it wrote; all hear of an error of any."""
+    def _complete(self, work: Path, record: dict[str, Any], found: dict[str, Any], group: Any) -> None:
+        """Write a state under its name. Each rank hashes what it wrote; all hear of an error of any."""
         import torch.distributed as distributed
         from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
 
         state, told = ranks(), dict[str, Any]()
         try:
-            if shards:
-                shards.result()
+            save(found, checkpoint_id=work / _SHARDS, process_group=group, no_dist=group is None)
             files = (path for path in sorted(work.rglob("*")) if path.is_file())
             own = (path for path in files if _writer(path) % state.num_processes == state.process_index)
             told = {str(path.relative_to(work)): _describe(path) for path in own}
         except (OSError, RuntimeError, CheckpointException) as found:
             told = {"error": explain(_cause(found))}
         everyone: list[Any] = [told]
-        if self._group:
+        if group:
             everyone = [None] * state.num_processes
-            distributed.all_gather_object(everyone, told, group=self._group)
+            distributed.all_gather_object(everyone, told, group=group)
         with self._failing(f"the state of step {record['step']}", work):
             if failed := [each["error"] for each in everyone if "error" in each]:
                 raise OSError(failed[0])

@@ -46,7 +46,7 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "steps": dataloader.steps,
         "tokens": dataloader.steps * dataloader.tokens_per_step,
         "tokens_per_step": dataloader.tokens_per_step,
-        "block_size": setup.block_size,
+        "block_size": setup.options.block,
         "micro_batch": setup.micro,
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
@@ -63,8 +63,8 @@ def estimate(setup: Setup) -> dict[str, Any]:
     tokens, evaluations = dataloader.steps * dataloader.tokens_per_step, EVALUATIONS + 1
     if options.eval_every:
         evaluations = dataloader.steps // options.eval_every + 1
-    own = forward(model.num_parameters(), model.config, setup.block_size)
-    taught = forward(setup.teacher.num_parameters(), model.config, setup.block_size) if setup.teacher else 0.0
+    own = forward(model.num_parameters(), model.config, setup.options.block)
+    taught = forward(setup.teacher.num_parameters(), model.config, setup.options.block) if setup.teacher else 0.0
     writes = WRITING * tokens if is_self(options.data[0]) and not setup.targets else 0.0
     operations = tokens * ((TRAINING + options.checkpointing) * own + taught) + writes * taught
     operations += dataloader.tokens(len(setup.heldout)) * evaluations * (own + taught)
@@ -73,9 +73,9 @@ def estimate(setup: Setup) -> dict[str, Any]:
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     states = 1 + options.keep_last if options.save_every or options.save_minutes else 0  # one more while it is written
     disk = setup.checkpoint.nbytes + _WEIGHT_BYTES[options.weights] * trained
-    disk += states * (
-        _WEIGHT_BYTES[options.weights] * parameters + _moments(options.optimizer, options.weights) * trained
-    )
+    plain = options.optimizer == "adamw-8bit"  # of which a state has the moments as float32
+    moments = _moments(*("adamw", "float32") if plain else (options.optimizer, options.weights))
+    disk += states * (_WEIGHT_BYTES[options.weights] * parameters + moments * trained)
     return {"seconds": round(operations / speed, 1), "disk_bytes": disk}
 
 
@@ -99,7 +99,7 @@ def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
     """The same for people, with what it takes where the record has the `estimate`."""
     options = setup.options
     forwards = options.blocks_per_step // (setup.micro * record["processes"])
-    processes = f"{record['processes']} process{'es' if record['processes'] > 1 else ''}"
+    several, each = ("es", " on each") if record["processes"] > 1 else ("", "")
     lines = [
         f"model       {record['model']}: {record['trained_parameters']:,} of {record['parameters']:,} parameters train "
         f"({options.train})",
@@ -107,12 +107,10 @@ def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
         f"data        {', '.join(options.data)}: {record['data']}",
         *([f"cache       of {options.cache_bits} bits, as the model reads it"] if options.cache_bits else []),
         f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
-        f"({processes} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
+        f"({record['processes']} process{several} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
         f"{record['warmup_steps']} steps of warm-up",
-        f"memory      {size(record['memory_bytes'])} on each for weights, gradients and optimiser, activations on top"
-        if record["processes"] > 1
-        else f"memory      {size(record['memory_bytes'])} for weights, gradients and optimiser, activations on top",
+        f"memory      {size(record['memory_bytes'])}{each} for weights, gradients and optimiser, activations on top",
         f"held out    {record['heldout_tokens']:,} tokens; the state that does best on them is written"
         if setup.heldout
         else "held out    nothing, as the data is short: the last state is written (see --heldout)",
@@ -163,7 +161,7 @@ def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) ->
     told = {
         name: without_place(value) if isinstance(value, str) else value for name, value in options.binding().items()
     }
-    told |= {"data": [*map(without_place, options.data)], "block_size": setup.block_size}
+    told["data"] = [*map(without_place, options.data)]
     return {
         **stamp("gqa-uptrain", shlex.join(["gqa-uptrain", *map(without_place, words)])),
         "model": source.hub_id or source.name,

@@ -26,7 +26,7 @@ PART = 64  # blocks of a file
 # What a recording has decided, and what a run from it would ignore.
 _DECIDED = (
     "data", "field", "target_field", "data_config", "split", "data_revision", "separator", "streaming", "heldout",
-    "heldout_fraction", "alpha", "pretraining_tokens", "repeats", "mask_documents",
+    "heldout_fraction", "heldout_tokens", "alpha", "pretraining_tokens", "repeats", "mask_documents",
 )  # fmt: skip
 
 
@@ -103,17 +103,6 @@ class StoredTargets:
         tokens = options.tokens if options.lengths else (len(self) - self.heldout) * self.block_size
         return replace(options, data=tuple(self.record["data"]), block_size=self.block_size, tokens=tokens)
 
-    def check(self, model: Any, tokenizer: Any) -> None:
-        """Raise RefusedError where a model does not predict the tokens that the teacher predicted."""
-        ours = model.config.get_text_config(decoder=True).vocab_size
-        if ours != self.record["vocabulary"]:
-            odd = f"has predictions of {self.record['vocabulary']:,} tokens, the model of {ours:,}"
-        elif tokenizer_digest(tokenizer) != self.record["tokenizer"]:
-            odd = "was recorded with a tokenizer that has other tokens than the model's"
-        else:
-            return
-        raise RefusedError(f"{self.directory} {odd}; record the checkpoint from which the model was converted")
-
 
 def find_targets(name: str) -> StoredTargets | None:
     """What stands in a directory of targets, complete or not; None where it is none. Raises RefusedError."""
@@ -131,6 +120,20 @@ def find_targets(name: str) -> StoredTargets | None:
 def tokenizer_digest(tokenizer: Any) -> str:
     """Equal where tokenizers give the same ids to the same tokens."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+
+
+def check_teacher(name: str, vocabulary: int, digest: str, model: Any, tokenizer: Any) -> None:
+    """Raise RefusedError where a model does not predict the tokens that a teacher predicts, with a tokenizer of this
+    `tokenizer_digest`.
+    """
+    ours = model.config.get_text_config(decoder=True).vocab_size
+    if vocabulary != ours:
+        odd = f"the teacher {name} predicts {vocabulary:,} tokens, the model {ours:,}"
+    elif digest != tokenizer_digest(tokenizer):
+        odd = f"the tokenizer of the teacher {name} has other tokens than the model's"
+    else:
+        return
+    raise RefusedError(f"{odd}; give the checkpoint from which the model was converted")
 
 
 _part = cache(open_rows)
