@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
-from gqa.eval.tables import Table, number, shown, table
+from gqa.eval.tables import Table, not_measured, number, shown, table
 
 Record = dict[str, Any]
 
@@ -119,6 +119,7 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _distances(models) if every and "recall" in measured else None,
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
+        not_measured("Decoding", results["decode"]["refused"]) if "decode" in results else None,
         _tasks(models) if "tasks" in measured else None,
         _context(models) if every and "by_context" in measured else None,
     ]
@@ -152,7 +153,7 @@ def _distributions(models: list[Record]) -> Table:
 
 def _recall(models: list[Record], settings: Record) -> Table:
     if "refused" in settings:
-        return Table("Recall from the context", ("not measured",), ((settings["refused"],),))
+        return not_measured("Recall from the context", settings["refused"])
     records = [
         {"name": model["name"], **model["greedy"], **{f"of {kind}": share for kind, share in recalled(model).items()}}
         for model in models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import signal
 import sys
@@ -176,6 +177,22 @@ def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
     said = refused("SRC --data TEXT --context 64")
     assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --precision" in said
+
+
+def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before is printed and written; where nothing was, it is a refusal like others."""
+    monkeypatch.setattr(evaluate, "measured_cache_bytes", Mock(side_effect=NO_MEMORY[0]))
+    line = "SRC G2 --decode --decode-contexts 8 --decode-batches 1 --decode-steps 1 --decode-repeats 1"
+    why = "stdlib-mha, gqa2: the memory of cpu is too small for batches of 1 sequences of 8 tokens; give smaller"
+    more = ["--data", place() / "text.jsonl", "--context", 64, "--tokens", 300, "-o", tmp_path / "report", "--json"]
+    result = run(*words(line), *more, program="gqa-eval")
+    *_, last = result.err.strip().splitlines()
+    assert (result.code, last.startswith(f"gqa-eval: {why}")) == (1, True), result
+    assert f"\n\nDecoding\nnot measured\n{why[:17]}" in result.err
+    for found in (json.loads(result.out), json.loads((tmp_path / "report" / "results.json").read_text())):
+        assert found["decode"]["refused"].startswith(why)
+        assert all("quality" in model and "decode" not in model for model in found["models"])
+    assert why in refused(line)
 
 
 def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from gqa.eval.report import measured_with, texts_beside, verdict
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, name, points, recommend
-from gqa.eval.tables import Table, filled, table
+from gqa.eval.tables import Table, filled, not_measured, table
 
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
@@ -95,7 +95,7 @@ def _recall(results: Results) -> Table:
     """What the recommendation goes by, in the shape of the short table."""
     title, source = "Recall: second copies of the text", results.source
     if "recall_text" not in source:
-        return Table(title, ("not measured",), ((source.get("recall_refused", "this study has no numbers of it"),),))
+        return not_measured(title, source.get("recall_refused", "this study has no numbers of it"))
     note = (
         f"share of tokens right at all distances within {source['text']['context']:,} tokens, means over seeds; where "
         f"they stand first the base model gets {source['recall_first_reading']:.1%} right"
