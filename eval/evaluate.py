@@ -68,7 +68,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
     if options.memory:
         context = choose_context(subjects, options.context, options.beyond_positions)
-        results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context)
+        results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context, options.precision)
     with quantised_attention(options.cache_bits or ()):
         text = None
         if options.data:
@@ -109,7 +109,7 @@ def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
 
 def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -> int | None:
     """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
-    if not (options.output if options.recall is None else options.recall):
+    if not options.asks_recall:
         return None
     context = choose_context(subjects, options.context, options.beyond_positions)
     try:

@@ -212,9 +212,11 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     if memory:
         columns = dict(list(columns.items())[:3]) | {"batch": "{batch}", "longest": "{longest}"} | columns
         ranks = f" on each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""
+        dtype = "" if memory["precision"] == "auto" else f" in {memory['precision']}"
         remarks.append(
-            f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache (activations are not counted): batch of "
-            f"sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's positions"
+            f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache{dtype} (activations are not counted): "
+            f"batch of sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's "
+            "positions"
         )
         remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
     first = cache_bytes(models[0]) if "kv_cache" in models[0] else None

@@ -98,6 +98,16 @@ class Subject:
             return None
         return found.quantised(self.cache_bits) if self.cache_bits else found
 
+    def held_in(self, precision: str) -> tuple[KVCache, int]:
+        """Its cache, and the bytes of its weights, where the model computes in it; `auto`: as stored."""
+        assert self.cache
+        if precision == "auto":
+            return self.cache, self.weight_bytes
+        number = 4 if precision == "float32" else 2
+        floats = [spec for spec in self.checkpoint.tensors.values() if spec.dtype in ("F64", "F32", "F16", "BF16")]
+        more = sum(number * spec.numel - spec.nbytes for spec in floats)
+        return replace(self.cache, bytes_per_number=number), self.weight_bytes + more
+
     @cached_property
     def record(self) -> dict[str, Any]:
         """What is known without running the model, JSON-ready; whoever measures adds to it."""
@@ -151,7 +161,7 @@ def distinct_names(places: Sequence[tuple[str, ...]]) -> list[str]:
     return names
 
 
-def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int) -> dict[str, Any]:
+def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int, precision: str) -> dict[str, Any]:
     """Add to each record the largest batch and context that fit into the memory of each of `ranks` that share it."""
     for subject in subjects:
         if not subject.cache:
@@ -160,11 +170,11 @@ def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int) -> d
         try:
             if (query := subject.record["heads"]["query"]) % ranks:
                 raise RefusedError(f"{ranks} ranks are not possible for {query} query heads: they must divide them")
-            batch, longest = what_fits(subject.cache, subject.weight_bytes, memory, context, ranks)
+            batch, longest = what_fits(*subject.held_in(precision), memory, context, ranks)
         except RefusedError as error:  # of this conversion; the ranks may suit another
             refused = {"impossible": str(error)}
         subject.record["kv_cache"]["fits"] = {"batch": batch, "longest": longest, **refused}
-    return {"bytes": memory, "ranks": ranks, "context": context}
+    return {"bytes": memory, "ranks": ranks, "context": context, "precision": precision}
 
 
 def rank_cache(cache: KVCache, ranks: int) -> KVCache:
