@@ -106,12 +106,13 @@ def write_json(directory: Path, name: str, value: Row) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Remove a study. Raises RefusedError where the directory holds something else."""
+    """Remove a study. Raises RefusedError where the directory holds something else, or another process runs it."""
     if not directory.exists():
         return
     if read_record(directory) is None and is_foreign(directory):
         raise RefusedError(f"{directory} holds no study: --overwrite will not remove it; give another with -o")
-    shutil.rmtree(directory)
+    with held(directory):
+        shutil.rmtree(directory)
 
 
 def is_foreign(directory: Path) -> bool:
