@@ -127,17 +127,22 @@ def tables(results: Record, every: bool = False) -> list[Table]:
 
 
 def _quality(models: list[Record], text: Record) -> Table:
-    stride = f", stride {text['stride']:,}" if text["stride"] else ""
-    kind = "source and target texts" if text["protocol"] == "pairs" else f"{text['protocol']} windows"
-    cut = f" ({text['cut']:,} are longer and cut)" if text["cut"] else ""
     dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in models if "dtype" in m))
-    note = (
-        f"{kind} of {text['context']:,} tokens{stride}{cut}: {text['tokens']:,} tokens scored, "
-        f"{text['documents']:,} documents, {text['bytes']:,} bytes; in {dtypes}"
-    )
     whole = models[0]["quality"]["bits_per_byte"] is not None
     columns = _QUALITY | (_TEXT_QUALITY if whole else {})
-    return table(f"Quality on {text['data']}", columns, models, note, short=5)
+    return table(f"Quality on {text['data']}", columns, models, f"{what_is_scored(text)}; in {dtypes}", short=5)
+
+
+def what_is_scored(text: Record) -> str:
+    """In which windows, and how much."""
+    stride = f", stride {text['stride']:,}" if text.get("stride") else ""
+    kinds = {"pairs": "source and target texts", "spans": "left out spans of blocks"}
+    kind = kinds.get(text["protocol"], f"{text['protocol']} windows")
+    cut = f" ({text['cut']:,} are longer and cut)" if text.get("cut") else ""
+    return (
+        f"{kind} of {text['context']:,} tokens{stride}{cut}: {text['tokens']:,} tokens scored, "
+        f"{text['documents']:,} documents, {text['bytes']:,} bytes"
+    )
 
 
 def _distributions(models: list[Record]) -> Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.recordings import Hearing
+from gqa.corpus.windows import Window
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,15 @@ class Subject:
     def hearing(self) -> Hearing | None:
         """How sound is given to it, if it is. Raises RefusedError where that is not known."""
         return Hearing(self.path, self.name) if self.hears else None
+
+    @property
+    def heard(self) -> int:
+        """Positions that its encoder reads of a recording; 0 where it is given none."""
+        return int(self.config.max_source_positions) if self.hears else 0
+
+    def reads(self, windows: Iterable[Window]) -> int:
+        """Tokens of windows, those of their sources and positions of what is heard among them."""
+        return sum(len(window.ids) + len(window.source) + self.heard for window in windows)
 
     def check_reads_text(self, option: str) -> None:
         """Raises RefusedError for a model whose encoder is given sound."""

@@ -64,8 +64,9 @@ TEACHING = 1.0  # forward passes for each token that is trained on
 class Study:
     """A study that can run: everything that can be refused has been checked, and nothing is written.
 
-    config: of the source; tokens: to train on, and steps: of every alpha above 0; identity: what a directory's study
-    must have in common with this one; left_out: methods that the model cannot have, and why.
+    config: of the source; tokens: to train on, read: with what is heard beside them, and steps: of every alpha above 0;
+    identity: what a directory's study must have in common with this one; left_out: methods that the model cannot have,
+    and why.
     """
 
     options: StudyOptions
@@ -75,6 +76,7 @@ class Study:
     text: Text
     steps: dict[float, int]
     tokens: dict[float, int]
+    read: dict[float, int]
     identity: Row
     left_out: dict[str, str]
 
@@ -122,7 +124,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     text = _text(subject, options)
     if options.recall:
         evaluate.check_recall(subject, text.context)
-    steps, tokens = {}, {}
+    steps, tokens, read = {}, {}, {}
     for alpha in filter(None, grid.alphas):
         one = replace(training, alpha=alpha)
         one.check(1)
@@ -132,6 +134,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
         else:
             dataloader = open_dataloader(one, subject.tokenizer, size)
         steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
+        read[alpha] = tokens[alpha] + steps[alpha] * dataloader.options.blocks_per_step * subject.heard
     columns = filter(None, (training.field, training.target_field))
     sources = [source for column in columns for source in parse_sources(training.data, field=column)]
     identity = {
@@ -151,7 +154,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
             f"{options.output} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
             "options, or start over with --overwrite"
         )
-    return Study(options, grid, subject, config, text, steps, tokens, identity, left_out)
+    return Study(options, grid, subject, config, text, steps, tokens, read, identity, left_out)
 
 
 def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[ModelConfig, Grid, dict[str, str]]:
@@ -337,7 +340,7 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     """
     checkpoint, reach = study.subject.checkpoint, sum(distance <= study.text.context for distance in DISTANCES)
     asked = study.options.recall is not False and not study.subject.config.is_encoder_decoder
-    measuring = study.text.tokens + sum(len(window.source) for window in study.text.windows)
+    measuring = study.subject.reads(study.text.windows)
     measuring += 3 * READ * reach if asked else 0  # roughly: three kinds of second copies
     found = {}
     for _, some in groupby(cells, key=lambda cell: cell.conversion):
@@ -350,7 +353,7 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
         for run in study.options.runs(group):
             before = 0
             for cell in run:
-                tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
+                tokens, of_each = study.read.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
                 found[cell] = converting + (tokens - before) * of_each + measuring
                 converting, before = 0.0, tokens
     return found
@@ -365,7 +368,7 @@ def forward_rate(study: Study) -> float:
         start = time.perf_counter()
         score(head, windows, batch_size=options.eval_batch)
         seconds.append(time.perf_counter() - start)
-    return sum(len(window.ids) + len(window.source) for window in windows) / min(seconds[1:])
+    return study.subject.reads(windows) / min(seconds[1:])
 
 
 def forecast_table(study: Study) -> Table:

@@ -12,7 +12,7 @@ import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
-from gqa.eval.report import measured_with, texts_beside, verdict
+from gqa.eval.report import measured_with, texts_beside, verdict, what_is_scored
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, name, points, recommend
@@ -122,11 +122,8 @@ def _loss(point: Any) -> str:
 
 def _cells(results: Results) -> Table:
     """One line a cell."""
-    source, text = results.source, results.source["text"]
-    note = (
-        f"base model: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
-        f"documents, rolling windows of {text['context']:,}"
-    )
+    source = results.source
+    note = f"base model: {source['loss']:.4f} nats per token; {what_is_scored(source['text'])}, held out"
     meanings = {
         "KL": "KL from the base model in nats",
         "accepted": "accepted: share of the tokens that the result drafts for the base model",
