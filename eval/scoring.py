@@ -6,10 +6,8 @@ same numbers whatever the batch size or the number of ranks was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -199,22 +198,13 @@ def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:
 
 def first_not_finite(model: nn.Module, inputs: dict[str, Tensor]) -> str | None:
     """The first module, in the order of execution, that turns finite inputs into NaN or Inf."""
-    names: list[str] = []
+    names, found = {module: name for name, module in model.named_modules() if name}, list[str]()
 
-    def see(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def see(module: nn.Module, args: Any, output: Any) -> None:
         tensors = (part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point())
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-            names.append(name)
+        if module in names and not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            found.append(names[module])
 
-    with watched(((name, module) for name, module in model.named_modules() if name), see):
+    with register_module_forward_hook(see):
         model(**inputs, use_cache=False)
-    return names[0] if names else None
-
-
-@contextmanager
-def watched(modules: Iterable[tuple[str, nn.Module]], see: Callable[..., None]) -> Iterator[None]:
-    """A context in which `see(name, module, args, kwargs, output)` is called after each run of one of the modules."""
-    with ExitStack() as stack:
-        for name, module in modules:
-            stack.callback(module.register_forward_hook(partial(see, name), with_kwargs=True).remove)
-        yield
+    return found[0] if found else None
