@@ -83,19 +83,19 @@ def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[fl
     return (float(values.mean(dtype=np.float64)), *_interval(*_by_cluster(values, cluster)))
 
 
-def ratio_interval(sums: Floats, counts: NDArray[Any]) -> tuple[float, float, float]:
+def ratio_interval(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float, float]:
     """sum(sums) / sum(counts), each (n,) of clusters and its 95 % bootstrap interval: NaN bounds where there is one."""
     return (float(sums.sum() / counts.sum()), *_interval(sums, counts))
 
 
-def _by_cluster(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[Floats, NDArray[Any]]:
+def _by_cluster(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Sums and counts of each (n,)."""
     _, group = np.unique(cluster, return_inverse=True)
     return np.bincount(group, values), np.bincount(group)
 
 
 def _interval(
-    sums: Floats, counts: NDArray[Any], of: Callable[[Floats], Floats] = np.asarray
+    sums: NDArray[Any], counts: NDArray[Any], of: Callable[[Floats], Floats] = np.asarray
 ) -> tuple[float, float]:  # fmt: skip
     """The bounds of a function of the mean."""
     if len(sums) < 2:

@@ -25,6 +25,7 @@ from gqa.convert.align.pairs import reads_text
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.recordings import Hearing
 from gqa.corpus.windows import Window
 
@@ -78,6 +79,11 @@ class Subject:
         """How sound is given to it, if it is. Raises RefusedError where that is not known."""
         return Hearing(self.path, self.name) if self.hears else None
 
+    @cached_property
+    def encoder(self) -> PairEncoder | None:
+        """What makes pairs for it, if it is an encoder-decoder."""
+        return PairEncoder(self.config, self.tokenizer, self.name) if self.config.is_encoder_decoder else None
+
     @property
     def heard(self) -> int:
         """Positions that its encoder reads of a recording; 0 where it is given none."""
@@ -96,10 +102,6 @@ class Subject:
             )
 
     @cached_property
-    def weight_bytes(self) -> int:
-        return sum(spec.nbytes for spec in self.checkpoint.tensors.values())
-
-    @cached_property
     def cache(self) -> KVCache | None:
         """By formula; None for an architecture whose key/value heads are not known."""
         try:
@@ -112,11 +114,11 @@ class Subject:
         """Its cache, and the bytes of its weights, where the model computes in it; `auto`: as stored."""
         assert self.cache
         if precision == "auto":
-            return self.cache, self.weight_bytes
+            return self.cache, self.checkpoint.nbytes
         number = 4 if precision == "float32" else 2
         floats = [spec for spec in self.checkpoint.tensors.values() if spec.dtype in ("F64", "F32", "F16", "BF16")]
         more = sum(number * spec.numel - spec.nbytes for spec in floats)
-        return replace(self.cache, bytes_per_number=number), self.weight_bytes + more
+        return replace(self.cache, bytes_per_number=number), self.checkpoint.nbytes + more
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class Subject:
             "revision": self.checkpoint.revision,
             "model_type": self.config.model_type,
             "parameters": self.checkpoint.parameters,
-            "weight_bytes": self.weight_bytes,
+            "weight_bytes": self.checkpoint.nbytes,
             "provenance": read_record(self.checkpoint, PROVENANCE),
             "training": read_record(self.checkpoint, UPTRAINING),
         }

@@ -26,8 +26,8 @@ from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
 from gqa.corpus.document import SoundField
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.pairs import PairEncoder, pair_digest, read_pairs
-from gqa.corpus.recordings import Hearing, Recording, read_transcripts
+from gqa.corpus.pairs import pair_digest
+from gqa.corpus.recordings import Hearing, Recording
 from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
@@ -50,7 +50,7 @@ from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, filled, table
-from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
+from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text, read_sides
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_heldout
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.pairs import open_pairs
@@ -129,7 +129,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
         one = replace(training, alpha=alpha)
         one.check(1)
         size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
-        if encoder := _encoder(subject):
+        if encoder := subject.encoder:
             dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None, hearing=subject.hearing)
         else:
             dataloader = open_dataloader(one, subject.tokenizer, size)
@@ -183,18 +183,11 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     return config, replace(grid, methods=[method for method in methods if method not in left_out]), left_out
 
 
-def _encoder(subject: Subject) -> PairEncoder | None:
-    """What makes pairs for an encoder-decoder."""
-    if not subject.config.is_encoder_decoder:
-        return None
-    return PairEncoder(subject.config, subject.tokenizer, subject.name)
-
-
 def _text(subject: Subject, options: StudyOptions) -> Text:
     """Held-out documents or pairs, whole, in the order of a hash of their text, which spreads a part of them over all;
     for an encoder-decoder without a column of targets, blocks of which spans are left out.
     """
-    training, encoder = options.training, _encoder(subject)
+    training, encoder = options.training, subject.encoder
     if not (sources := heldout_sources(training)):
         raise RefusedError(
             "nothing is held out to measure on: give --heldout SOURCE, or --heldout-fraction of the data's documents"
@@ -221,13 +214,10 @@ def _heldout_pairs(training: TrainOptions, hearing: Hearing | None) -> list[tupl
     columns = [parse_sources(data, field=field) for field in (training.field, training.target_field or "")]
     threshold = hash_threshold(1.0 if training.heldout else training.heldout_fraction)
     found: dict[bytes, list[tuple[str | Recording, str]]] = defaultdict(list)
-    for each in zip(*columns, strict=True):
-        if hearing:
-            for sound, said in read_transcripts(*each):
-                found[pair_digest(sound.digest().hex(), said)].append((Recording(sound, hearing), said))
-        else:
-            for one, target in read_pairs(*each):
-                found[pair_digest(one.text, target)].append((one.text, target))
+    for source, target in zip(*columns, strict=True):
+        for pair in read_sides(source, target, hearing):
+            given = pair[0].sound.digest().hex() if isinstance(pair[0], Recording) else pair[0]
+            found[pair_digest(given, pair[1])].append(pair)
     return [pair for digest in sorted(found) if is_below(digest, threshold) for pair in found[digest]]
 
 
