@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import nll_loss
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
@@ -153,7 +154,7 @@ def _score_batch(
             parts[-1]["nats"] = nats(logits, true)
             continue
         q = logits.log_softmax(-1)
-        parts[-1]["nats"] = _at(q, true)
+        parts[-1]["nats"] = nll_loss(q, true, reduction="none")
         if record:
             record(rows[piece], q)
         if theirs:
@@ -167,7 +168,7 @@ def _beside(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
         "kl": kl_divergence(p, q),
         "same_top": p.argmax(-1) == q.argmax(-1),
         "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
-        "baseline_nats": _at(p, true),
+        "baseline_nats": nll_loss(p, true, reduction="none"),
     }
 
 
@@ -183,10 +184,6 @@ def _beside_stored(stored: TopPredictions, q: Tensor) -> dict[str, Tensor]:
         "same_top": stored.ids[stored.counts.cumsum(0) - stored.counts] == q.argmax(-1),
         "acceptance": summed(torch.minimum(ours, theirs).exp()).clamp_max(1.0),
     }
-
-
-def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:
-    return -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:

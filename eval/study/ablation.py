@@ -31,21 +31,10 @@ from gqa.corpus.recordings import Hearing, Recording
 from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.recall import DISTANCES, READ
+from gqa.eval.recall import tokens_read
 from gqa.eval.scoring import score
 from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_speeds
-from gqa.eval.study.directory import (
-    RECORD,
-    SCHEMA,
-    SPEEDS,
-    Row,
-    Rows,
-    held,
-    is_foreign,
-    read_record,
-    read_speeds,
-    write_json,
-)
+from gqa.eval.study.directory import RECORD, SCHEMA, Row, Rows, held, is_foreign, read_record, read_speeds, write_json
 from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
@@ -261,8 +250,7 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         of_layers = {heads: study.heads} | _heads(study, speeds)
         sizes = {name: (of_layers[kept], bits) for name, (kept, bits) in timed.items()}
         speeds |= measure_speeds(study.subject, options, sizes, work)
-        rows.rewrite(speeds)  # before they are known: a run that is killed between times them again
-        write_json(options.output, SPEEDS, speeds)
+        rows.keep_speeds(speeds)
         if left:
             bench, record["source"] = _measure_source(study, work, of_layers)
             record["source"] |= speeds[heads]
@@ -328,10 +316,9 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     """Tokens of forward passes that each of `cells`, in their order, takes. The first cell of a conversion pays for the
     conversion, and each cell of a training for the tokens since the one before.
     """
-    checkpoint, reach = study.subject.checkpoint, sum(distance <= study.text.context for distance in DISTANCES)
+    checkpoint = study.subject.checkpoint
     asked = study.options.recall is not False and not study.subject.config.is_encoder_decoder
-    measuring = study.subject.reads(study.text.windows)
-    measuring += 3 * READ * reach if asked else 0  # roughly: three kinds of second copies
+    measuring = study.subject.reads(study.text.windows) + (tokens_read(study.text.context) if asked else 0)
     found = {}
     for _, some in groupby(cells, key=lambda cell: cell.conversion):
         first, converting = (group := list(some))[0], 0.0

@@ -194,7 +194,3 @@ def _report(output: Path, bounds: Bounds, recommends: bool, quiet: bool) -> None
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says, 1 also where cells failed."""
     run(command, "gqa-ablate", "rows that were measured are kept; the same command continues")
-
-
-if __name__ == "__main__":
-    main()

@@ -78,6 +78,11 @@ class Rows:
             row.update(finite(columns.get(cell.cache, {})))
         _replace(self._path, map(json.dumps, self))
 
+    def keep_speeds(self, speeds: dict[str, Row]) -> None:
+        """In the rows before they are known: a run that is killed between times them again."""
+        self.rewrite(speeds)
+        write_json(self._path.parent, SPEEDS, speeds)
+
 
 def read_record(directory: Path) -> Row | None:
     """study.json; None where there is none. Raises RefusedError where it is none of a study's."""
