@@ -35,7 +35,9 @@ def sampled(model: str, count: int, length: int) -> Any:
 
 
 def windows_of(text: str, model: str, count: int, length: int) -> Any:
-    """(count, length) token ids: the first of a file's, evenly spaced ones of the built-in corpus."""
+    """(count, length) token ids: the first of a file's, evenly spaced ones of the built-in corpus. Raises UsageError
+    where the text has not so many windows.
+    """
     import numpy as np
     import torch
     from transformers import AutoTokenizer
@@ -48,11 +50,15 @@ def windows_of(text: str, model: str, count: int, length: int) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(model)
     if Path(text).is_file():
         ids = tokenizer(Path(text).read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
-        return torch.tensor(ids[: count * length]).view(-1, length)
-    found = tokenise(parse_source(text), tokenizer)
-    blocks = Blocks(found, np.arange(len(found)), length)
-    chosen = np.linspace(0, len(blocks) - 1, count).astype(int)
-    return torch.stack([torch.from_numpy(blocks[int(i)]["input_ids"]) for i in chosen])
+        starts, chosen = range(0, len(ids) - length + 1, length), np.arange(count)
+        blocks: Any = [{"input_ids": np.array(ids[start : start + length])} for start in starts]
+    else:
+        found = tokenise(parse_source(text), tokenizer)
+        blocks = Blocks(found, np.arange(len(found)), length)
+        chosen = np.linspace(0, len(blocks) - 1, count).astype(int)
+    if (have := len(blocks)) < count:
+        raise click.UsageError(f"{text} has {have} windows of {length} tokens, not {count}; give fewer --windows")
+    return torch.stack([torch.from_numpy(blocks[int(number)]["input_ids"]) for number in chosen])
 
 
 def nats(directory: str | Path, windows: Any) -> float:

@@ -6,7 +6,7 @@
 
 Every cell is a run of its own, `gqa-uptrain CONVERTED --data DATA --alpha ALPHA --precision bfloat16` with the options
 given here. Measured are the same windows of the text for all, evenly spaced, in float32. --scratch keeps conversions
-and cells, so that the same command goes on where it was stopped.
+and cells with their options, so that the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRAINED_ON = 2_669_449  # tokens of stdlib:train with the embedded tokenizer, of
 def converted(model: str, method: str, groups: int, scratch: Path) -> Path:
     from gqa.convert import convert_checkpoint
 
-    out = scratch / f"{method}-{groups}"
+    out = scratch / f"{str(Path(model).resolve()).strip('/').replace('/', '-')}-{method}-{groups}"
     if not out.exists():
         convert_checkpoint(model, groups, out, method=method)
     return out
@@ -58,14 +58,15 @@ def trained(start: Path, options: dict[str, Any], alpha: float, out: Path) -> di
 
 
 def cells(options: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    """One after another, each told as soon as it is there."""
+    """One after another, each told as soon as it is there. Those that are kept of other options are not these."""
     model, kept = options["model"], scratch / "cells.jsonl"
+    given = {name: value for name, value in options.items() if name not in ("methods", "groups", "alphas")}
     found = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     windows, before = windows_of(options["text"], model, options["windows"], options["length"]), dict[Path, float]()
     for alpha in options["alphas"]:
         for groups in options["groups"]:
             for method in options["methods"]:
-                cell = {"method": method, "groups": groups, "alpha": alpha}
+                cell = given | {"method": method, "groups": groups, "alpha": alpha}
                 if any(cell.items() <= other.items() for other in found):
                     continue
                 start = converted(model, method, groups, scratch)
@@ -79,7 +80,7 @@ def cells(options: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
                 with kept.open("a") as stream:
                     stream.write(json.dumps(cell) + "\n")
                 print(f"  {method:12}{groups:3}{alpha:7g}{cell['before']:9.4f} -> {cell['after']:.4f}", flush=True)
-    return found
+    return [cell for cell in found if given.items() <= cell.items()]
 
 
 def report(options: dict[str, Any], found: list[dict[str, Any]], base: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, run, version_option, with_options
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, fail, run, version_option, with_options
 from gqa.eval.options import EVALUATION
 
 _EPILOG = """\b
@@ -57,6 +57,8 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
             click.echo(f"\nwritten to {options.output}: {', '.join(written)}", err=options.json)
     if options.json:
         click.echo(as_json(results))
+    if refused := results.get("decode", {}).get("refused"):
+        fail("gqa-eval", f"{refused}; the rest is measured", 1)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name
@@ -151,10 +151,8 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **given: Any) 
 
 def _parts(cache: Any) -> list[Any]:
     """Of an encoder-decoder the cache of self-attention and that of cross-attention."""
-    return [getattr(cache, name, None) for name in _BOTH] if hasattr(cache, _BOTH[0]) else [cache]
-
-
-_BOTH = ("self_attention_cache", "cross_attention_cache")
+    both = isinstance(cache, EncoderDecoderCache)
+    return [cache.self_attention_cache, cache.cross_attention_cache] if both else [cache]
 
 
 @torch.inference_mode()

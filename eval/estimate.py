@@ -21,9 +21,7 @@ def seconds(baseline: str, others: Sequence[str], options: EvaluateOptions) -> f
     models = (1 + len(others)) * (1 + len(options.cache_bits or ()))
     length = choose_context(subjects, options.context, options.beyond_positions)
     if options.data:
-        heard = int(getattr(subject.config, "max_source_positions", 0))  # of a recording
-        windows = read_text(subjects, options).windows
-        read = sum(len(window.ids) + (heard if window.heard else len(window.source)) for window in windows)
+        read = subject.reads(read_text(subjects, options).windows)
         tokens += read * (models + (models - 1 if options.kl and not options.baseline_cache else 0))
     if context := find_recall_context(subjects, options):
         tokens += tokens_read(context) * models

@@ -68,7 +68,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
     if options.memory:
         context = choose_context(subjects, options.context, options.beyond_positions)
-        results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context)
+        results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context, options.precision)
     with quantised_attention(options.cache_bits or ()):
         text = None
         if options.data:
@@ -91,7 +91,12 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
         if not ranks().is_main_process:  # the rest is not split
             return {}
         if options.decode:
-            time_decoding(subjects, options, contexts)
+            try:
+                time_decoding(subjects, options, contexts)
+            except RefusedError as error:  # it does not cost what was measured before
+                if not (text or recall_context or harness):
+                    raise
+                results["decode"] = {"refused": str(error)}
     return results
 
 
@@ -104,7 +109,7 @@ def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
 
 def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -> int | None:
     """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
-    if not (options.output if options.recall is None else options.recall):
+    if not options.asks_recall:
         return None
     context = choose_context(subjects, options.context, options.beyond_positions)
     try:
@@ -271,7 +276,6 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
     models are in memory at once, since they take turns.
     """
     models = {subject.name: load(subject, options) for subject in subjects}
-    caches = {subject.name: subject.cache for subject in subjects if subject.cache}
     batches, steps, repeats = options.decode_batches, options.decode_steps, options.decode_repeats
     tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
     advice = "give smaller --decode-batches or --decode-contexts, or fewer checkpoints"
@@ -280,17 +284,17 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
         _bar(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding", options) as bar,
     ):
         points = measure_decode(models, batches, contexts, steps, repeats, bar.update)
+        held = {name: measured_cache_bytes(model, contexts[0], 1) for name, model in models.items()}
     for subject in subjects:
-        model, tokens = models[subject.name], contexts[0]
-        subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[subject.name]}
-        held, cache = measured_cache_bytes(model, tokens, 1), in_dtype(caches[subject.name], model)
-        measured = {
-            "tokens": tokens,
-            "bytes": sum(held),
-            "formula": cache.bytes_at(tokens),
-            "cross_bytes": sum(held[1:]),
+        name = subject.name
+        assert subject.cache
+        subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[name]}
+        subject.record["kv_cache"]["measured"] = {
+            "tokens": contexts[0],
+            "bytes": sum(held[name]),
+            "formula": in_dtype(subject.cache, models[name]).bytes_at(contexts[0]),
+            "cross_bytes": sum(held[name][1:]),
         }
-        subject.record["kv_cache"]["measured"] = measured
 
 
 @dataclass(frozen=True)

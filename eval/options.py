@@ -104,21 +104,32 @@ class EvaluateOptions:
     quiet: bool = option_field(False, "Show no progress and no tables.")
     # fmt: on
 
+    @property
+    def asks_recall(self) -> bool:
+        """Whether recall is measured, which reports have by themselves where it can be."""
+        return bool(self.output) if self.recall is None else self.recall
+
     def settled(self, given: Collection[str], others: int) -> EvaluateOptions:
         """With the protocol that is meant. Raises RefusedError where options do not go together: `given` are those that
         somebody said, `others` the number of models beside the baseline.
         """
         if not any((self.data, self.recall, self.decode, self.memory, self.tasks)):
             raise RefusedError("nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks")
-        for leader, followers in _NEEDS.items():
-            if not getattr(self, leader) and (alone := [name for name in followers if name in given]):
-                raise RefusedError(f"{_flag(alone[0])} means nothing without {_flag(leader)}: give both or none")
+        said = replace(self, recall=self.asks_recall)
+        for leaders, followers in _NEEDS.items():
+            alone = [name for name in followers if name in given]
+            if alone and not any(getattr(said, leader) for leader in leaders):
+                give = "both" if len(leaders) == 1 else "one of them"
+                without = " or ".join(map(_flag, leaders))
+                raise RefusedError(f"{_flag(alone[0])} means nothing without {without}: give {give} or none")
         if "tensor_parallel" in given and not self.memory and self.tasks_engine != "vllm":
             raise RefusedError(
                 "--tensor-parallel means nothing without --memory or --tasks-engine vllm: give one of them"
             )
         if self.host_memory and self.device != "auto":
             raise RefusedError("--host-memory means nothing without --device auto: give both or none")
+        if self.tasks_engine == "vllm" and (ours := [name for name in _OF_TRANSFORMERS if name in given]):
+            raise RefusedError(f"{_flag(ours[0])} is not for --tasks-engine vllm: leave it out, or measure tasks alone")
         if self.cache_bits and (self.decode or self.tasks_engine == "vllm"):
             other = "--decode" if self.decode else "--tasks-engine vllm"
             raise RefusedError(f"--cache-bits is about quality and bytes: leave it out, or {other}")
@@ -135,15 +146,22 @@ class EvaluateOptions:
         return replace(self, protocol=self.protocol or ("strided" if self.stride else "rolling"))
 
 
-# Options that mean nothing without another.
+# Options that mean nothing without one of others.
+_RUN = ("data", "recall", "decode", "tasks")
 _NEEDS = {
-    "data": ("kl", "field", "target_field", "metrics", "data_config", "split", "protocol", "stride", "tokens"),
-    "kl": ("baseline_cache",),
-    "baseline_cache": ("baseline_mass",),
-    "decode": ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
-    "tasks": ("shots", "limit", "include_tasks", "tasks_engine"),
-    "output": ("overwrite",),
+    ("data",): ("kl", "field", "target_field", "metrics", "data_config", "split", "protocol", "stride", "tokens"),
+    ("kl",): ("baseline_cache",),
+    ("baseline_cache",): ("baseline_mass",),
+    ("decode",): ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
+    ("tasks",): ("shots", "limit", "include_tasks", "tasks_engine"),
+    ("output",): ("overwrite",),
+    ("context",): ("beyond_positions",),
+    ("data", "recall"): ("compile",),
+    ("data", "recall", "memory"): ("context",),
+    ("data", "recall", "tasks"): ("batch_size",),
+    _RUN: ("device", "attn_implementation"),
 }  # fmt: skip
+_OF_TRANSFORMERS = ("device", "attn_implementation")
 
 
 def _flag(name: str) -> str:

@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
-from gqa.eval.tables import Table, number, shown, table
+from gqa.eval.tables import Table, not_measured, number, shown, table
 
 Record = dict[str, Any]
 
@@ -119,6 +119,7 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _distances(models) if every and "recall" in measured else None,
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
+        not_measured("Decoding", results["decode"]["refused"]) if "decode" in results else None,
         _tasks(models) if "tasks" in measured else None,
         _context(models) if every and "by_context" in measured else None,
     ]
@@ -126,17 +127,22 @@ def tables(results: Record, every: bool = False) -> list[Table]:
 
 
 def _quality(models: list[Record], text: Record) -> Table:
-    stride = f", stride {text['stride']:,}" if text["stride"] else ""
-    kind = "source and target texts" if text["protocol"] == "pairs" else f"{text['protocol']} windows"
-    cut = f" ({text['cut']:,} are longer and cut)" if text["cut"] else ""
     dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in models if "dtype" in m))
-    note = (
-        f"{kind} of {text['context']:,} tokens{stride}{cut}: {text['tokens']:,} tokens scored, "
-        f"{text['documents']:,} documents, {text['bytes']:,} bytes; in {dtypes}"
-    )
     whole = models[0]["quality"]["bits_per_byte"] is not None
     columns = _QUALITY | (_TEXT_QUALITY if whole else {})
-    return table(f"Quality on {text['data']}", columns, models, note, short=5)
+    return table(f"Quality on {text['data']}", columns, models, f"{what_is_scored(text)}; in {dtypes}", short=5)
+
+
+def what_is_scored(text: Record) -> str:
+    """In which windows, and how much."""
+    stride = f", stride {text['stride']:,}" if text.get("stride") else ""
+    kinds = {"pairs": "source and target texts", "spans": "left out spans of blocks"}
+    kind = kinds.get(text["protocol"], f"{text['protocol']} windows")
+    cut = f" ({text['cut']:,} are longer and cut)" if text.get("cut") else ""
+    return (
+        f"{kind} of {text['context']:,} tokens{stride}{cut}: {text['tokens']:,} tokens scored, "
+        f"{text['documents']:,} documents, {text['bytes']:,} bytes"
+    )
 
 
 def _distributions(models: list[Record]) -> Table:
@@ -152,7 +158,7 @@ def _distributions(models: list[Record]) -> Table:
 
 def _recall(models: list[Record], settings: Record) -> Table:
     if "refused" in settings:
-        return Table("Recall from the context", ("not measured",), ((settings["refused"],),))
+        return not_measured("Recall from the context", settings["refused"])
     records = [
         {"name": model["name"], **model["greedy"], **{f"of {kind}": share for kind, share in recalled(model).items()}}
         for model in models
@@ -211,9 +217,11 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     if memory:
         columns = dict(list(columns.items())[:3]) | {"batch": "{batch}", "longest": "{longest}"} | columns
         ranks = f" on each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""
+        dtype = "" if memory["precision"] == "auto" else f" in {memory['precision']}"
         remarks.append(
-            f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache (activations are not counted): batch of "
-            f"sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's positions"
+            f"{memory['bytes'] / 1e9:.4g} GB{ranks} hold weights and KV cache{dtype} (activations are not counted): "
+            f"batch of sequences of {memory['context']:,} tokens, and longest single sequence, whatever the model's "
+            "positions"
         )
         remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
     first = cache_bytes(models[0]) if "kv_cache" in models[0] else None

@@ -6,10 +6,8 @@ same numbers whatever the batch size or the number of ranks was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +16,8 @@ import torch
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import nll_loss
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -154,7 +154,7 @@ def _score_batch(
             parts[-1]["nats"] = nats(logits, true)
             continue
         q = logits.log_softmax(-1)
-        parts[-1]["nats"] = _at(q, true)
+        parts[-1]["nats"] = nll_loss(q, true, reduction="none")
         if record:
             record(rows[piece], q)
         if theirs:
@@ -168,7 +168,7 @@ def _beside(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
         "kl": kl_divergence(p, q),
         "same_top": p.argmax(-1) == q.argmax(-1),
         "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
-        "baseline_nats": _at(p, true),
+        "baseline_nats": nll_loss(p, true, reduction="none"),
     }
 
 
@@ -186,10 +186,6 @@ def _beside_stored(stored: TopPredictions, q: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _at(log_probabilities: Tensor, targets: Tensor) -> Tensor:
-    return -log_probabilities.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
 def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:
     where = first_not_finite(model, padded([windows[bad]], model))
     return f"{model.name_or_path}: the logits of window {bad} (document {windows[bad].document}) are not finite; " + (
@@ -199,22 +195,13 @@ def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:
 
 def first_not_finite(model: nn.Module, inputs: dict[str, Tensor]) -> str | None:
     """The first module, in the order of execution, that turns finite inputs into NaN or Inf."""
-    names: list[str] = []
+    names, found = {module: name for name, module in model.named_modules() if name}, list[str]()
 
-    def see(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def see(module: nn.Module, args: Any, output: Any) -> None:
         tensors = (part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point())
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-            names.append(name)
+        if module in names and not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            found.append(names[module])
 
-    with watched(((name, module) for name, module in model.named_modules() if name), see):
+    with register_module_forward_hook(see):
         model(**inputs, use_cache=False)
-    return names[0] if names else None
-
-
-@contextmanager
-def watched(modules: Iterable[tuple[str, nn.Module]], see: Callable[..., None]) -> Iterator[None]:
-    """A context in which `see(name, module, args, kwargs, output)` is called after each run of one of the modules."""
-    with ExitStack() as stack:
-        for name, module in modules:
-            stack.callback(module.register_forward_hook(partial(see, name), with_kwargs=True).remove)
-        yield
+    return found[0] if found else None

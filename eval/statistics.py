@@ -18,7 +18,7 @@ BOOTSTRAP_NUMBERS = 1 << 20  # of the samples' weights, held at a time
 DRAFTED = (2, 4, 8)  # tokens that a model drafts in a round
 
 
-def mean_and_error(values: Floats) -> tuple[float, float]:
+def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
     """Mean and its standard error sd / sqrt(n - 1), tokens taken as independent."""
     values = values.astype(np.float64)
     count = len(values)
@@ -34,11 +34,11 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -
     """
     mean, error = mean_and_error(kl)
     accepted, accepted_error = mean_and_error(acceptance)
-    share = float(same_top.mean())
+    share, share_error = mean_and_error(same_top)
     return {
         "kl": {"mean": mean, "mean_error": error},
         "same_top": share,
-        "same_top_error": math.sqrt(share * (1 - share) / (len(kl) - 1)) if len(kl) > 1 else math.nan,
+        "same_top_error": share_error,
         "acceptance": accepted,
         "acceptance_error": accepted_error,
     }
@@ -73,33 +73,31 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[An
     difference = model.astype(np.float64) - baseline
     mean, error = mean_and_error(difference)
     with np.errstate(over="ignore"):
-        ratio = float(np.exp(mean))
-    result = {"log_ratio": mean, "ratio": ratio, "log_ratio_error": error}
-    with np.errstate(over="ignore"):
-        low, high = _interval(difference, cluster, np.exp)
+        result = {"log_ratio": mean, "ratio": float(np.exp(mean)), "log_ratio_error": error}
+        low, high = _interval(*_by_cluster(difference, cluster), np.exp)
     return result if math.isnan(low) else result | {"ratio_low": low, "ratio_high": high}
 
 
 def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float, float]:
     """Mean, and its 95 % bootstrap interval from whole clusters; NaN bounds where there is but one."""
-    return (float(values.mean(dtype=np.float64)), *_interval(values, cluster))
+    return (float(values.mean(dtype=np.float64)), *_interval(*_by_cluster(values, cluster)))
 
 
-def ratio_interval(sums: Floats, counts: Floats) -> tuple[float, float, float]:
+def ratio_interval(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float, float]:
     """sum(sums) / sum(counts), each (n,) of clusters and its 95 % bootstrap interval: NaN bounds where there is one."""
-    value = float(sums.sum() / counts.sum())
-    if len(sums) < 2:
-        return value, math.nan, math.nan
-    low, high = np.percentile(_resampled_means(sums, counts), (2.5, 97.5))
-    return value, float(low), float(high)
+    return (float(sums.sum() / counts.sum()), *_interval(sums, counts))
+
+
+def _by_cluster(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Sums and counts of each (n,)."""
+    _, group = np.unique(cluster, return_inverse=True)
+    return np.bincount(group, values), np.bincount(group)
 
 
 def _interval(
-    values: Floats, cluster: NDArray[np.integer[Any]], of: Callable[[Floats], Floats] = np.asarray
-) -> tuple[float, float]:
+    sums: NDArray[Any], counts: NDArray[Any], of: Callable[[Floats], Floats] = np.asarray
+) -> tuple[float, float]:  # fmt: skip
     """The bounds of a function of the mean."""
-    _, group = np.unique(cluster, return_inverse=True)
-    sums, counts = np.bincount(group, values), np.bincount(group)
     if len(sums) < 2:
         return math.nan, math.nan
     low, high = np.percentile(of(_resampled_means(sums, counts)), (2.5, 97.5))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,9 @@ from gqa.convert.align.pairs import reads_text
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
+from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.recordings import Hearing
+from gqa.corpus.windows import Window
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,20 @@ class Subject:
         """How sound is given to it, if it is. Raises RefusedError where that is not known."""
         return Hearing(self.path, self.name) if self.hears else None
 
+    @cached_property
+    def encoder(self) -> PairEncoder | None:
+        """What makes pairs for it, if it is an encoder-decoder."""
+        return PairEncoder(self.config, self.tokenizer, self.name) if self.config.is_encoder_decoder else None
+
+    @property
+    def heard(self) -> int:
+        """Positions that its encoder reads of a recording; 0 where it is given none."""
+        return int(self.config.max_source_positions) if self.hears else 0
+
+    def reads(self, windows: Iterable[Window]) -> int:
+        """Tokens of windows, those of their sources and positions of what is heard among them."""
+        return sum(len(window.ids) + len(window.source) + self.heard for window in windows)
+
     def check_reads_text(self, option: str) -> None:
         """Raises RefusedError for a model whose encoder is given sound."""
         if self.hears:
@@ -84,10 +100,6 @@ class Subject:
                 f"the encoder of {self.name} is given sound, and {option} gives it text; gqa-eval --data "
                 "'speech/*.wav' measures it on recordings"
             )
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        return sum(spec.nbytes for spec in self.checkpoint.tensors.values())
 
     @cached_property
     def cache(self) -> KVCache | None:
@@ -98,6 +110,16 @@ class Subject:
             return None
         return found.quantised(self.cache_bits) if self.cache_bits else found
 
+    def held_in(self, precision: str) -> tuple[KVCache, int]:
+        """Its cache, and the bytes of its weights, where the model computes in it; `auto`: as stored."""
+        assert self.cache
+        if precision == "auto":
+            return self.cache, self.checkpoint.nbytes
+        number = 4 if precision == "float32" else 2
+        floats = [spec for spec in self.checkpoint.tensors.values() if spec.dtype in ("F64", "F32", "F16", "BF16")]
+        more = sum(number * spec.numel - spec.nbytes for spec in floats)
+        return replace(self.cache, bytes_per_number=number), self.checkpoint.nbytes + more
+
     @cached_property
     def record(self) -> dict[str, Any]:
         """What is known without running the model, JSON-ready; whoever measures adds to it."""
@@ -107,7 +129,7 @@ class Subject:
             "revision": self.checkpoint.revision,
             "model_type": self.config.model_type,
             "parameters": self.checkpoint.parameters,
-            "weight_bytes": self.weight_bytes,
+            "weight_bytes": self.checkpoint.nbytes,
             "provenance": read_record(self.checkpoint, PROVENANCE),
             "training": read_record(self.checkpoint, UPTRAINING),
         }
@@ -151,7 +173,7 @@ def distinct_names(places: Sequence[tuple[str, ...]]) -> list[str]:
     return names
 
 
-def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int) -> dict[str, Any]:
+def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int, precision: str) -> dict[str, Any]:
     """Add to each record the largest batch and context that fit into the memory of each of `ranks` that share it."""
     for subject in subjects:
         if not subject.cache:
@@ -160,11 +182,11 @@ def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int) -> d
         try:
             if (query := subject.record["heads"]["query"]) % ranks:
                 raise RefusedError(f"{ranks} ranks are not possible for {query} query heads: they must divide them")
-            batch, longest = what_fits(subject.cache, subject.weight_bytes, memory, context, ranks)
+            batch, longest = what_fits(*subject.held_in(precision), memory, context, ranks)
         except RefusedError as error:  # of this conversion; the ranks may suit another
             refused = {"impossible": str(error)}
         subject.record["kv_cache"]["fits"] = {"batch": batch, "longest": longest, **refused}
-    return {"bytes": memory, "ranks": ranks, "context": context}
+    return {"bytes": memory, "ranks": ranks, "context": context, "precision": precision}
 
 
 def rank_cache(cache: KVCache, ranks: int) -> KVCache:

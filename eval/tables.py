@@ -59,6 +59,11 @@ class Table:
         return "\n".join([_cut(self.title, WIDTH), *lines, *filter(None, [wrapped(self.note)])])
 
 
+def not_measured(title: str, why: str) -> Table:
+    """In the place of a table of numbers."""
+    return Table(title, ("not measured",), ((why,),))
+
+
 def wrapped(text: str, indent: str = "") -> str:
     """In lines of a terminal, those after the first indented; what is in per cent stays on one line."""
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), WIDTH, subsequent_indent=indent, break_on_hyphens=False)

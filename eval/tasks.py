@@ -77,7 +77,8 @@ class Harness:
                 found: Any = simple_evaluate(
                     self._harnessed(model, subject) if model else "vllm",
                     model_args=None if model else self._for_vllm(subject),
-                    batch_size="auto", tasks=self.tasks, num_fewshot=options.shots, limit=options.limit,
+                    batch_size="auto" if options.batch_size == EvaluateOptions.batch_size else options.batch_size,
+                    tasks=self.tasks, num_fewshot=options.shots, limit=options.limit,
                     task_manager=self._manager, bootstrap_iters=1000, log_samples=False,
                 )  # fmt: skip
         except Exception as error:  # whatever definitions, data sets and their libraries raise

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.document import SoundField
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.recordings import Recording, find_recordings, read_transcripts
+from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, check_of_hubs, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
@@ -52,19 +52,13 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
     context = choose_context(subjects, options.context, options.beyond_positions, most)
     named = target if first.hears else options.field
     check_models_agree(subjects, next(column(named).documents()).text[:2000] if named else "")
-    hearing = first.hearing
-    encoder = PairEncoder(first.config, first.tokenizer, first.name) if first.config.is_encoder_decoder else None
+    hearing, encoder = first.hearing, first.encoder
     if encoder and hearing and not target:
         heard = [Recording(sound, hearing) for sound in find_recordings([str(options.data)], first.name)]
         text = make_dictated(heard, encoder, first.tokenizer, context, write, options.tokens)
     elif encoder and target:
-        columns = column(SoundField(options.field) if hearing else options.field), column(target)
-        pairs: Iterable[tuple[str | Recording, str]] = (
-            ((Recording(sound, hearing), said) for sound, said in read_transcripts(*columns))
-            if hearing
-            else ((source.text, answer) for source, answer in read_pairs(*columns))
-        )
-        text = make_pairs(pairs, encoder, context, options.tokens)
+        source = column(SoundField(options.field) if hearing else options.field)
+        text = make_pairs(read_sides(source, column(target), hearing), encoder, context, options.tokens)
     else:
         text = make_text(
             (found.text for found in column(options.field).documents()), first.tokenizer,
@@ -72,6 +66,13 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
         )  # fmt: skip
     check_ids(subjects, text)
     return text
+
+
+def read_sides(source: Source, target: Source, hearing: Hearing | None) -> Iterator[tuple[str | Recording, str]]:
+    """What an encoder is given, and the text to predict. Raises RefusedError and CorpusError."""
+    if hearing:
+        return ((Recording(sound, hearing), said) for sound, said in read_transcripts(source, target))
+    return ((one.text, answer) for one, answer in read_pairs(source, target))
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:

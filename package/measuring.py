@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
 from gqa.eval.options import EVALUATION, EvaluateOptions
 
@@ -63,6 +64,8 @@ def evaluate(
         )  # fmt: skip
     given = {name: value for name, value in {"data": data, **named}.items() if value is not None}
     path = None if out is None else Path(out)
+    if tokenizer is not None and not any(map(in_memory, (baseline, *models))):
+        raise RefusedError("tokenizer is for models in memory, and all of these bring their own; leave it out")
     with ExitStack() as stack:
         stack.enter_context(undisturbed())
         names = {"baseline": name_of(baseline), "models": [name_of(model) for model in models]}

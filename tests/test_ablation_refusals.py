@@ -118,3 +118,12 @@ def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
 def test_two_runs_of_one_study(tmp_path: Path) -> None:
     with held(tmp_path / "study"):
         refused(tmp_path / "study", "another run is working on", alphas="0")
+    out = copied(tmp_path / "kept")
+    with held(out):
+        refused(out, "another run is working on", overwrite=True, alphas="0")
+
+
+@pytest.mark.parametrize("words", ["--groups 2", "--overwrite", "--dry-run", "--eval-precision bf16", "--no-kl"])
+def test_without_a_model_options_of_studies_are_refused(words: str, tmp_path: Path) -> None:
+    said = check_refused(run("-o", tmp_path, *words.split(), program="gqa-ablate"), program="gqa-ablate", advice="")
+    assert f"{words.split()[0]} is for a study that is made" in said.replace("--kl/", "")

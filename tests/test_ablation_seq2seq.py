@@ -17,8 +17,10 @@ from test_pairs import write_sound, write_sounds
 from training import tiny_checkpoint, words_for, write_corpus
 from transformers import AutoTokenizer
 
+from gqa.convert.estimate import TRAINING
 from gqa.corpus.alpha import heldout_mask
 from gqa.corpus.pairs import pair_digest
+from gqa.eval.study import ablation
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare
@@ -167,9 +169,28 @@ def test_costs_and_recommendation(place: Path, tmp_path: Path) -> None:
     done = ablate(tmp_path / "study", **pairs, dry_run=True)
     assert (done.code, "2 of 2 cells to measure" in done.out) == (0, True)
     measured(tmp_path / "study", **pairs)
+    page = " ".join((tmp_path / "study" / "report.html").read_text().split())
+    assert "source and target texts of 2,048 tokens: " in page
+    assert "rolling" not in page
     said = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9, program="gqa-ablate").out
     assert "gqa-convert" in said
     assert "not measured: --recall is for decoders, and t5 is an encoder-decoder" in " ".join(said.split())
+
+
+def test_costs_of_recordings(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the encoder reads counts, where it is measured and where it trains: 1 token a second makes them seconds."""
+    monkeypatch.setattr(ablation, "forward_rate", lambda study: 1.0)
+    heard = json.loads((place / "whisper" / "config.json").read_text())["max_source_positions"]
+    how = {"model": place / "whisper", "data": place / "spoken.jsonl", "heldout": place / "heard.jsonl"}
+    given = options(place, **how, field="audio", context=32, alphas="0,1", teachers="none", dry_run=True)
+    shown = ablate(tmp_path / "study", **given).out.splitlines()
+    tokens, seconds = zip(
+        *([int(cell.replace(",", "")) for cell in line.split()[-2:]] for line in shown[2:4]), strict=True
+    )
+    data = f"--data {place / 'heard.jsonl'} --field audio --target-field meant --context 32"
+    scored = results(f"{place / 'whisper'} {data}")["text"]["tokens"]
+    assert seconds[0] == scored + 6 * (2 + heard)  # BOS and what the decoder starts with are not scored
+    assert seconds[1] - seconds[0] == TRAINING * (tokens[1] + 24 * heard)
 
 
 REFUSED = {

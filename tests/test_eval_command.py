@@ -131,6 +131,11 @@ def test_memory() -> None:
     fits = found[3][0]["kv_cache"]["fits"]  # told, and not refused
     assert fits == {"batch": None, "longest": None, "impossible": fits["impossible"]}
     assert " ".join(result.err.split()).count("3 ranks are not possible for 8 query heads") == 1
+    one, other = (results(f"SRC --memory 80GB {more}") for more in ("", "--precision float32"))
+    kept = [found["models"][0]["kv_cache"]["fits"]["longest"] for found in (one, other)]
+    weights = one["models"][0]["weight_bytes"]  # in bfloat16
+    assert kept == [(80 * 10**9 - weights * n) // (2 * 6 * 8 * 32 * 2 * n) for n in (1, 2)]
+    assert "hold weights and KV cache in float32 (act" in told("SRC --memory 80GB --precision float32")
 
 
 PAIRS = [("def f(x):", "return x"), ("", "nothing"), ("import sys", "sys.exit(0)  # leave"), ("class A:", None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import signal
 import sys
@@ -46,6 +47,15 @@ LOAD = evaluate.load
         ("SRC --data TEXT --overwrite", "--overwrite means nothing without --output"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
         ("SRC --data TEXT --host-memory 1GB", "--host-memory means nothing without --device auto"),
+        ("SRC --memory 1GB --compile", "--compile means nothing without --data or --recall: give one of them"),
+        ("SRC --decode --context 64", "--context means nothing without --data or --recall or --memory: give one"),
+        ("SRC --decode --no-recall -o PLACE/none --context 64", "--context means nothing without --data or --recall"),
+        ("SRC --data TEXT --beyond-positions", "--beyond-positions means nothing without --context"),
+        ("SRC --decode --batch-size 4", "--batch-size means nothing without --data or --recall or --tasks"),
+        ("SRC --memory 1GB --device cpu", "--device means nothing without --data or --recall or --decode or --tasks"),
+        ("SRC --tasks x --tasks-engine vllm --device cpu", "--device is not for --tasks-engine vllm: leave it out"),
+        ("SRC --tasks x --tasks-engine vllm --device auto --host-memory 1GB", "--device is not for --tasks-engine"),
+        ("SRC --tasks x --tasks-engine vllm --attn-implementation eager", "--attn-implementation is not for"),
         ("SRC --data TEXT --tensor-parallel 2", "--tensor-parallel means nothing without --memory or --tasks-engine"),
         ("SRC --data TEXT --tasks-engine vllm", "--tasks-engine means nothing without --tasks"),
         ("SRC --decode --decode-contexts 500", "500 tokens and 32 steps are more than the 512 positions of stdlib-mha"),
@@ -176,6 +186,22 @@ def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", Mock(side_effect=error))
     said = refused("SRC --data TEXT --context 64")
     assert "stdlib-mha: the memory of cpu is too small for its weights; choose another --precision" in said
+
+
+def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured before is printed and written; where nothing was, it is a refusal like others."""
+    monkeypatch.setattr(evaluate, "measured_cache_bytes", Mock(side_effect=NO_MEMORY[0]))
+    line = "SRC G2 --decode --decode-contexts 8 --decode-batches 1 --decode-steps 1 --decode-repeats 1"
+    why = "stdlib-mha, gqa2: the memory of cpu is too small for batches of 1 sequences of 8 tokens; give smaller"
+    more = ["--data", place() / "text.jsonl", "--context", 64, "--tokens", 300, "-o", tmp_path / "report", "--json"]
+    result = run(*words(line), *more, program="gqa-eval")
+    *_, last = result.err.strip().splitlines()
+    assert (result.code, last.startswith(f"gqa-eval: {why}")) == (1, True), result
+    assert f"\n\nDecoding\nnot measured\n{why[:17]}" in result.err
+    for found in (json.loads(result.out), json.loads((tmp_path / "report" / "results.json").read_text())):
+        assert found["decode"]["refused"].startswith(why)
+        assert all("quality" in model and "decode" not in model for model in found["models"])
+    assert why in refused(line)
 
 
 def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch: pytest.MonkeyPatch) -> None:

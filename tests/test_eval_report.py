@@ -59,7 +59,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         (found["text"], {
             "data", "protocol", "context", "stride", "tokens", "documents", "bytes", "words", "windows", "cut"
         }),
-        (found["memory"], {"bytes", "ranks", "context"}),
+        (found["memory"], {"bytes", "ranks", "context", "precision"}),
         (first, MODEL_KEYS),
         (second, MODEL_KEYS | {"against_baseline"}),
         (second["kv_cache"], {

@@ -202,6 +202,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
         "options mean nothing to method mean",
     ),
     "tokenizer": (lambda at, m: gqa.convert_model(at, 2, tokenizer=1), "tokenizer is for models in memory"),
+    "tokenizers": (lambda at, m: gqa.evaluate(at, at, memory="1GB", tokenizer=1), "tokenizer is for models in memory"),
     "inside": (lambda at, m: gqa.convert_model(at, 2, out=at / "x"), "is the model itself or inside it"),
     "maps of nothing": (lambda at, m: gqa.calibrate(at, 4, "x"), "nothing to calibrate: method none"),
     "fraction": (lambda at, m: gqa.uptrain_model(at, "x", steps=2.5), "Invalid value for '--steps': '2.5'"),

@@ -167,7 +167,7 @@ def test_vllm_is_the_harness_own_backend(monkeypatch: pytest.MonkeyPatch) -> Non
     class Backend:
         @staticmethod
         def create_from_arg_obj(given: dict[str, Any], more: dict[str, Any]) -> Any:
-            told.append(given)
+            told.append(given | more)
             return HFLM(given["pretrained"], dtype=given["dtype"], device="cpu", batch_size=4)
 
     line = f"SRC G2 --tasks local_choice --include-tasks {tasks()}/several --precision float32"
@@ -179,6 +179,8 @@ def test_vllm_is_the_harness_own_backend(monkeypatch: pytest.MonkeyPatch) -> Non
     found = results(f"{line} --tasks-engine vllm --tensor-parallel 2")["models"]
     assert [model["tasks"] for model in found] == expected
     assert [(one["pretrained"], one["tensor_parallel_size"]) for one in told] == [(m["path"], 2) for m in found]
+    results(f"{line} --tasks-engine vllm --batch-size 3")
+    assert [one["batch_size"] for one in told] == ["auto"] * 2 + [3] * 2
 
 
 def test_what_tasks_print_is_not_a_result(

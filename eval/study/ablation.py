@@ -26,31 +26,20 @@ from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
 from gqa.corpus.document import SoundField
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.pairs import PairEncoder, pair_digest, read_pairs
-from gqa.corpus.recordings import Hearing, Recording, read_transcripts
+from gqa.corpus.pairs import pair_digest
+from gqa.corpus.recordings import Hearing, Recording
 from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.recall import DISTANCES, READ
+from gqa.eval.recall import tokens_read
 from gqa.eval.scoring import score
 from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_speeds
-from gqa.eval.study.directory import (
-    RECORD,
-    SCHEMA,
-    SPEEDS,
-    Row,
-    Rows,
-    held,
-    is_foreign,
-    read_record,
-    read_speeds,
-    write_json,
-)
+from gqa.eval.study.directory import RECORD, SCHEMA, Row, Rows, held, is_foreign, read_record, read_speeds, write_json
 from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, filled, table
-from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
+from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text, read_sides
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_heldout
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.pairs import open_pairs
@@ -64,8 +53,9 @@ TEACHING = 1.0  # forward passes for each token that is trained on
 class Study:
     """A study that can run: everything that can be refused has been checked, and nothing is written.
 
-    config: of the source; tokens: to train on, and steps: of every alpha above 0; identity: what a directory's study
-    must have in common with this one; left_out: methods that the model cannot have, and why.
+    config: of the source; tokens: to train on, read: with what is heard beside them, and steps: of every alpha above 0;
+    identity: what a directory's study must have in common with this one; left_out: methods that the model cannot have,
+    and why.
     """
 
     options: StudyOptions
@@ -75,6 +65,7 @@ class Study:
     text: Text
     steps: dict[float, int]
     tokens: dict[float, int]
+    read: dict[float, int]
     identity: Row
     left_out: dict[str, str]
 
@@ -122,16 +113,17 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     text = _text(subject, options)
     if options.recall:
         evaluate.check_recall(subject, text.context)
-    steps, tokens = {}, {}
+    steps, tokens, read = {}, {}, {}
     for alpha in filter(None, grid.alphas):
         one = replace(training, alpha=alpha)
         one.check(1)
         size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
-        if encoder := _encoder(subject):
+        if encoder := subject.encoder:
             dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None, hearing=subject.hearing)
         else:
             dataloader = open_dataloader(one, subject.tokenizer, size)
         steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
+        read[alpha] = tokens[alpha] + steps[alpha] * dataloader.options.blocks_per_step * subject.heard
     columns = filter(None, (training.field, training.target_field))
     sources = [source for column in columns for source in parse_sources(training.data, field=column)]
     identity = {
@@ -151,7 +143,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
             f"{options.output} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
             "options, or start over with --overwrite"
         )
-    return Study(options, grid, subject, config, text, steps, tokens, identity, left_out)
+    return Study(options, grid, subject, config, text, steps, tokens, read, identity, left_out)
 
 
 def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[ModelConfig, Grid, dict[str, str]]:
@@ -180,18 +172,11 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     return config, replace(grid, methods=[method for method in methods if method not in left_out]), left_out
 
 
-def _encoder(subject: Subject) -> PairEncoder | None:
-    """What makes pairs for an encoder-decoder."""
-    if not subject.config.is_encoder_decoder:
-        return None
-    return PairEncoder(subject.config, subject.tokenizer, subject.name)
-
-
 def _text(subject: Subject, options: StudyOptions) -> Text:
     """Held-out documents or pairs, whole, in the order of a hash of their text, which spreads a part of them over all;
     for an encoder-decoder without a column of targets, blocks of which spans are left out.
     """
-    training, encoder = options.training, _encoder(subject)
+    training, encoder = options.training, subject.encoder
     if not (sources := heldout_sources(training)):
         raise RefusedError(
             "nothing is held out to measure on: give --heldout SOURCE, or --heldout-fraction of the data's documents"
@@ -218,13 +203,10 @@ def _heldout_pairs(training: TrainOptions, hearing: Hearing | None) -> list[tupl
     columns = [parse_sources(data, field=field) for field in (training.field, training.target_field or "")]
     threshold = hash_threshold(1.0 if training.heldout else training.heldout_fraction)
     found: dict[bytes, list[tuple[str | Recording, str]]] = defaultdict(list)
-    for each in zip(*columns, strict=True):
-        if hearing:
-            for sound, said in read_transcripts(*each):
-                found[pair_digest(sound.digest().hex(), said)].append((Recording(sound, hearing), said))
-        else:
-            for one, target in read_pairs(*each):
-                found[pair_digest(one.text, target)].append((one.text, target))
+    for source, target in zip(*columns, strict=True):
+        for pair in read_sides(source, target, hearing):
+            given = pair[0].sound.digest().hex() if isinstance(pair[0], Recording) else pair[0]
+            found[pair_digest(given, pair[1])].append(pair)
     return [pair for digest in sorted(found) if is_below(digest, threshold) for pair in found[digest]]
 
 
@@ -268,8 +250,7 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         of_layers = {heads: study.heads} | _heads(study, speeds)
         sizes = {name: (of_layers[kept], bits) for name, (kept, bits) in timed.items()}
         speeds |= measure_speeds(study.subject, options, sizes, work)
-        rows.rewrite(speeds)  # before they are known: a run that is killed between times them again
-        write_json(options.output, SPEEDS, speeds)
+        rows.keep_speeds(speeds)
         if left:
             bench, record["source"] = _measure_source(study, work, of_layers)
             record["source"] |= speeds[heads]
@@ -335,10 +316,9 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     """Tokens of forward passes that each of `cells`, in their order, takes. The first cell of a conversion pays for the
     conversion, and each cell of a training for the tokens since the one before.
     """
-    checkpoint, reach = study.subject.checkpoint, sum(distance <= study.text.context for distance in DISTANCES)
+    checkpoint = study.subject.checkpoint
     asked = study.options.recall is not False and not study.subject.config.is_encoder_decoder
-    measuring = study.text.tokens + sum(len(window.source) for window in study.text.windows)
-    measuring += 3 * READ * reach if asked else 0  # roughly: three kinds of second copies
+    measuring = study.subject.reads(study.text.windows) + (tokens_read(study.text.context) if asked else 0)
     found = {}
     for _, some in groupby(cells, key=lambda cell: cell.conversion):
         first, converting = (group := list(some))[0], 0.0
@@ -350,7 +330,7 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
         for run in study.options.runs(group):
             before = 0
             for cell in run:
-                tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
+                tokens, of_each = study.read.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
                 found[cell] = converting + (tokens - before) * of_each + measuring
                 converting, before = 0.0, tokens
     return found
@@ -365,7 +345,7 @@ def forward_rate(study: Study) -> float:
         start = time.perf_counter()
         score(head, windows, batch_size=options.eval_batch)
         seconds.append(time.perf_counter() - start)
-    return sum(len(window.ids) + len(window.source) for window in windows) / min(seconds[1:])
+    return study.subject.reads(windows) / min(seconds[1:])
 
 
 def forecast_table(study: Study) -> Table:

@@ -76,6 +76,7 @@ _RUN = [
     option("--verbose"),
     option("--quiet"),
 ]  # fmt: skip
+_OF_REPORTS = {"output", "recommend", "kv_bytes", "max_loss_increase", "max_recall_loss", "verbose", "quiet"}
 
 
 @click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
@@ -98,7 +99,9 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     failed, bounds = 0, read_bounds(options)
     if options["forecast"] and not (model and options["dry_run"]):
         raise RefusedError("--forecast goes with a MODEL and --dry-run, which measures no cell; give both or neither")
-    if model is not None:
+    if model is None:
+        _refuse_without_model()
+    else:
         how = {"strict": is_given("methods"), "anew": options["overwrite"]}
         study = open_study(*read_study(model, output, options), **how)
         if options["overwrite"] and not options["dry_run"]:
@@ -121,6 +124,14 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     if failed:
         told = f"{failed} of {len(rows)} cells failed, as {output}/report.html says; the same command tries them again"
         fail("gqa-ablate", told, 1)
+
+
+def _refuse_without_model() -> None:
+    """Raises RefusedError for an option of the command that runs that a report alone does not need."""
+    for found in click.get_current_context().command.params:
+        if found.name not in _OF_REPORTS and is_given(str(found.name)):
+            flag = "/".join([found.opts[-1], *found.secondary_opts])
+            raise RefusedError(f"{flag} is for a study that is made: name its MODEL, or leave the option out")
 
 
 def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[StudyOptions, Grid]:
@@ -183,7 +194,3 @@ def _report(output: Path, bounds: Bounds, recommends: bool, quiet: bool) -> None
 def main() -> None:
     """Entry point; exit codes as `gqa.checkpoint.console.run` says, 1 also where cells failed."""
     run(command, "gqa-ablate", "rows that were measured are kept; the same command continues")
-
-
-if __name__ == "__main__":
-    main()

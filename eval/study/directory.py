@@ -79,6 +79,11 @@ class Rows:
             row.update(finite(columns.get(cell.cache, {})))
         _replace(self._path, map(json.dumps, self))
 
+    def keep_speeds(self, speeds: dict[str, Row]) -> None:
+        """In the rows before they are known: a run that is killed between times them again."""
+        self.rewrite(speeds)
+        write_json(self._path.parent, SPEEDS, speeds)
+
 
 def read_record(directory: Path) -> Row | None:
     """study.json; None where there is none. Raises RefusedError where it is none of a study's."""
@@ -107,12 +112,13 @@ def write_json(directory: Path, name: str, value: Row) -> None:
 
 
 def forget(directory: Path) -> None:
-    """Remove a study. Raises RefusedError where the directory holds something else."""
+    """Remove a study. Raises RefusedError where the directory holds something else, or another process runs it."""
     if not directory.exists():
         return
     if read_record(directory) is None and is_foreign(directory):
         raise RefusedError(f"{directory} holds no study: --overwrite will not remove it; give another with -o")
-    shutil.rmtree(directory)
+    with held(directory):
+        shutil.rmtree(directory)
 
 
 def is_foreign(directory: Path) -> bool:

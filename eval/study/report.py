@@ -12,11 +12,11 @@ import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
-from gqa.eval.report import measured_with, texts_beside, verdict
+from gqa.eval.report import measured_with, texts_beside, verdict, what_is_scored
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, name, points, recommend
-from gqa.eval.tables import Table, filled, table
+from gqa.eval.tables import Table, filled, not_measured, table
 
 _BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
 _SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
@@ -95,7 +95,7 @@ def _recall(results: Results) -> Table:
     """What the recommendation goes by, in the shape of the short table."""
     title, source = "Recall: second copies of the text", results.source
     if "recall_text" not in source:
-        return Table(title, ("not measured",), ((source.get("recall_refused", "this study has no numbers of it"),),))
+        return not_measured(title, source.get("recall_refused", "this study has no numbers of it"))
     note = (
         f"share of tokens right at all distances within {source['text']['context']:,} tokens, means over seeds; where "
         f"they stand first the base model gets {source['recall_first_reading']:.1%} right"
@@ -122,11 +122,8 @@ def _loss(point: Any) -> str:
 
 def _cells(results: Results) -> Table:
     """One line a cell."""
-    source, text = results.source, results.source["text"]
-    note = (
-        f"base model: {source['loss']:.4f} nats per token; {text['tokens']:,} held-out tokens in {text['documents']:,} "
-        f"documents, rolling windows of {text['context']:,}"
-    )
+    source = results.source
+    note = f"base model: {source['loss']:.4f} nats per token; {what_is_scored(source['text'])}, held out"
     meanings = {
         "KL": "KL from the base model in nats",
         "accepted": "accepted: share of the tokens that the result drafts for the base model",
