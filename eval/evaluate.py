@@ -420,7 +420,9 @@ def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[An
         return load(subject, replace(options, precision=dtype, device=device))
 
     seed = seed_apart(0, "evaluation")
-    found = sampled_blocks(write, run_device(options), subject.checkpoint, length, SAMPLES, seed, plain=True)
+    trusted = subject.trust_remote_code
+    how = (run_device(options), subject.checkpoint, length, SAMPLES, seed)
+    found = sampled_blocks(write, *how, plain=True, trust_remote_code=trusted)
     return [found[index]["input_ids"] for index in range(len(found))]
 
 
