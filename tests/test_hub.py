@@ -118,13 +118,13 @@ def test_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: M
     """By what measures layers or looks at them first, too."""
     hub.repo(NAME, model(tmp_path / "source"))
     (machine.work / "taken").touch()
-    for words, says in (
-        (("calibrate", "-g", 4, "-o", "maps", NAME), "--groups 4 of the 4 key/value heads"),
-        (("calibrate", "-g", 2, "-o", "no/maps", NAME), "is no directory"),
-        (("calibrate", "-g", 2, "-o", "taken", NAME), "exists; give another name"),
-        (("convert", "--kv-budget", "0.1", NAME), "--kv-budget 0.1 is not possible"),
+    for (program, *words), says in (
+        (("gqa-calibrate", "-g", 4, "-o", "maps", NAME), "--groups 4 of the 4 key/value heads"),
+        (("gqa-calibrate", "-g", 2, "-o", "no/maps", NAME), "is no directory"),
+        (("gqa-calibrate", "-g", 2, "-o", "taken", NAME), "exists; give another name"),
+        (("gqa-convert", "--kv-budget", "0.1", NAME), "--kv-budget 0.1 is not possible"),
     ):
-        failed = machine.python("-m", "gqa", *words)
+        failed = machine.run(*words, program=program)
         assert (failed.code, says in failed.err) == (2, True), failed
     assert hub.sent(".safetensors") < 10 * FIRST_BYTES
     assert not list(machine.home.rglob("*.safetensors"))

@@ -90,7 +90,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
         few[3]
 
 
-def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teacher, cache: Path) -> None:
+def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(cache: Path) -> None:
     """Of one seed, and the same for every call: a result is not chosen by text that it was fitted to."""
     text = CalibrationText(("self:plain",), 8 * SIZE, SIZE)
     source = read_checkpoint(SOURCE)
@@ -100,7 +100,7 @@ def test_what_is_trained_on_and_measured_is_other_text_than_calibration_has(teac
 
     def trained() -> list[bytes]:
         options = TrainOptions(str(SOURCE), Path(), data=("self:plain",), seed=text.seed)
-        blocks = _written(source, options, lambda dtype: teacher, "cpu", SILENT, True, SIZE, 8)
+        blocks = _written(source, options, "cpu", SILENT, True, SIZE, 8)
         return [blocks[number]["input_ids"].tobytes() for number in range(8)]
 
     def measured() -> list[bytes]:
