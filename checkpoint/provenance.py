@@ -103,8 +103,7 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
     with suppress(Exception):  # a card that cannot be parsed, or not be written again, is carried along as it is
         loaded = ModelCard(text, ignore_metadata_errors=True)
         found = dict(loaded.data.to_dict())
-        tags = found.get("tags") or []
-        found["tags"] = [tags] if isinstance(tags, str) else [tag for tag in tags if isinstance(tag, str)]
+        found["tags"] = [tag for tag in found.get("tags") or [] if isinstance(tag, str)]
         format_card(found, (), "", "")
         metadata, text = found, loaded.text
     own, mark, original = text.partition(SOURCE_CARD)
