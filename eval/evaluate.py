@@ -94,7 +94,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
             try:
                 time_decoding(subjects, options, contexts)
             except RefusedError as error:  # it does not cost what was measured before
-                if not (text or recall_context or harness):
+                if not (options.memory or text or recall_context or harness):
                     raise
                 results["decode"] = {"refused": str(error)}
     return results

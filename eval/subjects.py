@@ -87,7 +87,7 @@ class Subject:
     @property
     def heard(self) -> int:
         """Positions that its encoder reads of a recording; 0 where it is given none."""
-        return int(self.config.max_source_positions) if self.hears else 0
+        return int(getattr(self.config, "max_source_positions", 0)) if self.hears else 0  # not all say how many
 
     def reads(self, windows: Iterable[Window]) -> int:
         """Tokens of windows, those of their sources and positions of what is heard among them."""

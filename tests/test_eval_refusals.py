@@ -201,6 +201,8 @@ def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypat
     for found in (json.loads(result.out), json.loads((tmp_path / "report" / "results.json").read_text())):
         assert found["decode"]["refused"].startswith(why)
         assert all("quality" in model and "decode" not in model for model in found["models"])
+    fit = run(*words(line), "--memory", "1GB", "--json", program="gqa-eval")
+    assert (fit.code, json.loads(fit.out)["memory"]["bytes"]) == (1, 10**9)
     assert why in refused(line)
 
 
