@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,11 +85,14 @@ def convert_model(
         place = stack.enter_context(stored(model, tokenizer))
         how: dict[str, Any] = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
         how |= {"method": method, "target": target, "for_cache_bits": for_cache_bits, "maps": maps}
-        output = partial(_output, place, Path(own.name) if own else None, out)
+
+        def output(plan: Plan) -> Path:
+            if kv_budget is None:  # else layers are measured on it
+                _check_used(plan, data, options, seed)
+            return _output(place, Path(own.name) if own else None, out, plan)
+
         calibration, ranks = _with_text(options, data, seed), tensor_parallel or 1
         plan = _planned(place, asked, calibration, progress, ranks, output, out, overwrite, **how)
-        if kv_budget is None:  # else layers are measured on it
-            _check_used(plan, data, options, seed)
         writing = {"overwrite": overwrite, "checksums": checksums, "load": verify_load, "jobs": jobs}
         made, layers = _write(plan, output(plan), calibration, progress, writing)
     return ConvertedModel(

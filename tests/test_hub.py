@@ -24,6 +24,9 @@ from checkpoints import (
 )
 from hub_server import Hub, Machine
 
+import gqa
+from gqa.checkpoint.errors import RefusedError
+
 NAME = "lab/tiny-llama"
 FIRST_BYTES = 2**16  # of a shard, all that a dry run may fetch
 CLOSED = "http://127.0.0.1:9"  # nothing listens on the port of the discard service
@@ -126,7 +129,10 @@ def test_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: M
     ):
         failed = machine.run(*words, program=program)
         assert (failed.code, says in failed.err) == (2, True), failed
-    assert hub.sent(".safetensors") < 10 * FIRST_BYTES
+    assert (before := hub.sent(".safetensors")) < 10 * FIRST_BYTES
+    with machine.entered(), pytest.raises(RefusedError, match="data means nothing to method mean"):
+        gqa.convert_model(NAME, 2, "mean", data="self")
+    assert hub.sent(".safetensors") - before < 3 * FIRST_BYTES
     assert not list(machine.home.rglob("*.safetensors"))
 
 
