@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +86,8 @@ def convert_model(
         place = stack.enter_context(stored(model, tokenizer))
         how: dict[str, Any] = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
         how |= {"method": method, "target": target, "for_cache_bits": for_cache_bits, "maps": maps}
-
-        def output(plan: Plan) -> Path:
-            if kv_budget is None:  # else layers are measured on it
-                _check_used(plan, data, options, seed)
-            return _output(place, Path(own.name) if own else None, out, plan)
-
+        said = (data, options, seed) if kv_budget is None else None  # else layers are measured on them
+        output = partial(_output, place, Path(own.name) if own else None, out, said)
         calibration, ranks = _with_text(options, data, seed), tensor_parallel or 1
         plan = _planned(place, asked, calibration, progress, ranks, output, out, overwrite, **how)
         writing = {"overwrite": overwrite, "checksums": checksums, "load": verify_load, "jobs": jobs}
@@ -101,10 +98,16 @@ def convert_model(
     )  # fmt: skip
 
 
-def _output(model: str, scratch: Path | None, out: str | os.PathLike[str] | None, plan: Plan) -> Path:
-    """The directory to make: `out`, or one named after the model, in the scratch directory where there is one."""
+def _output(
+    model: str, scratch: Path | None, out: str | os.PathLike[str] | None, said: tuple[Any, Any, int] | None, plan: Plan
+) -> Path:
+    """The directory to make: `out`, or one named after the model, in the scratch directory where there is one. Raises
+    RefusedError where the plan ignores what is `said` to find maps: data, options and seed.
+    """
     from gqa.convert.api import default_output
 
+    if said:
+        _check_used(plan, *said)
     named = default_output(plan.checkpoint.hub_id or model, plan)
     return Path(out) if out is not None else scratch / named.name if scratch else named
 
