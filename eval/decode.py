@@ -30,9 +30,27 @@ from gqa.checkpoint.loading import cache_name
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.corpus.tokens import first_token
+from gqa.eval.subjects import Subject
 
 SEED = 0
+MAX_DECODE = 4096
 WARM_UP_STEPS = 2
+
+
+def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, steps: int) -> tuple[int, ...]:
+    """Lengths of the prompts, or sources, to time. Raises RefusedError where a model cannot be timed with them."""
+    longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
+    contexts = tuple(asked or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
+    for subject in subjects:
+        if not subject.cache:
+            raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
+        subject.check_reads_text("--decode")
+        if subject.positions and max(contexts) + steps > subject.positions:
+            raise RefusedError(
+                f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the {subject.positions:,} "
+                f"positions of {subject.name}; give smaller --decode-contexts or --decode-steps"
+            )
+    return contexts
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,7 @@ def measure_decode(
 
     The models take turns (A, B, A, B ...) after a warm-up of each, so that noise hits all alike, on the same random
     prompts. They are used as they are loaded: device, dtype and attention implementation are theirs. What they cannot
-    do is for `evaluate.decode_contexts` to refuse.
+    do is for `decode_contexts` to refuse.
 
     Args:
         models: By name; all of them stay loaded.

@@ -26,7 +26,7 @@ from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quan
 from gqa.convert.align.self_samples import sampled_blocks, seed_apart
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
-from gqa.eval.decode import in_dtype, measure_decode, measured_cache_bytes
+from gqa.eval.decode import decode_contexts, in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.positions import by_context, long_windows, runs
@@ -40,7 +40,6 @@ from gqa.eval.text import Text, choose_context, perplexity, read_text
 from gqa.eval.written import against_targets, check_metrics, chosen, write
 
 SCHEMA = 2
-MAX_DECODE = 4096
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
 SHOWN = 4  # greedy texts of each model in a report
 
@@ -76,28 +75,36 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
             results["text"] = {"data": options.data, **text.record()}
             measure_quality(subjects, text, options)
             if text.protocol == "pairs" and (options.metrics or options.kl or options.output):
-                measure_written(subjects, text, options)
+                with _kept(results, "written", spared=True):
+                    measure_written(subjects, text, options)
+        measured = bool(options.memory or text)
         if recall_context:
-            results["recall"] = {"context": recall_context}
-            try:
+            with _kept(results, "recall", spared=measured or not options.recall, context=recall_context):
                 measure_recall(subjects, text, recall_context, options)
-            except RefusedError as error:  # what a report has by itself does not cost what was asked for
-                if options.recall:
-                    raise
-                results["recall"]["refused"] = str(error)
-        for subject in subjects if harness else ():
-            assert harness
-            subject.record["tasks"] = harness.run(subject, partial(load, subject, options))
+        if harness:
+            with _kept(results, "tasks", spared=measured or bool(recall_context)):
+                harness.measure(subjects, partial(load, options=options))
         if not ranks().is_main_process:  # the rest is not split
             return {}
         if options.decode:
-            try:
+            with _kept(results, "decode", spared=measured or bool(recall_context or harness)):
                 time_decoding(subjects, options, contexts)
-            except RefusedError as error:  # it does not cost what was measured before
-                if not (options.memory or text or recall_context or harness):
-                    raise
-                results["decode"] = {"refused": str(error)}
     return results
+
+
+@contextmanager
+def _kept(results: dict[str, Any], part: str, spared: bool, **about: Any) -> Iterator[None]:
+    """`results` are told `about` a part that is measured now, and what keeps it from that where the rest is `spared`:
+    it does not cost what was measured before.
+    """
+    try:
+        yield
+    except RefusedError as error:
+        if not spared:
+            raise
+        about["refused"] = str(error)
+    if about:
+        results[part] = about
 
 
 def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
@@ -114,9 +121,12 @@ def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -
     context = choose_context(subjects, options.context, options.beyond_positions)
     try:
         check_recall(subjects[0], context)
-    except RefusedError:
+    except RefusedError as error:
         if options.recall:
             raise
+        if options.context and not (options.data or options.memory):
+            told = f"--context {options.context} means nothing without --data or --memory: {error}"
+            raise RefusedError(told) from None
         return None
     return context
 
@@ -255,22 +265,6 @@ def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[s
     return {"quality": perplexity(nats, text), "by_context": read, "against_baseline": compared}
 
 
-def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, steps: int) -> tuple[int, ...]:
-    """Lengths of the prompts, or sources, to time. Raises RefusedError where a model cannot be timed with them."""
-    longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
-    contexts = tuple(asked or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
-    for subject in subjects:
-        if not subject.cache:
-            raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
-        subject.check_reads_text("--decode")
-        if subject.positions and max(contexts) + steps > subject.positions:
-            raise RefusedError(
-                f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the {subject.positions:,} "
-                f"positions of {subject.name}; give smaller --decode-contexts or --decode-steps"
-            )
-    return contexts
-
-
 def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, contexts: Sequence[int]) -> None:
     """Add to each record how fast its model decodes after prompts of `contexts`, and its cache as it is measured; all
     models are in memory at once, since they take turns.
@@ -394,18 +388,19 @@ def measure_written(subjects: Sequence[Subject], text: Text, options: EvaluateOp
     texts are worth beside the targets. Raises RefusedError.
     """
     metrics = options.metrics or ()
-    pairs, texts = chosen(text.windows, bool(metrics)), list[Window]()
+    pairs, texts, found = chosen(text.windows, bool(metrics)), list[Window](), list[dict[str, Any]]()
     for subject in subjects:
         head = _head(subject, options)
         with _explained(subject.name, options, "greedy texts", "give a smaller --batch-size or --context"):
             own = write(head.model, pairs if metrics or subject is subjects[0] else pairs[:SHOWN], options.batch_size)
             texts = texts or own
             hits = score(head, texts, batch_size=options.batch_size).hits
-        subject.record["greedy"] = agreement(hits, texts)
-        subject.record["samples"] = as_text(subject.tokenizer, own[:SHOWN])
+        found.append({"greedy": agreement(hits, texts), "samples": as_text(subject.tokenizer, own[:SHOWN])})
         if metrics:
-            subject.record["metrics"] = against_targets(metrics, subject.tokenizer, own, pairs)
+            found[-1]["metrics"] = against_targets(metrics, subject.tokenizer, own, pairs)
         del head  # before the next one is loaded
+    for subject, record in zip(subjects, found, strict=True):  # of all or of none
+        subject.record.update(record)
 
 
 def _dictated(subject: Subject, options: EvaluateOptions, pairs: Sequence[Window]) -> list[Window]:

@@ -107,6 +107,11 @@ def recalled(model: Record) -> dict[str, float]:
     return found
 
 
+# Parts that what could not be measured of them is said of, and their titles.
+_WRITTEN, _TASKS, _DECODING = "What is written for the sources", "Tasks (lm-evaluation-harness)", "Decoding"
+_REFUSED = {"written": _WRITTEN, "tasks": _TASKS, "decode": _DECODING}
+
+
 def tables(results: Record, every: bool = False) -> list[Table]:
     """What was measured: the columns and tables for a glance, or `every` one."""
     models: list[Record] = results["models"]
@@ -119,10 +124,10 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _distances(models) if every and "recall" in measured else None,
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
-        not_measured("Decoding", results["decode"]["refused"]) if "decode" in results else None,
         _tasks(models) if "tasks" in measured else None,
         _context(models) if every and "by_context" in measured else None,
     ]
+    found += [not_measured(title, results[part]["refused"]) for part, title in _REFUSED.items() if part in results]
     return [one if every else one.brief() for one in found if one]
 
 
@@ -189,7 +194,7 @@ def _written(models: list[Record]) -> Table:
         f"always the most probable token; greedy: tokens for which a model says what {models[0]['name']} says, of "
         f"{greedy['longest']:.0f} on average; whole: texts that are the same to their end, of {greedy['texts']:,}"
     )
-    return table("What is written for the sources", columns, models, note)
+    return table(_WRITTEN, columns, models, note)
 
 
 def _distances(models: list[Record]) -> Table:
@@ -260,7 +265,7 @@ def _decode(models: list[Record]) -> Table:
         f"median of {decode['repeats']} interleaved repeats of {decode['steps']} tokens, {first['attention']}, "
         f"{first['dtype']}"
     )
-    return table("Decoding", _DECODE, records, note, short=5)
+    return table(_DECODING, _DECODE, records, note, short=5)
 
 
 def _tasks(models: list[Record]) -> Table:
@@ -269,7 +274,7 @@ def _tasks(models: list[Record]) -> Table:
         (task, metric.removesuffix(",none"), *(_metric(m["tasks"][task]["metrics"], metric) for m in models))
         for task, found in models[0]["tasks"].items() for metric in found["metrics"] if "_stderr," not in metric
     ]  # fmt: skip
-    return Table("Tasks (lm-evaluation-harness)", header, tuple(rows))
+    return Table(_TASKS, header, tuple(rows))
 
 
 def _metric(metrics: Record, name: str) -> str:

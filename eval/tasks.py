@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from typing import IO, Any
 
@@ -61,6 +62,12 @@ class Harness:
         if unknown := [task for task, names in found.items() if not names]:
             raise RefusedError(f"lm-evaluation-harness has no task {listing(unknown)}; `lm-eval ls tasks` lists them")
         self.tasks = list(dict.fromkeys(name for names in found.values() for name in names))
+
+    def measure(self, subjects: Sequence[Subject], load: Callable[[Subject], PreTrainedModel]) -> None:
+        """Add to each record what `run` finds. Raises RefusedError."""
+        found = [self.run(subject, partial(load, subject)) for subject in subjects]
+        for subject, tasks in zip(subjects, found, strict=True):  # of all or of none
+            subject.record["tasks"] = tasks
 
     def run(self, subject: Subject, load: Callable[[], PreTrainedModel]) -> dict[str, Any]:
         """Of every task (and subtask) its version, shots, number of documents, and the harness' metrics by its names.

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from gqa.convert import convert_checkpoint
 from gqa.convert.recast.targets import checkpoint_cache
 from gqa.corpus.recordings import Hearing, Recording, Sound
 from gqa.corpus.windows import Window
+from gqa.eval import evaluate
 from gqa.eval.decode import greedy_decode, measured_cache_bytes
 from gqa.eval.stored_baseline import fingerprint
 from gqa.eval.written import METRICS
@@ -219,12 +221,14 @@ def test_decoding_and_memory(place: Path) -> None:
             "def f0(x): cannot be read: No such file or directory",
         ),
         ("t5 --recall", "--recall is for decoders, and t5 is an encoder-decoder"),
+        ("t5 --decode --context 16 -o OUT", "--context 16 means nothing without --data or --memory: --recall is for"),
         ("t5 --data PAIRS --field said --target-field none", "has no field 'none'; it has 'meant', 'said'"),
     ],
 )
 def test_refused(place: Path, words: str, message: str) -> None:
     name, _, rest = words.partition(" ")
-    assert message in refused(f"{place / name} {rest.replace('PAIRS', str(place / 'pairs.jsonl'))}")
+    rest = rest.replace("PAIRS", str(place / "pairs.jsonl")).replace("OUT", str(place / "out"))
+    assert message in refused(f"{place / name} {rest}")
 
 
 def test_a_conversion_says_both(place: Path, tmp_path: Path) -> None:
@@ -249,6 +253,15 @@ def test_what_is_written(place: Path) -> None:
         expected.append(tokenizer.decode(ids, skip_special_tokens=True))
     assert [one["text"] for one in first["samples"]] == expected
     assert [one["prompt"] for one in first["samples"]] == [row["said"] for row in ROWS[:4]]
+
+
+def test_writing_that_does_not_fit_costs_nothing_else(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "write", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    done = run(*line(place, "t5", "t5-2").split(), "--metrics", "bleu", "--json", program="gqa-eval")
+    models = json.loads(done.out)["models"]
+    assert (done.code, [sorted(model.keys() & {"quality", "greedy"}) for model in models]) == (1, [["quality"]] * 2)
+    assert "is too small for greedy texts; give a smaller --batch-size or --context; the rest is measured" in done.err
+    assert "\n\nWhat is written for the sources\nnot measured\nt5: the memory" in done.err
 
 
 def test_metrics_are_the_libraries() -> None:

@@ -208,10 +208,18 @@ def test_what_is_wrong_with_tasks_is_said_before_a_model_is_loaded(monkeypatch: 
 
 
 def test_a_task_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
+    """It costs nothing that was measured before."""
     (tmp_path / "gone.yaml").write_text(CHOICE.format(data=tmp_path / "gone.jsonl").replace("local_choice", "gone"))
-    said = refused(f"SRC --tasks gone --include-tasks {tmp_path}")
+    line = f"SRC --tasks gone --include-tasks {tmp_path}"
+    said = refused(line)
     assert "a task of gone cannot be run: " in said
     assert "gone.jsonl" in said
+    more = ["--data", place() / "text.jsonl", "--context", 64, "--tokens", 300, "--json"]
+    result = run(*words(line), *more, program="gqa-eval")
+    found, (*_, last) = json.loads(result.out), result.err.strip().splitlines()
+    assert (result.code, "quality" in found["models"][0]) == (1, True)
+    assert last == f"gqa-eval: {found['tasks']['refused']}; the rest is measured"
+    assert "\n\nTasks (lm-evaluation-harness)\nnot measured\na task of gone" in result.err
 
 
 def test_tasks_that_make_their_texts_are_told_of_the_model(tmp_path: Path) -> None:

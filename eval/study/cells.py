@@ -28,8 +28,8 @@ from gqa.convert.heads.layout import Groups
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
-from gqa.eval.decode import measure_decode
-from gqa.eval.evaluate import Probe, decode_contexts, summary
+from gqa.eval.decode import decode_contexts, measure_decode
+from gqa.eval.evaluate import Probe, summary
 from gqa.eval.report import recalled
 from gqa.eval.scoring import score
 from gqa.eval.stored_baseline import StoredBaseline
