@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import click
@@ -15,17 +16,21 @@ from gqa.checkpoint.errors import explain, listing
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
+# Whether a caller from Python wants no progress bars.
+without_bars: ContextVar[bool] = ContextVar("without_bars", default=False)
+
+
 @contextmanager
 def quiet(library: str) -> Iterator[None]:
-    """Without the messages of `huggingface_hub` or `datasets` (what fails is raised) and, with --quiet and where nobody
-    sits before it, without their progress bars; or as their environment variables say.
+    """Without the messages of `huggingface_hub` or `datasets` (what fails is raised) and, with --quiet, `without_bars`
+    or where nobody sits before it, without their progress bars; or as their environment variables say.
     """
     command = click.get_current_context(silent=True)
     utils: Any = importlib.import_module(f"{library}.utils")
     level, shown = utils.logging.get_verbosity(), not utils.are_progress_bars_disabled()
     if level == logging.WARNING:  # nobody asked for another
         utils.logging.set_verbosity(logging.CRITICAL)
-    if shown and (not sys.stderr.isatty() or (command and command.params.get("quiet"))):
+    if shown and (without_bars.get() or not sys.stderr.isatty() or (command and command.params.get("quiet"))):
         with warnings.catch_warnings(action="ignore"):  # that a variable says otherwise, and goes first
             utils.disable_progress_bars()
     try:

@@ -81,7 +81,7 @@ def convert_model(
     counts = {"jobs": jobs, "max_shard_bytes": max_shard_bytes, "tensor_parallel": tensor_parallel}
     _check_counts(**{name: number for name, number in counts.items() if number is not None or name == "jobs"})
     with ExitStack() as stack:
-        stack.enter_context(undisturbed())
+        stack.enter_context(undisturbed(progress))
         own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
         how: dict[str, Any] = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
@@ -149,7 +149,7 @@ def calibrate(
 
     asked = _asked(kv_heads)
     assert not isinstance(asked, float)
-    with undisturbed(), stored(model, tokenizer) as place:
+    with undisturbed(progress), stored(model, tokenizer) as place:
         plan = plan_maps(
             place, asked, Path(out), overwrite=overwrite, method=method, seed=seed, revision=revision,
             target=target or ANY, grouping=options.grouping if options else "auto",

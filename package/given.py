@@ -15,6 +15,7 @@ import click
 
 from gqa.checkpoint.console import KVHeads, Several
 from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.hub_errors import without_bars
 from gqa.checkpoint.provenance import key_of
 
 if TYPE_CHECKING:
@@ -87,18 +88,26 @@ def _save(model: Any, place: Path) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """transformers says errors only, as in the commands, and logs again as it did when the block ends."""
+def undisturbed(progress: bool = True) -> Iterator[None]:
+    """transformers says errors only, as in the commands, and logs again as it did when the block ends; without
+    `progress` nothing shows bars.
+    """
+    from huggingface_hub import utils
     from transformers.utils import logging
 
+    silent, fetching = without_bars.set(not progress), not utils.are_progress_bars_disabled()
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # and that of huggingface_hub, which is for `quiet` to judge
+        if fetching:
+            utils.enable_progress_bars()
         yield
     finally:
+        without_bars.reset(silent)
         logging.set_verbosity(verbosity)
         (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+        (utils.enable_progress_bars if fetching else utils.disable_progress_bars)()
 
 
 def asked(

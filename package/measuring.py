@@ -67,7 +67,7 @@ def evaluate(
     if tokenizer is not None and not any(map(in_memory, (baseline, *models))):
         raise RefusedError("tokenizer is for models in memory, and all of these bring their own; leave it out")
     with ExitStack() as stack:
-        stack.enter_context(undisturbed())
+        stack.enter_context(undisturbed(progress))
         names = {"baseline": name_of(baseline), "models": [name_of(model) for model in models]}
         context, words = asked(command, names, given, _OF_TERMINALS)
         read = EVALUATION.read(context.params, output=path, quiet=not progress).settled(given, len(models))
@@ -112,7 +112,7 @@ def ablate(
     place = os.fspath(model)
     context, words = asked(command, {"model": place}, {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
     read = {name: value for name, value in context.params.items() if name not in ("model", "output", "quiet")}
-    with undisturbed(), context.scope():
+    with undisturbed(progress), context.scope():
         bounds = read_bounds(read)
         how = {"strict": options.get("methods") is not None, "anew": read["overwrite"]}
         study = open_study(*read_study(place, Path(out), read), **how)

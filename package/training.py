@@ -62,7 +62,7 @@ def uptrain_model(
             raise TypeError("TrainOptions say everything: leave out what stands beside them, or change it in them")
         said = {f.name: getattr(model, f.name) for f in fields(TrainOptions) if getattr(model, f.name) != f.default}
         return uptrain_model(out=said.pop("output"), progress=progress, **said)
-    with undisturbed():
+    with undisturbed(progress):
         kept = scratch() if out is None and in_memory(model) else None
         name = name_of(model)
         goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else beside(name, "-uptrained")
@@ -100,7 +100,7 @@ def record_teacher(
     goal = beside(name_of(model), "-uptrained")  # of a run that would train: nothing is written there
     given = {"data": data, **options}
     prepared = _prepared(model, teacher, goal, progress, tokenizer, given, recording=Path(out))
-    with undisturbed(), prepared as (setup, _), Bar(not progress) as bar:
+    with undisturbed(progress), prepared as (setup, _), Bar(not progress) as bar:
         found = record(setup, Path(out), mass, bar)
     return RecordedTeacher(path=Path(out), record=found)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import huggingface_hub
 import pytest
 from checkpoints import run
 from training import tiny_checkpoint, write_corpus
@@ -22,6 +23,7 @@ from gqa.cli import COMMANDS
 from gqa.cli import command as gqa_command
 from gqa.convert import cli as convert_cli
 from gqa.convert.align.watcher import Bar
+from gqa.given import undisturbed
 from gqa.uptrain.options import TrainOptions
 
 ROOMS = {
@@ -346,7 +348,15 @@ def test_quiet_is_without_the_bars_of_libraries(library: str, monkeypatch: pytes
     for words, without in (([], False), (["-q"], True)):
         with broken.make_context("gqa-x", words), quiet(library):
             assert {utils.are_progress_bars_disabled() for utils in found} == {without}
+    for progress in (True, False):
+        with undisturbed(progress), quiet(library):
+            assert {utils.are_progress_bars_disabled() for utils in found} == {not progress}
     assert not any(utils.are_progress_bars_disabled() for utils in found)
+    huggingface_hub.utils.disable_progress_bars()  # by the caller, who finds them so
+    with undisturbed():
+        pass
+    assert huggingface_hub.utils.are_progress_bars_disabled()
+    huggingface_hub.utils.enable_progress_bars()
 
 
 @pytest.mark.parametrize("words", ["-v", "--verbose", "-q -v", "-qv", "-vq", "-q"])
