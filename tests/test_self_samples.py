@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import header_only
-from embedded import SOURCE, copy_source, load
+from embedded import SOURCE, bring_tokenizer, copy_source, load
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -195,12 +195,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path
     without = ids(sampled(teacher, 4, source=plain)[0])
     assert without.shape == with_bos.shape
     assert without[:, 0].tolist() != with_bos[:, 0].tolist()
-    told = json.loads((plain / "tokenizer_config.json").read_text())
-    own = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
-    (plain / "tokenizer_config.json").write_text(json.dumps(told | own))
-    (plain / "tokenization_ours.py").write_text(
-        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
-    )
+    bring_tokenizer(plain)
     for trusted, expected in ((True, without), (False, with_bos)):
         assert np.array_equal(ids(sampled(teacher, 4, source=plain, trust_remote_code=trusted)[0]), expected)
     for file in plain.glob("*token*"):
@@ -339,10 +334,11 @@ def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyP
             made.append(self)
 
     monkeypatch.setattr(module, "Room", Counted)
-    ours = samples(teacher, 140, seed=1, batch=3)
-    assert [layer.get_seq_length() for layer in made] == [139] * teacher.config.num_hidden_layers
+    monkeypatch.setattr(module, "_MORE", 16)
+    ours = samples(teacher, 40, seed=1, batch=3)
+    assert [layer.get_seq_length() for layer in made] == [39] * teacher.config.num_hidden_layers
     monkeypatch.setattr(type(teacher), "_supports_default_dynamic_cache", lambda self: False)
-    assert torch.equal(ours, samples(teacher, 140, seed=1, batch=3))
+    assert torch.equal(ours, samples(teacher, 40, seed=1, batch=3))
     assert len(made) == teacher.config.num_hidden_layers
 
 

@@ -99,22 +99,11 @@ def test_commands_write_by_vllm(vllm: type[OfVllm], tmp_path: Path) -> None:
     text = ["--tokens", 64, "--context", 16, "--device", "cpu", "--sampler", "vllm", "-q"]
     calibrate = [SOURCE, "--groups", 2, *text, "-o", tmp_path / "maps"]
     convert = [SOURCE, "--groups", 2, *text, "--method", "calibrated", "-o", tmp_path / "model"]
-    train = [
-        tmp_path / "model",
-        "--data",
-        "self:128",
-        "--steps",
-        1,
-        "--batch-size",
-        2,
-        *text[2:],
-        "-o",
-        tmp_path / "out",
-    ]
+    train = [tmp_path / "model", "--data", "self:128", "--steps", 1, "--batch-size", 2, *text[2:]]
     for program, words, made in (
         ("gqa-calibrate", calibrate, 1),
         ("gqa-convert", convert, 1),
-        ("gqa-uptrain", train, 2),
+        ("gqa-uptrain", [*train, "-o", tmp_path / "out"], 2),
     ):
         with fresh_accelerator():
             done = run(*words, program=program)
@@ -124,15 +113,9 @@ def test_commands_write_by_vllm(vllm: type[OfVllm], tmp_path: Path) -> None:
 
 def test_refused_before_anything_is_loaded(vllm: type[OfVllm], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_checkpoint(t5 := tmp_path / "t5", "t5gemma", kv_heads=4)
-    words = {
-        "gqa-calibrate": ["--groups", 2, "--tokens", 64, "--context", 16],
-        "gqa-uptrain": ["--teacher", SOURCE, "--steps", 1],
-    }
-    also: dict[str, list[object]] = {
-        "gqa-calibrate": [],
-        "gqa-uptrain": ["--teacher", t5, "--attn-implementation", "eager"],
-    }
-    for program, more in words.items():
+    calibrate, train = ["--groups", 2, "--tokens", 64, "--context", 16], ["--teacher", SOURCE, "--steps", 1]
+    seq2seq: list[object] = ["--teacher", t5, "--attn-implementation", "eager"]
+    for program, more, also in (("gqa-calibrate", calibrate, []), ("gqa-uptrain", train, seq2seq)):
         given = [*more, "--sampler", "vllm", "-q", "-o", tmp_path / "out"]
 
         def refuse(
@@ -142,7 +125,7 @@ def test_refused_before_anything_is_loaded(vllm: type[OfVllm], tmp_path: Path, m
                 check_refused(run(model, *given, *beside, program=program), says, program=program)
 
         refuse("--sampler vllm writes the text of --data self, which is not asked for", "--data", "stdlib:train")
-        refuse("--sampler vllm is for decoders", *also[program], model=t5)
+        refuse("--sampler vllm is for decoders", *also, model=t5)
         with monkeypatch.context() as patch:
             patch.delitem(sys.modules, "vllm")
             refuse("--sampler vllm needs vLLM; install it with: pip install vllm")
