@@ -172,7 +172,7 @@ def test_trained_for_a_cache_of_2_bits_is_better_with_one(tmp_path: Path) -> Non
     """The embedded model learns its own predictions, in which a whole cache leaves nothing to learn."""
     found = {}
     how = {"model": SOURCE, "teacher": str(SOURCE), "train": "attention", "batch_size": 4, "block_size": 64,
-           "learning_rate": 2e-4, "heldout_fraction": 0.2, "heldout_tokens": 256}  # fmt: skip
+           "learning_rate": 2e-4, "heldout_fraction": 0.2, "heldout_tokens": 512}  # fmt: skip
     for bits, steps in ((2, 12), (None, 1)):
         _, progress, _ = trained(tmp_path / str(bits), cache_bits=bits, steps=steps, **how)
         found[bits] = progress.heldout_before["distillation"], progress.heldout_after["distillation"]

@@ -99,7 +99,18 @@ def test_commands_write_by_vllm(vllm: type[OfVllm], tmp_path: Path) -> None:
     text = ["--tokens", 64, "--context", 16, "--device", "cpu", "--sampler", "vllm", "-q"]
     calibrate = [SOURCE, "--groups", 2, *text, "-o", tmp_path / "maps"]
     convert = [SOURCE, "--groups", 2, *text, "--method", "calibrated", "-o", tmp_path / "model"]
-    train = [tmp_path / "model", "--data", "self:128", "--steps", 1, "--batch-size", 2, *text[2:]]
+    train = [
+        tmp_path / "model",
+        "--data",
+        "self:128",
+        "--steps",
+        1,
+        "--batch-size",
+        2,
+        "--heldout-tokens",
+        64,
+        *text[2:],
+    ]
     for program, words, made in (
         ("gqa-calibrate", calibrate, 1),
         ("gqa-convert", convert, 1),
