@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import islice
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import check_refused, run
-from published import published
+from published import nats, published
 from real_model import SMOLLM2
 from safetensors.torch import load_file
 from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, decode, error, tiled_heads
@@ -106,14 +107,6 @@ def kv_names() -> set[str]:
     return {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(LAYERS) for p in "kv"}
 
 
-def only_kv_differ(directory: Path, source: Path) -> dict[str, Tensor]:
-    """The K and V tensors of a conversion, all others being the source's bits."""
-    before, after = all_tensors(source), all_tensors(directory)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before.keys() - kv_names())
-    return {name: after[name] for name in kv_names()}
-
-
 def test_source_is_what_the_tests_say(source: Path, load: Load) -> None:
     """Heads, layers, sharding and position base of the prepared checkpoint; nothing quantised is left in it."""
     config = json.loads((source / "config.json").read_text())
@@ -135,9 +128,11 @@ def test_identity(source: Path, tmp_path: Path) -> None:
 
 
 def test_mean_is_the_mean(source: Path, converted: Callable[[int], Path]) -> None:
-    """Each number is the mean of the three heads', computed in float32 and rounded once to float16."""
-    original = all_tensors(source)
-    for name, merged in only_kv_differ(converted(1), source).items():
+    """Each number of K and V is the mean of three, computed in float32 and rounded once; all others are the source's."""
+    original, found = all_tensors(source), all_tensors(converted(1))
+    assert original.keys() == found.keys()
+    assert all(torch.equal(found[name], original[name]) for name in original.keys() - kv_names())
+    for name, merged in ((name, found[name]) for name in kv_names()):
         heads = original[name].double().view(KV, DIM, HIDDEN)
         exact = heads.mean(0)
         half_unit = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 12).clamp(min=2.0**-25)
@@ -237,19 +232,13 @@ def test_cache_is_as_large_as_planned(source: Path, converted: Callable[[int], P
     assert measured[KV] / measured[1] == measured[QUERY] / measured[KV] == 3
 
 
-@torch.no_grad()
-def perplexity(model: PreTrainedModel, text: Tensor) -> float:
-    losses = [float(model(input_ids=window[None], labels=window[None]).loss) for window in text]
-    return float(torch.tensor(losses).mean().exp())
-
-
 def test_perplexity(source: Path, converted: Callable[[int], Path], load: Load, text: Tensor) -> None:
     """The source reads Python well, nine heads read it the same; one mean-pooled head has forgotten how.
 
     Mean pooling wrecks a decoder with rotary positions until it is trained again (methods.md): a user must not take
     a result that loads for a result that works.
     """
-    values = {groups: perplexity(load(converted(groups)), text) for groups in (KV, QUERY, 1)}
+    values = {groups: math.exp(nats(load(converted(groups)), text)) for groups in (KV, QUERY, 1)}
     print(f"perplexity on {text.numel()} tokens:", {g: round(v, 4) for g, v in values.items()})  # noqa: T201
     assert 2 < values[KV] < 40
     assert values[QUERY] == pytest.approx(values[KV], rel=1e-4)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import load, published
+from published import load, nats, published
 from real_model import MGM
 from scrambled import relative
 from test_native_targets import logits
@@ -52,17 +52,6 @@ def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def text(source: Path) -> Tensor:
     """(SEQUENCES, LENGTH) ids that the source samples at temperature 1."""
     return samples(load(source), LENGTH, seed=0, batch=SEQUENCES)
-
-
-@torch.no_grad()
-def nats(directory: Path, text: Tensor) -> float:
-    """Mean negative log-likelihood of a token after the first."""
-    total = torch.zeros((), dtype=torch.float64)
-    model = load(directory)
-    for ids in text.split(16):
-        found = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        total += torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten(), reduction="sum").double()
-    return float(total / text[:, 1:].numel())
 
 
 def test_identity(source: Path, converted: Callable[..., Path], text: Tensor) -> None:
@@ -106,7 +95,7 @@ def test_what_merging_costs(
 ) -> None:
     """Nats as docs/families-without-kv-heads.md has them: mean pooling loses much, `calibrated` little of it."""
     ways = (source, *(converted(groups, method) for method in ("mean", "aligned", "calibrated")))
-    before, mean, aligned, calibrated = (nats(path, text) for path in ways)
+    before, mean, aligned, calibrated = (nats(load(path), text) for path in ways)
     assert before == pytest.approx(2.82, abs=0.2)
     assert mean == pytest.approx(expected, abs=0.4)
     assert aligned < mean
