@@ -128,7 +128,7 @@ def test_identity(source: Path, tmp_path: Path) -> None:
 
 
 def test_mean_is_the_mean(source: Path, converted: Callable[[int], Path]) -> None:
-    """Each number of K and V is the mean of three, computed in float32 and rounded once; all others are the source's."""
+    """Each number of K and V is the mean of three, computed in float32 and rounded once; others are the source's."""
     original, found = all_tensors(source), all_tensors(converted(1))
     assert original.keys() == found.keys()
     assert all(torch.equal(found[name], original[name]) for name in original.keys() - kv_names())
