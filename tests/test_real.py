@@ -189,22 +189,6 @@ def test_expansion_token_by_token(source: Path, converted: Callable[[int], Path]
     assert error(logits(load(source), given["input_ids"])[:, prompt:], expected) < 1e-3
 
 
-def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Greedy, from a left-padded batch."""
-    given = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
-    ids = model.generate(**given, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
-    return [tokenizer.decode(tokens[given["input_ids"].shape[1] :]) for tokens in ids]
-
-
-def test_generates(converted: Callable[[int], Path], load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Greedy text of 9 heads is that of 3, and it knows Paris; one mean-pooled head still writes something."""
-    written = {groups: continuations(load(converted(groups)), tokenizer) for groups in (1, KV, QUERY)}
-    print(written)  # noqa: T201
-    assert "Paris" in written[KV][0]
-    assert written[QUERY] == written[KV]
-    assert all(part.strip() for part in written[1])
-
-
 def test_lossless(source: Path, converted: Callable[[int], Path], tmp_path: Path) -> None:
     """Oracle 2: heads that are equal inside each group merge to the very bits they were repeated from."""
     check_same_tensors(convert_checkpoint(converted(QUERY), KV, tmp_path / "back", method="mean").out, source)

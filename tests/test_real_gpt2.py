@@ -78,17 +78,6 @@ def test_expand_back(groups: int, model_type: str, source: Path, converted: Call
         assert relative(found, logits(tiled, given)) > 1e-2
 
 
-@pytest.mark.parametrize("groups", [4, 1])
-def test_generation(groups: int, converted: Callable[..., Path], text: Tensor) -> None:
-    """From the cache of fewer heads and without it the same tokens follow."""
-    model = load(converted(groups))
-    how = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones(4, 8, dtype=torch.long)}
-    cached, plain = (model.generate(text[:4, :8], use_cache=used, **how) for used in (True, False))
-    assert torch.equal(cached, plain)
-    with torch.no_grad():
-        assert model(input_ids=text[:1, :8], use_cache=True).past_key_values.layers[0].keys.shape[1] == groups
-
-
 @pytest.mark.parametrize(("groups", "expected"), [(4, 4.20), (2, 5.38), (1, 6.30)])
 def test_what_merging_costs(
     groups: int, expected: float, source: Path, converted: Callable[..., Path], text: Tensor
