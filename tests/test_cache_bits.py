@@ -129,7 +129,7 @@ def test_a_class_whose_attention_is_its_own(tmp_path: Path) -> None:
 
 
 def test_every_checkpoint_is_measured_with_it() -> None:
-    base, merged, *others = results("SRC G2 --data TEXT --kl --cache-bits 8,2")["models"]
+    base, merged, *others = results("SRC G2 --data TEXT --tokens 500 --kl --cache-bits 8,2")["models"]
     assert [one["name"] for one in others] == ["stdlib-mha (int8)", "gqa2 (int8)", "stdlib-mha (int2)", "gqa2 (int2)"]
     eight, two = others[0], others[2]
     assert eight["against_baseline"]["kl"]["mean"] < 1e-3 < two["against_baseline"]["kl"]["mean"]

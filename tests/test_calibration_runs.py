@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +21,7 @@ from scrambled import Ids, on_ids
 from test_calibration import SHORT, Told, plan_of
 from test_families import write_checkpoint
 from tiny_models import TINY, build
+from training import Runs, difference
 
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.align import watcher
@@ -105,22 +104,15 @@ def test_weights_are_not_looked_at_again(method: str, groups: Any, tmp_path: Pat
 
 
 _STOPPED = """
-import os, sys
 from gqa.convert.align.calibration import Calibrator
-from gqa.convert.cli import main
-number, run = int(sys.argv.pop(1)), Calibrator.run
-def stopped(self, layer, *rest):
-    if layer == 1:
-        os.kill(os.getpid(), number)
-    return run(self, layer, *rest)
-Calibrator.run = stopped
-main()
+run = Calibrator.run
+Calibrator.run = lambda self, layer, *rest: os.kill(os.getpid(), {}) if layer else run(self, layer, *rest)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_conversion_goes_on_where_it_was_stopped(
-    small: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch, runs: Runs
 ) -> None:
     """Refining two layers takes hours: the first is not done again, and the result is the same."""
     text, out, run, layers = tmp_path / "text.txt", tmp_path / "out", Calibrator.run, []
@@ -130,18 +122,15 @@ def test_a_conversion_goes_on_where_it_was_stopped(
         return (small, "-g", 2, "--method", "refined", "--refine-steps", 2, "--data", text, "-q", "-o", output,
                 "--context", 16, "--tokens", 256)  # fmt: skip
 
-    command = [sys.executable, "-c", _STOPPED, str(int(number)), *map(str, words(out))]
-    stopped = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert stopped.returncode in (143, -signal.SIGKILL), stopped.stderr
+    stopped = runs.run(*words(out), program="convert", before=_STOPPED.format(int(number)))
+    assert stopped.code == (143 if number == signal.SIGTERM else -number), stopped.err
     assert not out.exists()
     monkeypatch.setattr(Calibrator, "run", lambda own, layer, *rest: layers.append(layer) or run(own, layer, *rest))
     for place in (out, tmp_path / "whole"):
         done = checkpoints.run(*words(place))
         assert (done.code, done.err) == (0, "")
     assert layers == [1, 0, 1]
-    one, other = (load_file(place / "model.safetensors") for place in (out, tmp_path / "whole"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert difference(out, tmp_path / "whole") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
 
 
@@ -187,10 +176,17 @@ def resident(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-@pytest.mark.parametrize(("steps", "batch"), [(0, 8), (-1, 8), (8, 0)])
-def test_steps_of_refinement(steps: int, batch: int) -> None:
-    with pytest.raises(RefusedError, match=f"cannot be refined in {steps} steps of {batch} blocks"):
-        Refinement(steps=steps, batch=batch)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"steps": 0}, "cannot be refined in 0 steps of 16 blocks; give at least 1"),
+        ({"batch": 0}, "cannot be refined in 200 steps of 0 blocks"),
+        ({"cache_bits": 1}, "cannot be refined for a cache of 1 bits; give 2 to 8"),
+    ],
+)
+def test_python_is_told_what_cannot_be_refined(how: dict[str, int], says: str) -> None:
+    with pytest.raises(RefusedError, match=says):
+        Refinement(**how)
 
 
 NEEDY = ["embedding_gemma2_text", "gemma3n_text", "gemma4_text", "inkling2_text", "qwen4_exp_text", "zamba", "zamba2"]
@@ -330,8 +326,7 @@ def test_one_line_for_what_cannot_be_calibrated(
         assert checkpoints.snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("method", ALIGNING)
-@pytest.mark.parametrize("program", ["gqa-calibrate", "gqa-convert"])
+@pytest.mark.parametrize(("program", "method"), [*zip(("gqa-calibrate", "gqa-convert") * 2, ALIGNING, strict=True)])
 def test_what_is_said_of_a_stop_is_true(
     small: Path, tmp_path: Path, program: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,8 +379,6 @@ def test_errors_in_a_model_are_told_as_they_are(
     with pytest.raises(RefusedError, match=expected):
         find_maps(plan_of(source), tmp_path / "maps", on_ids())
     assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    find_maps(plan_of(source), tmp_path / "maps", on_ids())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import check_refused, run
-from embedded import SOURCE, copy_source, tokenizer
+from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenizer
 from test_calibration import Told
 from torch import Tensor
 
@@ -90,14 +90,8 @@ def test_half_of_a_text_repeats_itself(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: Path) -> None:
-    model = Path(shutil.copytree(SOURCE, tmp_path / "model"))
-    told = json.loads((model / "tokenizer_config.json").read_text())
-    own = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
-    (model / "tokenizer_config.json").write_text(json.dumps(told | own))
-    (model / "tokenization_ours.py").write_text(
-        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
-    )
-    words = (model, "--groups", 2, "--method", "calibrated", "--data", "stdlib:heldout", "--tokens", "64")
+    bring_tokenizer(model := copy_source(tmp_path))
+    words = (model, "--groups", 2, "--method", "calibrated", "--data", written(tmp_path, 9), "--tokens", "64")
     words = (*words, "--context", "16", "-o", tmp_path / "out")
     assert "code that it brings; look at it, and give --trust-remote-code" in check_refused(run(*words), advice="")
     assert run(*words, "--trust-remote-code").code == 0
@@ -108,14 +102,7 @@ def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> 
     """Its own class, which writes but one token; without being trusted, it is read by transformers' class. What one
     wrote is not taken for what the other does.
     """
-    model, told = copy_source(tmp_path), json.loads((SOURCE / "config.json").read_text())
-    own = {"architectures": ["Ours"], "auto_map": {"AutoModelForCausalLM": "modeling_ours.Ours"}}
-    (model / "config.json").write_text(json.dumps(told | own))
-    (model / "modeling_ours.py").write_text(
-        "from transformers import LlamaForCausalLM\nclass Ours(LlamaForCausalLM):\n"
-        "    def forward(self, *args, **kwargs):\n        found = super().forward(*args, **kwargs)\n"
-        "        found.logits[..., 7] += 1e4\n        return found\n"
-    )
+    bring_class(model := copy_source(tmp_path), "AutoModelForCausalLM", "LlamaForCausalLM", 7)
     for trusted in (True, False):
         text = CalibrationText(("self:plain",), 64, LENGTH, trust_remote_code=trusted)
         found = text.blocks(read_checkpoint(model), "cpu", SILENT)
@@ -146,6 +133,8 @@ def test_weights_are_those_of_any_mixture(tmp_path: Path) -> None:
     ):
         with pytest.raises(CorpusError, match=reason):
             CalibrationText(sources, 64, LENGTH).blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)
+    with pytest.raises(RefusedError, match=r"many.jsonl@1 gives less than a block of 16 tokens; give more calibration"):
+        CalibrationText((f"{other}@9", f"{source}@1"), 9 * LENGTH, LENGTH).shares()
     found = CalibrationText((f"{source}@3", f"{other}@1"), 16 * LENGTH, LENGTH)
     assert len(found.blocks(read_checkpoint(SOURCE), "cpu", lambda tokens: None)) == 16
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import islice
@@ -18,14 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from published import published
+from checkpoints import check_refused, run
+from published import nats, published
 from real_model import SMOLLM2
-from test_families import CONTROL, TOLERANCE, all_tensors, error, tiled_heads
+from safetensors.torch import load_file
+from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, decode, error, tiled_heads
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from gqa.convert import Conversion, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.heads.config import valid_groups
+from gqa.convert import Conversion, convert_checkpoint, plan_conversion
 from gqa.corpus.stdlib import stdlib_documents
 
 pytestmark = pytest.mark.real
@@ -40,11 +40,6 @@ WINDOWS, WINDOW = 10, 256
 
 Convert = Callable[..., Conversion]
 Load = Callable[[Path], PreTrainedModel]
-
-
-def digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file."""
-    return {str(p.relative_to(directory)): sha256(p) for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 def sha256(path: Path) -> str:
@@ -112,14 +107,6 @@ def kv_names() -> set[str]:
     return {f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(LAYERS) for p in "kv"}
 
 
-def only_kv_differ(directory: Path, source: Path) -> dict[str, Tensor]:
-    """The K and V tensors of a conversion, all others being the source's bits."""
-    before, after = all_tensors(source), all_tensors(directory)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before.keys() - kv_names())
-    return {name: after[name] for name in kv_names()}
-
-
 def test_source_is_what_the_tests_say(source: Path, load: Load) -> None:
     """Heads, layers, sharding and position base of the prepared checkpoint; nothing quantised is left in it."""
     config = json.loads((source / "config.json").read_text())
@@ -135,58 +122,23 @@ def test_source_is_what_the_tests_say(source: Path, load: Load) -> None:
     assert {tensor.dtype for tensor in all_tensors(source).values()} == {torch.float16}
 
 
-def test_valid_groups_are_1_3_9(source: Path, tmp_path: Path) -> None:
-    """Every other G is refused with the list of those that are possible, and nothing is written."""
-    assert valid_groups(plan_conversion(source, KV).config) == [1, 3, 9]
-    for groups in {*range(12), 18, 27} - {1, 3, 9}:
-        with pytest.raises(RefusedError, match=r"choose 1, 3 or 9$"):
-            convert_checkpoint(source, groups, tmp_path / "out", method="mean")
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("method", ["mean", "first", "random"])
-def test_identity(method: str, source: Path, tmp_path: Path) -> None:
+def test_identity(source: Path, tmp_path: Path) -> None:
     """Oracle 1: G == Hk leaves every tensor bit-identical."""
-    before, after = (
-        all_tensors(source),
-        all_tensors(convert_checkpoint(source, KV, tmp_path / "out", method=method).out),
-    )
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    check_same_tensors(convert_checkpoint(source, KV, tmp_path / "out", method="mean").out, source)
 
 
 def test_mean_is_the_mean(source: Path, converted: Callable[[int], Path]) -> None:
-    """Each number is the mean of the three heads', computed in float32 and rounded once to float16."""
-    original = all_tensors(source)
-    for name, merged in only_kv_differ(converted(1), source).items():
+    """Each number of K and V is the mean of three, computed in float32 and rounded once; others are the source's."""
+    original, found = all_tensors(source), all_tensors(converted(1))
+    assert original.keys() == found.keys()
+    assert all(torch.equal(found[name], original[name]) for name in original.keys() - kv_names())
+    for name, merged in ((name, found[name]) for name in kv_names()):
         heads = original[name].double().view(KV, DIM, HIDDEN)
         exact = heads.mean(0)
         half_unit = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 12).clamp(min=2.0**-25)
         of_float32 = heads.abs().amax(0) * 2.0**-22  # three products and their sum
         assert merged.dtype == torch.float16
         assert bool(((merged.double() - exact).abs() <= half_unit + of_float32).all()), name
-
-
-def test_first_is_the_first(source: Path, tmp_path: Path) -> None:
-    original = all_tensors(source)
-    out = convert_checkpoint(source, 1, tmp_path / "out", method="first").out
-    for name, merged in only_kv_differ(out, source).items():
-        assert torch.equal(merged, original[name][:DIM]), name
-
-
-def test_random_follows_its_seed(source: Path, tmp_path: Path) -> None:
-    """The same seed draws the same N(0, 0.02) whatever the jobs, another seed draws others; no two tensors agree."""
-    one, same, other = (
-        only_kv_differ(convert_checkpoint(source, 1, tmp_path / f"{i}", method="random", seed=s, jobs=j).out, source)
-        for i, (s, j) in enumerate([(7, 1), (7, 2), (8, 1)])
-    )
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not any(torch.equal(one[name], other[name]) for name in one)
-    drawn = torch.stack(list(one.values())).double()
-    assert drawn.shape == (2 * LAYERS, DIM, HIDDEN)
-    assert len({tuple(row) for row in drawn[:, 0, :4].tolist()}) == 2 * LAYERS
-    assert abs(float(drawn.std()) - 0.02) < 1e-4
-    assert abs(float(drawn.mean())) < 1e-4
 
 
 def test_expansion_changes_no_logit(
@@ -229,52 +181,17 @@ def ids_and_mask(given: Any) -> dict[str, Tensor]:
     return {"ids": given["input_ids"], "attention_mask": given["attention_mask"]}
 
 
-@torch.no_grad()
-def decode(model: PreTrainedModel, ids: Tensor, prompt: int) -> Tensor:
-    """Logits of the tokens after the prompt, one forward pass of one token each, from the cache."""
-    output = model(input_ids=ids[:, :prompt], use_cache=True)
-    steps = []
-    for position in range(prompt, ids.shape[1]):
-        cached, one = output.past_key_values, ids[:, position : position + 1]
-        output = model(input_ids=one, past_key_values=cached, use_cache=True)
-        steps.append(output.logits)
-    return torch.cat(steps, 1)
-
-
 def test_expansion_token_by_token(source: Path, converted: Callable[[int], Path], load: Load, text: Tensor) -> None:
     """Cached decoding with 9 heads as with 3, and both as one pass over the whole text."""
-    ids, prompt = text[:2, : 16 + STEPS], 16
-    expected = decode(load(source), ids, prompt)
-    assert error(decode(load(converted(QUERY)), ids, prompt), expected) < TOLERANCE
-    assert error(logits(load(source), ids)[:, prompt:], expected) < 1e-3
+    given, prompt = {"input_ids": text[:2, : 16 + STEPS]}, 16
+    expected = decode(load(source), given, prompt)
+    assert error(decode(load(converted(QUERY)), given, prompt), expected) < TOLERANCE
+    assert error(logits(load(source), given["input_ids"])[:, prompt:], expected) < 1e-3
 
 
-def continuations(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Greedy, from a left-padded batch."""
-    given = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
-    ids = model.generate(**given, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False)
-    return [tokenizer.decode(tokens[given["input_ids"].shape[1] :]) for tokens in ids]
-
-
-def test_generates(converted: Callable[[int], Path], load: Load, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Greedy text of 9 heads is that of 3, and it knows Paris; one mean-pooled head still writes something."""
-    written = {groups: continuations(load(converted(groups)), tokenizer) for groups in (1, KV, QUERY)}
-    print(written)  # noqa: T201
-    assert "Paris" in written[KV][0]
-    assert written[QUERY] == written[KV]
-    assert all(part.strip() for part in written[1])
-
-
-@pytest.mark.parametrize("method", ["mean", "first"])
-def test_lossless(
-    method: str, source: Path, converted: Callable[[int], Path], tmp_path: Path, load: Load, text: Tensor
-) -> None:
+def test_lossless(source: Path, converted: Callable[[int], Path], tmp_path: Path) -> None:
     """Oracle 2: heads that are equal inside each group merge to the very bits they were repeated from."""
-    back = convert_checkpoint(converted(QUERY), KV, tmp_path / "back", method=method).out
-    original = all_tensors(source)
-    assert all(torch.equal(tensor, original[name]) for name, tensor in only_kv_differ(back, source).items())
-    ids = text[:1, :128]
-    assert torch.equal(logits(load_fresh(back, torch.float32), ids), logits(load(source), ids))
+    check_same_tensors(convert_checkpoint(converted(QUERY), KV, tmp_path / "back", method="mean").out, source)
 
 
 def cache_bytes_per_token(directory: Path, ids: Tensor) -> float:
@@ -299,53 +216,32 @@ def test_cache_is_as_large_as_planned(source: Path, converted: Callable[[int], P
     assert measured[KV] / measured[1] == measured[QUERY] / measured[KV] == 3
 
 
-@torch.no_grad()
-def perplexity(model: PreTrainedModel, text: Tensor) -> float:
-    losses = [float(model(input_ids=window[None], labels=window[None]).loss) for window in text]
-    return float(torch.tensor(losses).mean().exp())
-
-
 def test_perplexity(source: Path, converted: Callable[[int], Path], load: Load, text: Tensor) -> None:
     """The source reads Python well, nine heads read it the same; one mean-pooled head has forgotten how.
 
     Mean pooling wrecks a decoder with rotary positions until it is trained again (methods.md): a user must not take
     a result that loads for a result that works.
     """
-    values = {groups: perplexity(load(converted(groups)), text) for groups in (KV, QUERY, 1)}
+    values = {groups: math.exp(nats(load(converted(groups)), text)) for groups in (KV, QUERY, 1)}
     print(f"perplexity on {text.numel()} tokens:", {g: round(v, 4) for g, v in values.items()})  # noqa: T201
     assert 2 < values[KV] < 40
     assert values[QUERY] == pytest.approx(values[KV], rel=1e-4)
     assert values[1] > 20 * values[KV]
 
 
-def test_only_the_config_changes_beside_the_weights(source: Path, converted: Callable[[int], Path]) -> None:
-    """Tokenizer and other side files are the source's bytes; one key of config.json is new."""
-    for groups in (1, QUERY):
-        before, after = digests(source), digests(converted(groups))
-        kept = {n for n in before if not n.endswith((".safetensors", ".index.json")) and n != "README.md"}
-        assert {n for n in kept if before[n] != after.get(n)} == {"config.json"}
-        configs = [json.loads((d / "config.json").read_text()) for d in (source, converted(groups))]
-        assert configs[1] == configs[0] | {"num_key_value_heads": groups}
-
-
-def run_command(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "gqa.convert.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
 def test_command(source: Path, tmp_path: Path) -> None:
     """The plan, the refusal and the conversion, as a user and a program see them."""
     out = tmp_path / "out"
-    dry = run_command("--groups", "1", "--method", "mean", "--dry-run", "--json", "-o", out, source)
-    assert dry.returncode == 0, dry.stderr
-    refused = run_command("--groups", "2", "--method", "mean", "-o", out, source)
-    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    dry, refused = (
+        run("--groups", groups, "--method", "mean", "--dry-run", "--json", "-o", out, source) for groups in (1, 2)
+    )
+    assert dry.code == 0, dry.err
+    check_refused(refused, "choose 1, 3 or 9", advice="")
     assert not list(tmp_path.iterdir())
-    done = run_command("--groups", "1", "--method", "mean", "--verify-load", "--checksums", "--json", "-o", out, source)
-    assert done.returncode == 0, done.stderr
+    done = run("--groups", 1, "--method", "mean", "--verify-load", "--checksums", "--json", "-o", out, source)
+    assert done.code == 0, done.err
     assert list(tmp_path.iterdir()) == [out]
-    plan, record = json.loads(dry.stdout), json.loads(done.stdout)
+    plan, record = json.loads(dry.out), json.loads(done.out)
     assert (plan["dry_run"], record["dry_run"], record["warnings"]) == (True, False, [])
     assert record["heads"] == {"query": QUERY, "kv_before": KV, "kv_after": 1}
     assert record["estimates"].keys() == plan["estimates"].keys()  # how fast this device is just now
@@ -356,11 +252,4 @@ def test_command(source: Path, tmp_path: Path) -> None:
     for side, directory in (("source", source), ("output", out)):
         assert record["sha256"][side] == {p.name: sha256(p) for p in directory.glob("*.safetensors")}
     for shard in record["shards"]:
-        assert shard["tensors"] == sum(name.startswith("model") for name in tensors_in(out / shard["file"]))
-
-
-def tensors_in(file: Path) -> list[str]:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())
+        assert shard["tensors"] == sum(name.startswith("model") for name in load_file(out / shard["file"]))

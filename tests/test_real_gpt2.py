@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import load, published
+from published import load, nats, published
 from real_model import MGM
 from scrambled import relative
 from test_native_targets import logits
@@ -54,17 +54,6 @@ def text(source: Path) -> Tensor:
     return samples(load(source), LENGTH, seed=0, batch=SEQUENCES)
 
 
-@torch.no_grad()
-def nats(directory: Path, text: Tensor) -> float:
-    """Mean negative log-likelihood of a token after the first."""
-    total = torch.zeros((), dtype=torch.float64)
-    model = load(directory)
-    for ids in text.split(16):
-        found = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        total += torch.nn.functional.cross_entropy(found, ids[:, 1:].flatten(), reduction="sum").double()
-    return float(total / text[:, 1:].numel())
-
-
 def test_identity(source: Path, converted: Callable[..., Path], text: Tensor) -> None:
     """With its own heads the other class gives the very same logits."""
     same = load(converted(HEADS))
@@ -89,24 +78,13 @@ def test_expand_back(groups: int, model_type: str, source: Path, converted: Call
         assert relative(found, logits(tiled, given)) > 1e-2
 
 
-@pytest.mark.parametrize("groups", [4, 1])
-def test_generation(groups: int, converted: Callable[..., Path], text: Tensor) -> None:
-    """From the cache of fewer heads and without it the same tokens follow."""
-    model = load(converted(groups))
-    how = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones(4, 8, dtype=torch.long)}
-    cached, plain = (model.generate(text[:4, :8], use_cache=used, **how) for used in (True, False))
-    assert torch.equal(cached, plain)
-    with torch.no_grad():
-        assert model(input_ids=text[:1, :8], use_cache=True).past_key_values.layers[0].keys.shape[1] == groups
-
-
 @pytest.mark.parametrize(("groups", "expected"), [(4, 4.20), (2, 5.38), (1, 6.30)])
 def test_what_merging_costs(
     groups: int, expected: float, source: Path, converted: Callable[..., Path], text: Tensor
 ) -> None:
     """Nats as docs/families-without-kv-heads.md has them: mean pooling loses much, `calibrated` little of it."""
     ways = (source, *(converted(groups, method) for method in ("mean", "aligned", "calibrated")))
-    before, mean, aligned, calibrated = (nats(path, text) for path in ways)
+    before, mean, aligned, calibrated = (nats(load(path), text) for path in ways)
     assert before == pytest.approx(2.82, abs=0.2)
     assert mean == pytest.approx(expected, abs=0.4)
     assert aligned < mean

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import header_only
-from embedded import SOURCE, copy_source, load
+from embedded import SOURCE, bring_tokenizer, copy_source, load
 from transformers import LlamaConfig
-from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -195,12 +194,7 @@ def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path
     without = ids(sampled(teacher, 4, source=plain)[0])
     assert without.shape == with_bos.shape
     assert without[:, 0].tolist() != with_bos[:, 0].tolist()
-    told = json.loads((plain / "tokenizer_config.json").read_text())
-    own = {"tokenizer_class": "Ours", "auto_map": {"AutoTokenizer": [None, "tokenization_ours.Ours"]}}
-    (plain / "tokenizer_config.json").write_text(json.dumps(told | own))
-    (plain / "tokenization_ours.py").write_text(
-        "from transformers import PreTrainedTokenizerFast\nclass Ours(PreTrainedTokenizerFast):\n    pass\n"
-    )
+    bring_tokenizer(plain)
     for trusted, expected in ((True, without), (False, with_bos)):
         assert np.array_equal(ids(sampled(teacher, 4, source=plain, trust_remote_code=trusted)[0]), expected)
     for file in plain.glob("*token*"):
@@ -315,22 +309,8 @@ def test_one_query_attends_as_in_torch(groups: int, mask: str) -> None:
         torch.testing.assert_close(attend_one(q, k, v, given, scaling), expected.transpose(1, 2))
 
 
-def test_a_cache_with_room_holds_what_transformers_own_does() -> None:
-    torch.manual_seed(0)
-    room, plain = Room(), DynamicLayer()
-    for tokens in (3, 1, 130, 1, 200):
-        assert room.get_mask_sizes(tokens) == plain.get_mask_sizes(tokens)
-        new = torch.randn(2, 3, tokens, 8), torch.randn(2, 3, tokens, 4)
-        (k, v), expected = room.update(*new), plain.update(*new)
-        assert torch.equal(k, expected[0])
-        assert torch.equal(v, expected[1])
-        assert room.get_seq_length() == plain.get_seq_length()
-        query = torch.randn(2, 6, 1, 8)
-        torch.testing.assert_close(attend_one(query, k, v, None), attend_one(query, *expected, None))
-
-
 def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All layers have room, and the samples are those of transformers' own cache, which is what other models get."""
+    """All layers have room, which grows; the samples are those of transformers' own cache, which other models get."""
     made = list[Room]()
 
     class Counted(Room):
@@ -339,10 +319,11 @@ def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyP
             made.append(self)
 
     monkeypatch.setattr(module, "Room", Counted)
-    ours = samples(teacher, 140, seed=1, batch=3)
-    assert [layer.get_seq_length() for layer in made] == [139] * teacher.config.num_hidden_layers
+    monkeypatch.setattr(module, "_MORE", 16)
+    ours = samples(teacher, 40, seed=1, batch=3)
+    assert [layer.get_seq_length() for layer in made] == [39] * teacher.config.num_hidden_layers
     monkeypatch.setattr(type(teacher), "_supports_default_dynamic_cache", lambda self: False)
-    assert torch.equal(ours, samples(teacher, 140, seed=1, batch=3))
+    assert torch.equal(ours, samples(teacher, 40, seed=1, batch=3))
     assert len(made) == teacher.config.num_hidden_layers
 
 

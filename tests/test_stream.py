@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from embedded import SOURCE, load
+from embedded import SOURCE, load, texts, tokenizer
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.activations import ACT2FN
 
 from gqa.convert import plan_conversion
 from gqa.convert.align import aligned
 from gqa.convert.align.stream import Mlp, Stream, gram
-from gqa.corpus.alpha import permutation
-from gqa.corpus.sources import parse_source
-from gqa.corpus.tokens import Blocks, tokenise
 
 KNOWN = (
     "llama", "phi3", "qwen2", "phi", "starcoder2", "nemotron", "gpt_bigcode", "gqa_gpt2", "gqa_opt", "olmo2", "gemma2",
@@ -44,13 +40,12 @@ def given(source: Path, groups: int, monkeypatch: pytest.MonkeyPatch) -> list[Te
     return found
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("act", ["silu", "gelu"])
-def test_moments_of_an_mlp(gated: bool, act: str) -> None:
+@pytest.mark.parametrize(("act", "gated"), [("silu", True), ("gelu", False)])
+def test_moments_of_an_mlp(act: str, gated: bool) -> None:
     """Of one unit they are exact: its mean square over many Gaussian inputs, whatever gate and up have in common."""
     torch.manual_seed(0)
     root = torch.randn(6, 6, dtype=torch.float64)
-    inputs = torch.randn(1 << 19, 6, dtype=torch.float64) @ root.mT
+    inputs = torch.randn(1 << 18, 6, dtype=torch.float64) @ root.mT
     up, act_fn = torch.randn(8, 6, dtype=torch.float64), ACT2FN[act]
     gate = 0.7 * up + 0.5 * torch.randn_like(up) if gated else None
     units = act_fn(inputs @ up.mT) if gate is None else act_fn(inputs @ gate.mT) * (inputs @ up.mT)
@@ -86,56 +81,50 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     assert off[1] < off[0] / 1.5
 
 
+def moments(stream: Tensor) -> Tensor:
+    """E[x x^T] of what a norm makes of a stream (B, T, D), but for its first positions."""
+    rows = stream[:, 8:].flatten(0, 1).double()
+    normed = rows / rows.square().mean(-1, keepdim=True).sqrt()
+    return normed.mT @ normed / len(normed)
+
+
+def alike(one: Tensor, other: Tensor) -> float:
+    """The cosine between them."""
+    return float((one * other).sum() / one.norm() / other.norm())
+
+
 def test_the_guess_is_like_what_the_model_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half again as like it as independent inputs are, in every layer; the embedded model's layers are real ones."""
-    guessed = given(SOURCE, 2, monkeypatch)
-    model = load(SOURCE)
-    width, seen = model.config.hidden_size, []
+    guessed, model, seen = given(SOURCE, 2, monkeypatch), load(SOURCE), list[Tensor]()
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 8:].flatten(0, 1).double()))
-    text = tokenise(parse_source("stdlib:train"), AutoTokenizer.from_pretrained(SOURCE))
-    blocks = Blocks(text, permutation(text.digests, 0), 128)
-    ids = torch.stack([torch.from_numpy(blocks[100 * index]["input_ids"]) for index in range(8)])
+        layer.register_forward_pre_hook(lambda _, args: seen.append(moments(args[0])))
     with torch.no_grad():
-        model(input_ids=ids)
-    for guess, stream in zip(guessed, seen, strict=True):
-        normed = stream / stream.square().mean(-1, keepdim=True).sqrt()
-        true = normed.mT @ normed / len(normed)
-        alike = float((guess * true).sum() / guess.norm() / true.norm())
-        assert float(guess.trace()) == pytest.approx(width)
-        assert alike > 1.5 * float(true.trace() / true.norm() / width**0.5)
+        model(input_ids=torch.tensor([tokenizer()(text)["input_ids"][:128] for text in texts(8)]))
+    independent = torch.eye(model.config.hidden_size, dtype=torch.float64)
+    for guess, true in zip(guessed, seen, strict=True):
+        assert float(guess.trace()) == pytest.approx(len(guess))
+        assert alike(guess, true) > 1.5 * alike(independent, true)
 
 
-def test_attention_averages_the_values_of_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it adds to the stream, written down once more, where the MLP adds nothing."""
-    model = build(TINY["llama"], 4)
-    layer = model.model.layers[0]
-    layer.mlp.down_proj.weight.data.zero_()
-    _, found = given(write_checkpoint(model, tmp_path), 2, monkeypatch)
-    table, gain, value, output = (
-        part.weight.detach().double()
-        for part in (model.model.embed_tokens, layer.input_layernorm, layer.self_attn.v_proj, layer.self_attn.o_proj)
-    )
-    before, through = table.mT @ table / len(table), output @ (value * gain)
-    seen = 0.99 * before * (32 / before.trace()) + 0.01 * torch.eye(32)
-    after = before + through @ seen @ through.mT / 2
-    expected = 0.99 * after * (32 / after.trace()) + 0.01 * torch.eye(32)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+def mixed(second: Tensor) -> Tensor:
+    """The moments of a stream -> those that a normed layer is taken to be given."""
+    return 0.99 * second * (32 / second.trace()) + 0.01 * torch.eye(32)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
-def test_a_norm_after_attention_decides_how_much_it_adds(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Written down once more, where the MLP adds nothing; embeddings of Gemma are multiplied first."""
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
+def test_what_attention_adds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The average of two tokens' values, or as much as a norm after it says; written down once more, where the MLP adds
+    nothing. Embeddings of Gemma are multiplied first.
+    """
     model = build(TINY[name], 4)
     layer, gemma = model.model.layers[0], name == "gemma2"
     layer.mlp.down_proj.weight.data.zero_()
-    gains = [layer.input_layernorm] if gemma else []
-    for norm in (*gains, layer.post_attention_layernorm):
-        norm.weight.data.uniform_(0.1, 0.9)
+    norms = {"input": name != "olmo2", "post_attention": name != "llama"}  # of attention's inputs, of its outputs
+    for norm in (own for own, there in norms.items() if there and name != "llama"):
+        layer.get_submodule(f"{norm}_layernorm").weight.data.uniform_(0.1, 0.9)
     before, after = (
-        [g.weight.detach().double() + gemma for g in part] for part in (gains, [layer.post_attention_layernorm])
+        layer.get_submodule(f"{norm}_layernorm").weight.detach().double() + gemma if there else torch.ones(32)
+        for norm, there in norms.items()
     )
     _, found = given(write_checkpoint(model, tmp_path), 2, monkeypatch)
     table, value, output = (
@@ -143,10 +132,10 @@ def test_a_norm_after_attention_decides_how_much_it_adds(
         for part in (model.model.embed_tokens, layer.self_attn.v_proj, layer.self_attn.o_proj)
     )
     start = table.mT @ table / len(table) * (32 if gemma else 1)
-    through = output @ (value * before[0] if gemma else value).repeat_interleave(output.shape[1] // len(value), 0)
-    added = through @ (0.99 * start * (32 / start.trace()) + 0.01 * torch.eye(32)) @ through.mT
-    stream = start + added * (32 / added.trace()) * torch.outer(after[0], after[0])
-    expected = 0.99 * stream * (32 / stream.trace()) + 0.01 * torch.eye(32)
+    through = output @ (value * before).repeat_interleave(output.shape[1] // len(value), 0)
+    added = through @ mixed(start) @ through.mT
+    size = 0.5 if name == "llama" else 32 / added.trace()
+    expected = mixed(start + added * size * torch.outer(after, after))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -156,22 +145,14 @@ def test_embeddings_are_multiplied_as_the_model_does(
 ) -> None:
     """The second layer is given what the model sees there, and less of it if they were not."""
     torch.manual_seed(0)
-    model, seen = build(TINY[name], 4), []
+    model, seen = build(TINY[name], 4), list[Tensor]()
     source = write_checkpoint(model, tmp_path)
-    model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 8:].flatten(0, 1).double()))
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(moments(args[0])))
     with torch.no_grad():
         model(input_ids=torch.randint(3, model.config.vocab_size, (32, 48)))
-    normed = seen[0] / seen[0].square().mean(-1, keepdim=True).sqrt()
-    true = normed.mT @ normed / len(normed)
-
-    def alike() -> float:
-        guess = given(source, 2, monkeypatch)[1]
-        return float((guess * true).sum() / guess.norm() / true.norm())
-
-    multiplied = alike()
-    plain = Stream._embedded
+    multiplied, plain = alike(given(source, 2, monkeypatch)[1], seen[0]), Stream._embedded
     monkeypatch.setattr(Stream, "_embedded", lambda self: plain(self) / self._symmetry.embedded(self._config) ** 2)
-    assert multiplied > alike() + 0.02
+    assert multiplied > alike(given(source, 2, monkeypatch)[1], seen[0]) + 0.02
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])

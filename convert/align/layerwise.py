@@ -18,7 +18,9 @@ import torch
 from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
@@ -183,7 +185,7 @@ class Layerwise:
         alone = f"{made.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
         if eager and not called:
             raise RefusedError(alone)
-        with watchable(), init_empty_weights(include_buffers=False):
+        with watchable(), init_empty_weights(include_buffers=False), no_init_weights():
             try:
                 model = made._from_config(config, attn_implementation=named, dtype=dtype)
             except (KeyError, ValueError):  # a class with a table of its own
@@ -360,11 +362,7 @@ def is_by_block(value: Tensor, blocks: int, other: Tensor, others: int) -> bool:
     return value.ndim > 0 and blocks != others and len(value) * others == len(other) * blocks
 
 
-def send(value: Any, device: str | torch.device, known: dict[int, Any] | None = None) -> Any:
+def send(value: Any, device: str | torch.device) -> Any:
     """What a layer is given with its tensors on a device; one that stands there several times once."""
-    known = {} if known is None else known
-    if isinstance(value, Tensor):
-        return known.setdefault(id(value), value.to(device))
-    if isinstance(value, dict):
-        return {key: send(part, device, known) for key, part in value.items()}
-    return type(value)(send(part, device, known) for part in value) if type(value) in (tuple, list) else value
+    known: dict[int, Tensor] = {}
+    return tree_map_only(Tensor, lambda tensor: known.setdefault(id(tensor), tensor.to(device)), value)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_parts, stored_tensors
@@ -205,12 +206,11 @@ def _alike(given: Any, before: Any, rows: int, other: Any, others: int) -> bool:
     """Whether what layers are given is what they were given before, and the same in all rows of a batch. `other` is
     what they are given of `others` rows.
     """
-    if isinstance(given, Tensor):
-        own = given.unflatten(0, (rows, -1)) if is_by_block(given, rows, other, others) else given[None]
-        return torch.equal(given, before) and bool((own == own[:1]).all())
-    if isinstance(given, dict):
-        return all(_alike(value, before[key], rows, other[key], others) for key, value in given.items())
-    if isinstance(given, tuple | list):
-        parts = zip(given, before, other, strict=True)
-        return all(_alike(value, old, rows, one, others) for value, old, one in parts)
-    return True
+
+    def same(part: Any, old: Any, one: Any) -> bool:
+        if not isinstance(part, Tensor):
+            return True
+        own = part.unflatten(0, (rows, -1)) if is_by_block(part, rows, one, others) else part[None]
+        return torch.equal(part, old) and bool((own == own[:1]).all())
+
+    return all(tree_leaves(tree_map(same, given, before, other)))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map, tree_map_only
 
 from gqa.checkpoint.processes import add_up, as_first, mean_of_all, place_of, total
 from gqa.convert.align.attention import watchable
@@ -55,16 +56,11 @@ class Calls:
     def given(self, rows: Tensor, device: torch.device) -> Given:
         """What the module is called with for some of the blocks."""
 
-        def fit(value: Any) -> Any:
-            if isinstance(value, Rows):
-                tensor = value.tensor
-                own = tensor.expand(len(rows), *tensor.shape[1:]) if len(tensor) == 1 else tensor[rows]
-                return own.flatten(0, 1).to(device)
-            if isinstance(value, dict):
-                return {name: fit(part) for name, part in value.items()}
-            return tuple(fit(part) for part in value) if isinstance(value, tuple) else value
+        def fit(of: Rows) -> Tensor:
+            own = of.tensor.expand(len(rows), *of.tensor.shape[1:]) if len(of.tensor) == 1 else of.tensor[rows]
+            return own.flatten(0, 1).to(device)
 
-        return self.inside(self.hidden[rows].to(device), (fit(self.args), fit(self.kwargs)))
+        return self.inside(self.hidden[rows].to(device), tree_map_only(Rows, fit, (self.args, self.kwargs)))
 
 
 def called(module: nn.Module, weights: Mapping[str, Tensor], given: Given, bits: int | None = None) -> Tensor:
@@ -77,20 +73,19 @@ def called(module: nn.Module, weights: Mapping[str, Tensor], given: Given, bits:
     return output if isinstance(output, Tensor) else output[0]
 
 
-def _by_row(values: list[Any], rows: list[int], other: Any, others: int) -> Any:
-    """The same argument of all batches, of so many blocks, as one; it is `other` where they are `others`."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {name: _by_row([value[name] for value in values], rows, other[name], others) for name in first}
-    if isinstance(first, tuple):
-        parts = zip(other, *values, strict=True)
-        return tuple(_by_row(list(of), rows, one, others) for one, *of in parts)
-    if not isinstance(first, Tensor) or not is_by_block(first, rows[0], other, others):
-        return first
-    own = [value.unflatten(0, (n, -1)) for value, n in zip(values, rows, strict=True)]
-    distinct = {id(value): part for value, part in zip(values, own, strict=True)}  # most are the same of all batches
-    alike = all(bool((part == own[0][:1]).all()) for part in distinct.values())
-    return Rows(own[0][:1] if alike else torch.cat([value.cpu() for value in own]))
+def _by_row(values: list[Given], rows: list[int], other: Given, others: int) -> Given:
+    """The arguments of all batches, of so many blocks, as one; they are `other` where they are `others`."""
+
+    def joined(one: Any, *parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor) or not is_by_block(parts[0], rows[0], one, others):
+            return parts[0]
+        own = [part.unflatten(0, (n, -1)) for part, n in zip(parts, rows, strict=True)]
+        distinct = {id(part): found for part, found in zip(parts, own, strict=True)}  # most are the same of all batches
+        alike = all(bool((found == own[0][:1]).all()) for found in distinct.values())
+        return Rows(own[0][:1] if alike else torch.cat([found.cpu() for found in own]))
+
+    made: Given = tree_map(joined, other, *values)
+    return made
 
 
 def refine(
