@@ -11,13 +11,13 @@ import tempfile
 from html import unescape
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pandas
 import pytest
-from checkpoints import run
 from matplotlib.figure import Figure
-from studies import copied, row, rows, study
+from studies import copied, gqa_ablate, row, rows, study
 
 from gqa.convert.methods import METHODS
 from gqa.eval.plots import look
@@ -150,11 +150,12 @@ def test_a_quantised_cache_alone_is_told() -> None:
     )
 
 
-def test_the_frontier_is_drawn_where_there_are_bits(tmp_path: Path) -> None:
+def test_the_frontier_is_drawn_where_there_are_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against KL, with the front of all points; other pictures are of whole caches."""
     source = {**SOURCE, "groups": 4}
     told = [one | {"kl": one["loss"] - 2} for one in BITS]
     assert [name for name, _ in draw_study(told, source, tmp_path)] == ["frontier", "tradeoff", "alphas", "groups"]
+    monkeypatch.setattr(Figure, "savefig", Mock())  # seen once
     plain = [one for one in told if not one.get("bits")]
     assert [name for name, _ in draw_study(plain, source, tmp_path)] == ["tradeoff", "alphas", "groups"]
     assert [name for name, _ in draw_study(BITS, source, tmp_path)] == ["tradeoff", "alphas", "groups"]  # without KL
@@ -224,7 +225,7 @@ def test_recommend_of_what_is_measured(tmp_path: Path) -> None:
     worse = [{**one, "loss_increase": one["loss_increase"] + 10} for one in rows(out)]
     (out / "rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
     for budget, says in (("1", "recommended nothing: of 6"), ("100", "recommended mean, 1 KV head")):
-        result = run("-o", out, "--recommend", "--max-loss-increase", budget, program="gqa-ablate")
+        result = gqa_ablate("-o", out, "--recommend", "--max-loss-increase", budget)
         assert result.code == 0
         assert says in result.out
 
