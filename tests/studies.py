@@ -53,7 +53,7 @@ def words(out: Path, **options: Any) -> list[str]:
 
 
 def ablate(out: Path, pictures: bool = False, **options: Any) -> Result:
-    return told(*words(out, **options), pictures=pictures)
+    return gqa_ablate(*words(out, **options), pictures=pictures)
 
 
 def gqa_ablate(*words: object, pictures: bool = False) -> Result:

@@ -14,6 +14,7 @@ import pytest
 from checkpoints import run, snapshot
 from datasets import load_dataset
 from embedded import SOURCE
+from evaluations import few_questions
 from studies import PLAINLY, SAME, ablate, copied, gqa_ablate, measured, place, rows, study, untimed, words
 from training import Runs, tiny_checkpoint, words_for
 
@@ -142,8 +143,7 @@ def test_rows_of_the_grid() -> None:
 
 def test_recall_is_what_the_command_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the source and of a conversion, which finds less; nothing else is asked of either."""
-    monkeypatch.setattr("gqa.eval.recall.READ", 512)  # few questions
-    monkeypatch.setattr("gqa.eval.evaluate.SAMPLES", 12)
+    few_questions(monkeypatch)
     out, converted = tmp_path / "study", tmp_path / "converted"
     how: dict[str, Any] = {"train_context": None, "batch_size": None, "recall": True, "context": 128, "alphas": "0"}
     (found,) = measured(out, pictures=True, model=SOURCE, methods="mean", groups="4", **how)

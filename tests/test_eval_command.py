@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import weakref
@@ -53,7 +52,7 @@ def test_the_tables() -> None:
 def test_lines_fit_a_terminal(tmp_path: Path, more: str) -> None:
     """Of 80 columns, though a name is longer than that."""
     long = shutil.copytree(place() / "gqa2", tmp_path / ("conversion-" * 9))
-    line = f"SRC G2 {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB {more}"
+    line = f"SRC {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB {more}"
     shown = done(f"{line} --decode --decode-contexts 8 --decode-batches 1 --decode-steps 2 --decode-repeats 1").out
     assert "\nDecoding\n" in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -72,8 +71,8 @@ def test_colour_is_for_terminals_that_want_it(
 
 
 def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
-    line = "SRC G2 --data TEXT --tokens 400 --kl -v"
-    printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 3, 64)}
+    line = "SRC G2 --data TEXT --tokens 300 --kl -v"
+    printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 64)}
     assert len(printed) == 1
     assert done(f"{line} --context 127").out not in printed
 
@@ -136,41 +135,6 @@ def test_memory() -> None:
     weights = one["models"][0]["weight_bytes"]  # in bfloat16
     assert kept == [(80 * 10**9 - weights * n) // (2 * 6 * 8 * 32 * 2 * n) for n in (1, 2)]
     assert "hold weights and KV cache in float32 (act" in told("SRC --memory 80GB --precision float32")
-
-
-PAIRS = [("def f(x):", "return x"), ("", "nothing"), ("import sys", "sys.exit(0)  # leave"), ("class A:", None)]
-
-
-@torch.no_grad()
-def test_encoder_decoder_is_the_class_with_labels(tmp_path: Path) -> None:
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"source": s, "target": t}) + "\n" for s, t in PAIRS))
-    path = place() / "t5gemma"
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    nats, lengths, longest = 0.0, [], []
-    for source, target in (PAIRS[0], PAIRS[2]):  # a pair without one of its texts is none
-        ids = tokenizer(target, add_special_tokens=False)["input_ids"]
-        labels = torch.tensor([[*ids, tokenizer.eos_token_id]])
-        given = tokenizer(source, return_tensors="pt")
-        nats += float(model(**given, labels=labels).loss) * labels.numel()
-        lengths.append(labels.numel())
-        longest.append(max(labels.numel(), given["input_ids"].numel()))
-    line = f"T5 --data {data} --field source --target-field target"
-    found = results(line)
-    quality = found["models"][0]["quality"]
-    assert (quality["tokens"], found["text"]["documents"], found["text"]["cut"]) == (sum(lengths), 2, 0)
-    assert quality["nats"] == pytest.approx(nats, rel=1e-5)
-    size = sum(len(target) for target in ("return x", "sys.exit(0)  # leave"))
-    assert quality["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
-    assert results(line, "--tokens", 1)["text"]["documents"] == 1
-    assert longest[0] < longest[1]
-    cut = results(line, "--context", longest[1] - 1)
-    assert cut["text"]["cut"] == 1
-    assert cut["models"][0]["quality"]["bits_per_byte"] is None  # not all bytes were predicted
-    assert "(1 are longer and cut)" in told(line, "--context", longest[1] - 1)
-    assert "source and target texts" in told(f"T5 {line}", "--kl", "-v")
 
 
 def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

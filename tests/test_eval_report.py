@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import Result, run
 from embedded import SOURCE, copy_source
-from evaluations import done, place, refused, results, words
+from evaluations import done, few_questions, place, refused, results, words
 from safetensors.torch import load_file, save_file
 from test_page import checked
 
@@ -39,7 +39,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """What is said with nearly everything measured, and the directory of its report."""
     out = tmp_path_factory.mktemp("full") / "new" / "report"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gqa.eval.recall.READ", 256)  # few questions
+        few_questions(patch)
         return run(*words(FULL), "--json", "-o", out, program="gqa-eval"), out
 
 

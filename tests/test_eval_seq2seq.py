@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +54,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spoken = [{"audio": f"{number}.wav", "meant": row["meant"]} for number, row in enumerate(ROWS[:6])]
     (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spoken))
     write_sounds(found / "speech.jsonl")
-    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = [*ROWS, {"said": "", "meant": "nothing"}, {"said": "class A:", "meant": None}]
+    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return found
 
 
@@ -74,13 +76,27 @@ def test_nats_are_those_of_labels(place: Path, name: str) -> None:
         given = tokenizer(row["said"], return_tensors="pt")["input_ids"]
         filled = torch.nn.functional.pad(given, (0, 3), value=model.config.pad_token_id)
         read = torch.tensor([[start, *ids]])
-        for inputs, found in ((given, nats), (filled, unmasked)):
+        for inputs, losses in ((given, nats), (filled, unmasked)):
             loss = model(input_ids=inputs, decoder_input_ids=read, labels=labels).loss
-            found.append(float(loss) * labels.numel())
+            losses.append(float(loss) * labels.numel())
     for size in (1, 5):
-        quality = results(line(place, name), "--batch-size", size)["models"][0]["quality"]
+        found = results(line(place, name), "--batch-size", size)
+        quality = found["models"][0]["quality"]
+        assert (found["text"]["documents"], found["text"]["cut"]) == (len(ROWS), 0)  # a pair without a text is none
         assert quality["nats"] == pytest.approx(sum(nats), rel=1e-5)
         assert quality["nats"] != pytest.approx(sum(unmasked), rel=1e-5)
+        written = sum(len(row["meant"]) for row in ROWS)
+        assert quality["bits_per_byte"] == pytest.approx(sum(nats) / written / math.log(2), rel=1e-5)
+
+
+def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
+    """Are cut to it, and then not all bytes were predicted."""
+    assert results(line(place, "t5"), "--tokens", 1)["text"]["documents"] == 1
+    cut = results(line(place, "t5"), "--context", 32)
+    assert 0 < cut["text"]["cut"] < len(ROWS)
+    assert cut["models"][0]["quality"]["bits_per_byte"] is None
+    shown = told(line(place, "t5", "t5"), "--context", 32, "--kl", "-v")
+    assert f"source and target texts of 32 tokens ({cut['text']['cut']} are longer and cut)" in shown
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
