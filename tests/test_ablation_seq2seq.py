@@ -69,6 +69,13 @@ def options(place: Path, **more: Any) -> dict[str, Any]:
     return given | {"methods": "mean", "groups": "2", "alphas": "0,0.05", "teachers": "source", **more}
 
 
+def evaluated(place: Path, *models: Path, more: str = "--kl") -> list[dict[str, Any]]:
+    """What gqa-eval says of models on the held-out pairs."""
+    data = f"--data {place / 'heldout.jsonl'} --field said --target-field meant {more}"
+    found: list[dict[str, Any]] = results(f"{' '.join(map(str, models))} {data}")["models"]
+    return found
+
+
 def test_a_cell_is_what_the_commands_give(place: Path, tmp_path: Path) -> None:
     """As converted, and as trained with the base model as teacher; another alpha, as a control, differs."""
     converted, trained = tmp_path / "converted", tmp_path / "trained"
@@ -77,9 +84,7 @@ def test_a_cell_is_what_the_commands_give(place: Path, tmp_path: Path) -> None:
     words = words_for(converted, place / "train.jsonl", trained, **COLUMNS, **how, teacher=place / "t5")
     done = run(*words, "--heldout", place / "heldout.jsonl", program="gqa-uptrain")
     assert done.code == 0, done
-    models = " ".join(map(str, (place / "t5", converted, trained)))
-    data = f"--data {place / 'heldout.jsonl'} --field said --target-field meant"
-    expected = results(f"{models} {data} --kl")["models"][1:]
+    expected = evaluated(place, place / "t5", converted, trained)[1:]
     found = measured(tmp_path / "study", **options(place, alphas="0,0.05,0.4", no_kl=None))
     for row, model in zip(found, expected, strict=False):
         against = model["against_baseline"]
@@ -103,9 +108,8 @@ def test_other_methods(place: Path, tmp_path: Path, method: str) -> None:
     (row,) = measured(tmp_path / "study", **options(place, methods=method, alphas="0", **text))
     done = run(place / "t5", "--groups", 2, "--method", method, "-o", tmp_path / "out", "-q", *words)
     assert done.code == 0, done
-    data = f"--data {place / 'heldout.jsonl'} --field said --target-field meant"
-    quality = results(f"{tmp_path / 'out'} {data}")["models"][0]["quality"]
-    assert row["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
+    (model,) = evaluated(place, tmp_path / "out", more="")
+    assert row["loss"] == pytest.approx(model["quality"]["nats_per_token"], abs=1e-6)
     assert (row["method"] == method) == (method != "auto")
 
 

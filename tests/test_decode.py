@@ -137,12 +137,6 @@ def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: A
     assert len(prompts[0].unique()) > 5
 
 
-def test_attention_and_dtype_are_the_models_own() -> None:
-    model = build(TINY["llama"], 2, attention="eager").to(torch.bfloat16)
-    (point,) = measure_decode({"tiny": model}, [1], [4], steps=1, repeats=1)["tiny"]
-    assert (point["attention"], point["dtype"], point["turns"]) == ("eager", "bfloat16", (0,))
-
-
 def test_a_model_without_a_cache_cannot_be_timed() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=1, state_size=4))
     with pytest.raises(RefusedError, match="MambaForCausalLM returns no key/value cache"):
