@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import sys
 import weakref
@@ -16,11 +17,10 @@ import torch
 from checkpoints import edit_json, run
 from embedded import SOURCE, copy_source
 from evaluations import done, place, refused, results, told, words
-from hub_server import Machine, hub_server
+from hub_server import Hub
 from training import Runs
 
 from gqa.eval import evaluate
-from gqa.eval.cli import main
 from gqa.eval.stored_baseline import StoredBaseline
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def test_colour_is_for_terminals_that_want_it(
     monkeypatch.setenv("NO_COLOR", without)
     monkeypatch.setattr("click._compat.isatty", lambda stream: True)
     monkeypatch.setattr(sys, "argv", ["gqa-eval", *words("SRC G2 --memory 1GB")])
-    main()
+    runpy.run_module("gqa.eval", run_name="__main__")  # python -m gqa.eval
     assert ("\x1b[1m" in capfd.readouterr().out) == escapes
 
 
@@ -221,7 +221,7 @@ def test_ranks_share_a_recording(runs: Runs, tmp_path: Path) -> None:
     assert len([*cache.glob("predictions-*.arrow")]) == 1
 
 
-def test_hub_ids(tmp_path: Path) -> None:
+def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
     """Of models, and of a data set's configuration, whose test split is read where none is named."""
     data = tmp_path / "data"
     data.mkdir()
@@ -231,13 +231,13 @@ def test_hub_ids(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: train.jsonl}\n"
         "  - {split: test, path: test.jsonl}\n---\n"
     )
-    with hub_server() as hub:
-        hub.repo("lab/mha", SOURCE)
-        hub.repo("lab/data", data)
-        commit = hub.repo("lab/gqa", place() / "gqa2").refs["main"]
-        line = words("-m gqa.eval lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
-        found = Machine(tmp_path, hub.endpoint).python(*line)
-    assert (found.code, found.err) == (0, "")
+    hub.repo("lab/mha", SOURCE)
+    hub.repo("lab/data", data)
+    commit = hub.repo("lab/gqa", place() / "gqa2").refs["main"]
+    line = words("lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
+    at = f"at_hub({hub.endpoint!r}, {str(tmp_path / 'home')!r}, 'one')"
+    found = runs.finish(*line, program="eval", before=at)
+    assert found.err == ""
     models = json.loads(found.out)["models"]
     assert [model["name"] for model in models] == ["lab/mha", "lab/gqa"]
     assert models[1]["revision"] == commit

@@ -94,11 +94,11 @@ def test_nats_are_those_of_labels(place: Path, name: str) -> None:
 def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
     """Are cut to it, and then not all bytes were predicted."""
     assert results(line(place, "t5"), "--tokens", 1)["text"]["documents"] == 1
-    cut = results(line(place, "t5"), "--context", 32)
+    cut = results(line(place, "t5"), "--context", 10)
     assert 0 < cut["text"]["cut"] < len(ROWS)
     assert cut["models"][0]["quality"]["bits_per_byte"] is None
-    shown = told(line(place, "t5", "t5"), "--context", 32, "--kl", "-v")
-    assert f"source and target texts of 32 tokens ({cut['text']['cut']} are longer and cut)" in shown
+    shown = told(line(place, "t5", "t5"), "--context", 10, "--kl", "-v")
+    assert f"source and target texts of 10 tokens ({cut['text']['cut']} are longer and cut)" in shown
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
