@@ -49,7 +49,7 @@ class Questions:
 
 
 def make_questions(
-    streams: dict[str, Ints], tokenizer: Any, vocabulary: int, context: int, prefix: int
+    streams: dict[str, Ints], tokenizer: Any, vocabulary: int, context: int, prefix: int, seed: int = 0
 ) -> list[Questions]:
     """All kinds at all distances up to `context` tokens.
 
@@ -59,7 +59,7 @@ def make_questions(
         vocabulary: Number of token ids that the model knows.
         prefix: The token that a sequence begins with.
     """
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     plain = np.setdiff1d(np.arange(min(vocabulary, len(tokenizer))), tokenizer.all_special_ids)
     words = _words(tokenizer, plain)
     found: list[Questions] = []

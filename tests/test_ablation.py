@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from itertools import combinations
 from pathlib import Path
@@ -252,53 +251,42 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 # ------------------------------------------------------------------------------------------------ stop, continue
 
-_KILLED = """
+_ENDED = """
 from gqa.eval.study.directory import Rows
 add = Rows.add
-def killing(self, row):
+def ending(self, row):
     add(self, row)
     if len(self) == 2:
         with self._path.open("a") as stream:
             stream.write('{"method": "first", "gro')
-        os.kill(os.getpid(), signal.SIGKILL)
-Rows.add = killing
+        os.kill(os.getpid(), NUMBER)
+Rows.add = ending
 """
 
 
-def test_a_killed_study_continues_to_identical_rows(tmp_path: Path, runs: Runs) -> None:
-    """Killed in the middle of a training, with half a line of the next row written."""
-    out, how = tmp_path / "study", {"methods": "mean"}
-    assert runs.run(*words(out, **how), program="ablate", before=_KILLED).code == -signal.SIGKILL
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
+def test_a_study_that_is_ended_continues_to_identical_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs, number: int, code: int
+) -> None:
+    """In the middle of a training, with half a line of the next row written: where it is stopped the training goes on
+    from its state, where it is killed it starts anew.
+    """
+    out, how, train, resumed = tmp_path / "study", {"methods": "mean"}, study_cells.train, []
+    ended = runs.run(*words(out, **how), program="ablate", before=_ENDED.replace("NUMBER", str(int(number))))
+    assert ended.code == code
+    assert number == signal.SIGKILL or ended.err == "gqa-ablate: stopped; the same command continues\n"
     before = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[:-1]]
     assert [row["alpha"] for row in before] == [0, 0.1]
-    assert before == measured(out, **how)[:2]  # not measured again: the seconds are the same too
-    assert untimed(out) == untimed(study())[:3]
-    assert not (out / ".work").exists()
-
-
-def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, began = ablation.Rows.add, []
-
-    def stopping(self: Any, row: Any) -> None:
-        add(self, row)
-        if row["alpha"] == 0.1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ablation.Rows, "add", stopping)
-        result = ablate(tmp_path / "study", methods="mean")
-    assert (result.code, result.err) == (143, "gqa-ablate: stopped; the same command continues\n")
-    assert len(rows(tmp_path / "study")) == 2
-    trained = study_cells.train
 
     def noting(setup: Any, **options: Any) -> Any:
-        began.append(setup.options.resume)
-        return trained(setup, **options)
+        resumed.append(setup.options.resume)
+        return train(setup, **options)
 
     monkeypatch.setattr(study_cells, "train", noting)
-    measured(tmp_path / "study", methods="mean")
-    assert began == [True]
-    assert untimed(tmp_path / "study") == untimed(study())[:3]
+    assert before == measured(out, **how)[:2]  # not measured again: the seconds are the same too
+    assert resumed == [number == signal.SIGTERM]
+    assert untimed(out) == untimed(study())[:3]
+    assert not (out / ".work").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- failures

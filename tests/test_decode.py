@@ -94,15 +94,10 @@ def test_a_sliding_window_decodes_too() -> None:
     assert torch.equal(greedy_decode(model, ids, steps=8).tokens, expected)
 
 
-@pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which the n-th interval takes n seconds."""
-    ticks = (n * (n + 1) / 2 for n in count())
-    monkeypatch.setattr(decode, "clock", lambda device: next(ticks))
-
-
-@pytest.mark.usefixtures("ticking")
-def test_points_of_two_models(pair: dict[str, PreTrainedModel]) -> None:
+def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which the n-th interval takes n seconds; a run takes three readings of it."""
+    clock = (n * (n + 1) / 2 for n in count())
+    monkeypatch.setattr(decode, "clock", lambda device: next(clock))
     ticks: list[int] = []
     points = measure_decode(pair, [1, 4], [8, 30], steps=2, repeats=3, progress=ticks.append)
     cells = [(1, 8), (1, 30), (4, 8), (4, 30)]
@@ -114,19 +109,11 @@ def test_points_of_two_models(pair: dict[str, PreTrainedModel]) -> None:
             assert p["tokens_per_second"] == p["batch"] / p["seconds_per_token"]
             assert (p["attention"], p["dtype"]) == ("sdpa", "float32")
             assert p["turns"] == ((0, 2, 4) if name == "mha" else (1, 3, 5))
-
-
-@pytest.mark.usefixtures("ticking")
-def test_median_and_spread(pair: dict[str, PreTrainedModel]) -> None:
-    """A run takes three readings of the clock; the warm-up of each of two models takes the first six."""
-    points = measure_decode(pair, [1], [4], steps=2, repeats=3)
-    # Intervals end at readings 0, 1, 2, ...: run r of all has its prefill end at reading 6 + 3 r + 1.
-    prefill = {name: [7 + 3 * turn for turn in points[name][0]["turns"]] for name in points}
-    for name, seconds in prefill.items():
-        (point,) = points[name]
-        steps = [(s + 1) / 2 for s in seconds]
-        assert point["prefill_seconds"] == seconds[1]
-        assert [point[name] for name in ("fastest", "seconds_per_token", "slowest")] == steps
+        # The warm-up of two models takes the first six readings: the prefill of run r of all ends at 6 + 3 r + 1.
+        first, prefills = points[name][0], [7 + 3 * turn for turn in points[name][0]["turns"]]
+        assert first["prefill_seconds"] == prefills[1]
+        found = [first[name] for name in ("fastest", "seconds_per_token", "slowest")]
+        assert found == [(seconds + 1) / 2 for seconds in prefills]
 
 
 def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: Any) -> None:

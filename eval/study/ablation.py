@@ -210,7 +210,7 @@ def _heldout_pairs(training: TrainOptions, hearing: Hearing | None) -> list[tupl
     return [pair for digest in sorted(found) if is_below(digest, threshold) for pair in found[digest]]
 
 
-def run_study(study: Study, *, command: str, told: Callable[[Row], None]) -> Rows:
+def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambda row: None) -> Rows:
     """Measure all cells that are not measured yet; `told` gets each row as it is written.
 
     Raises OutputError where rows cannot be kept, StoppedError where a signal came while something was trained: the

@@ -101,10 +101,7 @@ class Recommendation(NamedTuple):
 
     chosen: Point | None
     lines: list[tuple[str, str]]
-
-    @property
-    def commands(self) -> list[str]:
-        return [] if self.chosen is None else commands(self.chosen)
+    commands: list[str]
 
     @property
     def text(self) -> str:
@@ -134,7 +131,7 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
     smaller = found[found.kv_bytes_per_token < kept]
     if smaller.empty:
         return Recommendation(
-            None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")]
+            None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")], []
         )
     if bounds.kv_bytes:
         return _within_bytes(smaller, source, bounds.kv_bytes)
@@ -154,7 +151,7 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
             ("recommended", f"nothing: of {len(smaller)} combinations none is within {limit}"),
             ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"), *recalls, ("", advice),
         ]  # fmt: skip
-        return Recommendation(None, lines)
+        return Recommendation(None, lines, [])
     order = ["kv_bytes_per_token", "train_tokens", "loss"]
     chosen = _best(within, *order)
     below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
@@ -170,14 +167,14 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
         best = _best(same, "loss")
         better = f"; {_named(best)} is better" if best.loss < chosen.loss else ""
         lines.append(("", f"of {len(same)} with that cache it trains on the fewest tokens{better}"))
-    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls])
+    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls], commands(chosen))
 
 
 def _within_bytes(smaller: pandas.DataFrame, source: Row, most: int) -> Recommendation:
     """What loses least (its worst seed) with at most so many bytes of KV cache a token."""
     kept, limit = source["kv_bytes_per_token"], f"a KV cache of at most {size(most)} a token"
     if kept <= most:
-        return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")])
+        return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")], [])
     within, order = smaller[smaller.kv_bytes_per_token <= most], ["worst", "train_tokens", "kv_bytes_per_token"]
     if within.empty:
         closest = _best(smaller, "kv_bytes_per_token", "worst")
@@ -186,14 +183,14 @@ def _within_bytes(smaller: pandas.DataFrame, source: Row, most: int) -> Recommen
             ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"),
             ("", "allow more with --kv-bytes, or add smaller --groups or --cache-bits to the study"),
         ]  # fmt: skip
-        return Recommendation(None, lines)
+        return Recommendation(None, lines, [])
     chosen = _best(within, *order)
     lines = [
         ("recommended", f"{_named(chosen)}, with {_cache(chosen, kept)}"),
         ("why", f"it loses least of {len(within)} combinations with {limit}"),
         *_bits_alone(chosen, within, order, kept),
     ]  # fmt: skip
-    return Recommendation(chosen, lines)
+    return Recommendation(chosen, lines, commands(chosen))
 
 
 def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], kept: int) -> list[tuple[str, str]]:
