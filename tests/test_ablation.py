@@ -53,7 +53,8 @@ def test_cells_are_what_the_commands_give(tmp_path: Path) -> None:
     given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **PLAINLY)
     command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
     models = iter(evaluated(model, converted, trained, "--kl", "--cache-bits", "4,2"))
-    measured(tmp_path / "study", methods="first", cache_bits="4,2", no_kl=None)
+    measured(tmp_path / "study", pictures=True, methods="first", cache_bits="4,2", no_kl=None)
+    assert (tmp_path / "study" / "frontier.svg").exists()
     found, losses = by_cell(tmp_path / "study"), []
     for bits in (None, 4, 2):
         for method, groups, alpha in (("none", 4, 0.0), ("first", 1, 0.0), ("first", 1, 0.1)):

@@ -53,7 +53,7 @@ def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatc
             assert row["kv_heads"] == list(heads)
             assert abs(row["loss"] - told[Cell("mean", 2, 0, "all", "none", alpha, bits)]["loss"]) > 1e-5
     monkeypatch.setattr(ablation, "heads_within", None)
-    measured(out, **HOW, methods="mean,first", alphas="0", cache_bits=4)
+    measured(out, pictures=True, **HOW, methods="mean,first", alphas="0", cache_bits=4)
     assert by_cell(out)[Cell("first", 2.5, 0, "all", "none", 0.0, None, SHARE)]["kv_heads"] == list(heads)
     html = (out / "report.html").read_text()
     assert "mean, heads by layer" in html
