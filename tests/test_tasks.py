@@ -20,6 +20,7 @@ from evaluations import place, refused, results, words
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.subjects import open_subjects
+from gqa.eval.tables import number
 from gqa.eval.tasks import Harness
 
 LOCAL = """dataset_path: json
@@ -121,6 +122,7 @@ def test_tasks_are_the_harness_own_numbers() -> None:
         assert 0 < model["tasks"]["local_choice"]["metrics"]["acc,none"] < 1
     first, second = (model["tasks"]["local_perplexity"]["metrics"] for model in found["models"])
     assert first["bits_per_byte,none"] != pytest.approx(second["bits_per_byte,none"], rel=1e-2)
+    assert all(number(one["bits_per_byte,none"]) in result.err for one in (first, second))
     accuracy = found["models"][0]["tasks"]["local_choice"]["metrics"]
     assert f"{accuracy['acc,none']:.4g} ± {accuracy['acc_stderr,none']:.2g}" in result.err
     assert "lm_eval" in found["versions"]
