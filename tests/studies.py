@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import Result, run
 from training import BLOCK, tiny_checkpoint, write_corpus
@@ -20,6 +21,8 @@ from gqa.eval.study.study import Cell
 TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating")
 # Of `study()`: what the command that made it says beside the defaults of `words`.
 SAME: dict[str, Any] = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
+# How gqa-uptrain trains what `words` trains.
+PLAINLY: dict[str, Any] = {"schedule": "constant", "teacher": "none", "train": "all", "learning_rate": 3e-3}
 
 
 @cache
@@ -39,7 +42,7 @@ def words(out: Path, **options: Any) -> list[str]:
     given: dict[str, Any] = {
         "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "methods": "mean,first", "groups": "1",
         "alphas": "0,0.1,0.3", "batch_size": 4, "train_context": BLOCK, "learning_rate": 3e-3, "no_decode": True,
-        "schedule": "constant", "teachers": "none", "train": "all",
+        "schedule": "constant", "teachers": "none", "train": "all", "no_kl": True,
         "output": out, "quiet": True,
     }  # fmt: skip
     found = [str(options.pop("model", place() / "model"))]
@@ -49,8 +52,16 @@ def words(out: Path, **options: Any) -> list[str]:
     return found
 
 
-def ablate(out: Path, **options: Any) -> Result:
-    return run(*words(out, **options), program="gqa-ablate")
+def ablate(out: Path, pictures: bool = False, **options: Any) -> Result:
+    return gqa_ablate(*words(out, **options), pictures=pictures)
+
+
+def gqa_ablate(*words: object, pictures: bool = False) -> Result:
+    """`gqa-ablate WORDS`, without pictures, which take longer than what is measured, unless somebody looks at them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pictures:
+            patch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")
+        return run(*words, program="gqa-ablate")
 
 
 def measured(out: Path, **options: Any) -> list[dict[str, Any]]:
@@ -78,7 +89,7 @@ def copied(directory: Path) -> Path:
 def study() -> Path:
     """A finished study, left as it is: 2 methods, 1 seed of each, 1 and 4 heads, 3 alphas."""
     out = place() / "study"
-    measured(out, **SAME)
+    measured(out, pictures=True, **SAME)
     return out
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,9 @@ import pytest
 from checkpoints import run, snapshot
 from datasets import load_dataset
 from embedded import SOURCE
-from studies import SAME, ablate, copied, measured, place, rows, study, untimed, words
-from training import tiny_checkpoint, words_for
+from evaluations import few_questions
+from studies import PLAINLY, SAME, ablate, copied, gqa_ablate, measured, place, rows, study, untimed, words
+from training import Runs, tiny_checkpoint, words_for
 
 from gqa.convert.align.options import MapsOptions
 from gqa.eval.study import ablation
@@ -45,25 +44,36 @@ def by_cell(out: Path) -> dict[Cell, dict[str, Any]]:
 # -------------------------------------------------------------------------------------------------------- oracle
 
 
-def test_a_cell_is_what_the_commands_give(tmp_path: Path) -> None:
-    """Also in the middle of a training that goes on; another alpha, as a control, gives something else."""
+def test_cells_are_what_the_commands_give(tmp_path: Path) -> None:
+    """The base model, a conversion, and this one in the middle of a training that goes on, with whole caches and those
+    of few bits, each with its bytes. Another alpha and other bits, as controls, give something else.
+    """
     model, converted, trained = place() / "model", tmp_path / "converted", tmp_path / "trained"
     command("gqa-convert", "-q", "--groups", 1, "--method", "first", "-o", converted, model)
-    plainly = {"schedule": "constant", "teacher": "none", "train": "all", "learning_rate": 3e-3}
-    given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **plainly)
+    given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **PLAINLY)
     command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
-    _, plain, further = evaluated(model, converted, trained, "--kl")
-    found = by_cell(study())
-    for alpha, expected in ((0.0, plain), (0.1, further)):
-        row, quality = found[Cell("first", 1, 0, "all", "none", alpha)], expected["quality"]
-        against = expected["against_baseline"]
-        numbers = (quality["nats_per_token"], quality["bits_per_byte"], against["log_ratio"])
-        assert [row[name] for name in ("loss", "bits_per_byte", "loss_increase")] == pytest.approx(numbers, abs=1e-6)
-        rounded = (against["kl"]["mean"], against["acceptance"])  # from the source's predictions
-        assert [row[name] for name in ("kl", "acceptance")] == pytest.approx(rounded, abs=2e-3)
-        assert row["top1_agreement"] == pytest.approx(against["same_top"], abs=0.01)
-    longer = found[Cell("first", 1, 0, "all", "none", 0.3)]
-    assert abs(longer["loss"] - further["quality"]["nats_per_token"]) > 1e-3
+    models = iter(evaluated(model, converted, trained, "--kl", "--cache-bits", "4,2"))
+    measured(tmp_path / "study", pictures=True, methods="first", cache_bits="4,2", no_kl=None)
+    assert (tmp_path / "study" / "frontier.svg").exists()
+    found, losses = by_cell(tmp_path / "study"), []
+    for bits in (None, 4, 2):
+        for method, groups, alpha in (("none", 4, 0.0), ("first", 1, 0.0), ("first", 1, 0.1)):
+            expected, cell = next(models), Cell(method, groups, 0, "all", "none", alpha, bits)
+            if (method, bits) == ("none", None):
+                continue  # the source itself, with which others are compared
+            row, quality, against = found.pop(cell), expected["quality"], expected["against_baseline"]
+            losses += [row["loss"]]
+            assert row["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
+            assert row["bits_per_byte"] == pytest.approx(quality["bits_per_byte"], abs=1e-6)
+            assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
+            rounded = (against["kl"]["mean"], against["acceptance"])  # from the source's predictions
+            assert [row[name] for name in ("kl", "acceptance")] == pytest.approx(rounded, abs=2e-3)
+            assert row["top1_agreement"] == pytest.approx(against["same_top"], abs=0.01)
+            assert row["kv_bytes_per_token"] == expected["kv_cache"]["bytes_per_token"]
+            assert "decode_tokens_per_second" not in row
+    assert {cell[:2] + cell[5:7] for cell in found} == {("first", 1, 0.3, bits) for bits in (None, 4, 2)}
+    losses += [row["loss"] for row in found.values()]
+    assert min(abs(one - other) for one, other in combinations(losses, 2)) > 1e-5
 
 
 def test_what_is_trained_is_what_the_command_makes_of_it(tmp_path: Path) -> None:
@@ -131,35 +141,35 @@ def test_rows_of_the_grid() -> None:
         assert there == {name: read[name] for name in there} == {name: also[name] for name in there}
 
 
-def test_recall_is_what_the_command_finds(tmp_path: Path) -> None:
+def test_recall_is_what_the_command_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the source and of a conversion, which finds less; nothing else is asked of either."""
+    few_questions(monkeypatch)
     out, converted = tmp_path / "study", tmp_path / "converted"
-    how: dict[str, Any] = {"train_context": None, "batch_size": None, "no_kl": True, "recall": True, "context": 128}
-    found = measured(out, model=SOURCE, methods="mean", groups="4", alphas="0", **how)
+    how: dict[str, Any] = {"train_context": None, "batch_size": None, "recall": True, "context": 128, "alphas": "0"}
+    (found,) = measured(out, pictures=True, model=SOURCE, methods="mean", groups="4", **how)
     command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
     source = json.loads((out / "study.json").read_text())["source"]
     expected = evaluated(SOURCE, converted, "--context", 128, "--recall")
-    for told, model in zip((source, *found), expected, strict=True):
-        for one, other in zip(told["recall_by_distance"], model["recall"], strict=True):
+    for own, model in zip((source, found), expected, strict=True):
+        for one, other in zip(own["recall_by_distance"], model["recall"], strict=True):
             assert one.pop("by_depth") == pytest.approx(other.pop("by_depth"))
             assert one == pytest.approx(other, abs=1e-6)
             if one["kind"] in ("text", "random"):  # at one distance each
-                assert told[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
-        assert told["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
-        assert told["samples"] == model["samples"]
-        assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= told.keys()
-    assert found[0]["recall_text"] < source["recall_text"] - 0.1
+                assert own[f"recall_{one['kind']}"] == pytest.approx(other["accuracy"])
+        assert own["greedy_tokens"] == pytest.approx(model["greedy"]["tokens"])
+        assert own["samples"] == model["samples"]
+        assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= own.keys()
+    assert found["recall_text"] < source["recall_text"] - 0.1
     assert 0 < source["recall_first_reading"] < source["recall_text"]
+    assert (out / "recall.svg").exists()
     html = (out / "report.html").read_text()
     assert "Recall: second copies of the text" in html
-    assert f"{found[0]['recall_text']:.1%}" in html
+    assert f"{found['recall_text']:.1%}" in html
     assert "What the models write" in html
     assert html.count("<h3>mean, 4 KV heads, untrained</h3>") == html.count("<h3>base model</h3>") == 4
-    (out / "rows.jsonl").write_text(json.dumps({name: found[0][name] for name in found[0] if name != "samples"}) + "\n")
-    assert [
-        row.get("samples") is None
-        for row in measured(out, model=SOURCE, methods="mean", groups="4,2", alphas="0", **how)
-    ] == [False, True]
+    before = {name: value for name, value in rows(out)[0].items() if name != "samples"}
+    (out / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (before, rows(out)[0] | {"groups": 2})))
+    assert gqa_ablate("-o", out).code == 0
     html = (out / "report.html").read_text()  # of a row of before there were any
     assert "<h3>mean, 2 KV heads, untrained</h3>" in html
     assert "<h3>mean, 4 KV heads, untrained</h3>" not in html
@@ -242,59 +252,42 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 # ------------------------------------------------------------------------------------------------ stop, continue
 
-_KILLED = """
-import os, signal, sys
-from gqa.eval.study import cli as ablate_cli
-from gqa.eval.study import directory as study_rows
-add, count = study_rows.Rows.add, [0]
-def killing(self, row):
+_ENDED = """
+from gqa.eval.study.directory import Rows
+add = Rows.add
+def ending(self, row):
     add(self, row)
-    count[0] += 1
-    if count[0] == 5:
+    if len(self) == 2:
         with self._path.open("a") as stream:
             stream.write('{"method": "first", "gro')
-        os.kill(os.getpid(), signal.SIGKILL)
-study_rows.Rows.add = killing
-ablate_cli.main()
+        os.kill(os.getpid(), NUMBER)
+Rows.add = ending
 """
 
 
-def test_a_killed_study_continues_to_identical_rows(tmp_path: Path) -> None:
-    """Killed in the middle of a training, with half a line of the next row written."""
-    out, environment = tmp_path / "study", os.environ | {"OMP_NUM_THREADS": "1"}
-    given = [sys.executable, "-c", _KILLED, *words(out, **SAME)]
-    killed = subprocess.run(given, env=environment, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)])
+def test_a_study_that_is_ended_continues_to_identical_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Runs, number: int, code: int
+) -> None:
+    """In the middle of a training, with half a line of the next row written: where it is stopped the training goes on
+    from its state, where it is killed it starts anew.
+    """
+    out, how, train, resumed = tmp_path / "study", {"methods": "mean"}, study_cells.train, []
+    ended = runs.run(*words(out, **how), program="ablate", before=_ENDED.replace("NUMBER", str(int(number))))
+    assert ended.code == code
+    assert number == signal.SIGKILL or ended.err == "gqa-ablate: stopped; the same command continues\n"
     before = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[:-1]]
-    assert len(before) == 5
-    assert before == measured(out, **SAME)[:5]  # not measured again: the seconds are the same too
-    assert untimed(out) == untimed(study())
-    assert not (out / ".work").exists()
-
-
-def test_a_stopped_training_continues_from_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add, began = ablation.Rows.add, []
-
-    def stopping(self: Any, row: Any) -> None:
-        add(self, row)
-        if row["alpha"] == 0.1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ablation.Rows, "add", stopping)
-        result = ablate(tmp_path / "study", methods="mean")
-    assert (result.code, result.err) == (143, "gqa-ablate: stopped; the same command continues\n")
-    assert len(rows(tmp_path / "study")) == 2
-    trained = study_cells.train
+    assert [row["alpha"] for row in before] == [0, 0.1]
 
     def noting(setup: Any, **options: Any) -> Any:
-        began.append(setup.options.resume)
-        return trained(setup, **options)
+        resumed.append(setup.options.resume)
+        return train(setup, **options)
 
     monkeypatch.setattr(study_cells, "train", noting)
-    measured(tmp_path / "study", methods="mean")
-    assert began == [True]
-    assert untimed(tmp_path / "study") == untimed(study())[:3]
+    assert before == measured(out, **how)[:2]  # not measured again: the seconds are the same too
+    assert resumed == [number == signal.SIGTERM]
+    assert untimed(out) == untimed(study())[:3]
+    assert not (out / ".work").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- failures

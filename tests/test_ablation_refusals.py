@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import check_refused, edit_json, run, snapshot
-from studies import SAME, ablate, copied, measured, place, rows, study
+from checkpoints import check_refused, edit_json, snapshot
+from studies import SAME, ablate, copied, gqa_ablate, measured, place, rows, study
 from training import tiny_checkpoint
 
 from gqa.eval.study.directory import held
@@ -42,6 +42,12 @@ REFUSED = {
     "recall of a window that is too short": ({"recall": True}, ["--recall needs a context of at least 128 tokens"]),
     "less text than a window": ({"heldout_fraction": 0.0, "train_context": 4096}, ["--context 4096"]),
     "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
+    "one bit": ({"cache_bits": "1"}, ["'--cache-bits': 1 is not in the range"]),
+    "two bounds": ({"kv_bytes": 512, "max_loss": 1}, ["--kv-bytes asks for what loses least within it"]),
+    "bytes and recall": ({"kv_bytes": 512, "max_recall_loss": 1}, ["--kv-bytes asks for what loses least within it"]),
+    "the whole cache": ({"kv_budgets": 1}, ["'--kv-budgets': 1.0 is not in the range 0<x<1"]),
+    "less than a head": ({"kv_budgets": 0.2}, ["--kv-budgets 0.2 is not possible for the 4 key", "least is 0.25"]),
+    "a forecast of what is measured": ({"forecast": True}, ["--forecast goes with a MODEL and --dry-run"]),
 }
 
 
@@ -50,6 +56,19 @@ def test_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     options, says = REFUSED[name]
     refused(tmp_path / "study", *says, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_caches_that_a_model_cannot_have(tmp_path: Path) -> None:
+    """Of encoder-decoders, and of what attention is computed otherwise, before anything is converted."""
+    out, t5 = tmp_path / "study", tiny_checkpoint(tmp_path / "t5" / "model", "gqa_t5", 4)
+    refused(out, "--cache-bits is for decoders with key/value heads", model=t5, cache_bits="4")
+    refused(out, "layer", model=t5, kv_budgets=0.5)
+    falcon = tiny_checkpoint(tmp_path / "falcon" / "model", "falcon", 4)
+    result = ablate(out, model=falcon, cache_bits="4")
+    assert (result.code, "layers of" in result.err) == (2, True), result
+    assert not (out / "rows.jsonl").read_text()
+    own: dict[str, Any] = {"alphas": "0", "model": falcon, "overwrite": True}
+    assert len(measured(out, **own)) == 2  # the control
 
 
 def test_another_study_is_told_from_this_one(tmp_path: Path) -> None:
@@ -72,7 +91,7 @@ def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
     shutil.copyfile(study() / "study.json", tmp_path / "rows" / "study.json")
     (tmp_path / "rows" / "rows.jsonl").write_text('{"name": "not a cell"}\n')
     for name, says in (("rows", "something else than rows of a study"), ("none", "holds no study")):
-        check_refused(run("-o", tmp_path / name, program="gqa-ablate"), says, program="gqa-ablate", advice="")
+        check_refused(gqa_ablate("-o", tmp_path / name), says, program="gqa-ablate", advice="")
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:
@@ -111,7 +130,7 @@ def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
     with (out / "rows.jsonl").open("a") as stream:
         stream.write('{"method": "fir')
     before = snapshot(out)["rows.jsonl"]
-    assert run("-o", out, program="gqa-ablate").code == 0
+    assert gqa_ablate("-o", out).code == 0
     assert snapshot(out)["rows.jsonl"] == before
 
 
@@ -125,5 +144,5 @@ def test_two_runs_of_one_study(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["--groups 2", "--overwrite", "--dry-run", "--eval-precision bf16", "--no-kl"])
 def test_without_a_model_options_of_studies_are_refused(words: str, tmp_path: Path) -> None:
-    said = check_refused(run("-o", tmp_path, *words.split(), program="gqa-ablate"), program="gqa-ablate", advice="")
+    said = check_refused(gqa_ablate("-o", tmp_path, *words.split()), program="gqa-ablate", advice="")
     assert f"{words.split()[0]} is for a study that is made" in said.replace("--kl/", "")

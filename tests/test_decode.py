@@ -33,9 +33,9 @@ def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedMod
     """Greedy text is the original's, in fewer of its passes (docs/engines.md); the draft's own is another."""
     base = pair["mha"]
     prompt = tokenizer()(texts(1)[0][:400], return_tensors="pt")
-    greedy: Any = {"do_sample": False, "max_new_tokens": 48, "min_new_tokens": 48}
+    greedy: Any = {"do_sample": False, "max_new_tokens": 24, "min_new_tokens": 24}
     expected = base.generate(**prompt, **greedy)
-    by_layer = convert_checkpoint(SOURCE, (8, 4, 4, 2, 4, 4), tmp_path / "out", method="aligned").out
+    by_layer = convert_checkpoint(SOURCE, (8, 4, 4, 2, 4, 4), tmp_path / "out", method="mean").out
     passes: list[Any] = []
     handle = base.register_forward_hook(lambda *given: passes.append(given))
     drafts = [pair["gqa2"], AutoModelForCausalLM.from_pretrained(by_layer, trust_remote_code=True, dtype="float32")]
@@ -43,7 +43,7 @@ def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedMod
         passes.clear()
         draft.generation_config.num_assistant_tokens = 4
         assert base.generate(**prompt, assistant_model=draft, **greedy).equal(expected)
-        assert len(passes) < 48
+        assert len(passes) < 24
         assert not draft.generate(**prompt, **greedy).equal(expected)
     handle.remove()
 
@@ -94,15 +94,10 @@ def test_a_sliding_window_decodes_too() -> None:
     assert torch.equal(greedy_decode(model, ids, steps=8).tokens, expected)
 
 
-@pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which the n-th interval takes n seconds."""
-    ticks = (n * (n + 1) / 2 for n in count())
-    monkeypatch.setattr(decode, "clock", lambda device: next(ticks))
-
-
-@pytest.mark.usefixtures("ticking")
-def test_points_of_two_models(pair: dict[str, PreTrainedModel]) -> None:
+def test_points_of_two_models(pair: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which the n-th interval takes n seconds; a run takes three readings of it."""
+    clock = (n * (n + 1) / 2 for n in count())
+    monkeypatch.setattr(decode, "clock", lambda device: next(clock))
     ticks: list[int] = []
     points = measure_decode(pair, [1, 4], [8, 30], steps=2, repeats=3, progress=ticks.append)
     cells = [(1, 8), (1, 30), (4, 8), (4, 30)]
@@ -114,19 +109,11 @@ def test_points_of_two_models(pair: dict[str, PreTrainedModel]) -> None:
             assert p["tokens_per_second"] == p["batch"] / p["seconds_per_token"]
             assert (p["attention"], p["dtype"]) == ("sdpa", "float32")
             assert p["turns"] == ((0, 2, 4) if name == "mha" else (1, 3, 5))
-
-
-@pytest.mark.usefixtures("ticking")
-def test_median_and_spread(pair: dict[str, PreTrainedModel]) -> None:
-    """A run takes three readings of the clock; the warm-up of each of two models takes the first six."""
-    points = measure_decode(pair, [1], [4], steps=2, repeats=3)
-    # Intervals end at readings 0, 1, 2, ...: run r of all has its prefill end at reading 6 + 3 r + 1.
-    prefill = {name: [7 + 3 * turn for turn in points[name][0]["turns"]] for name in points}
-    for name, seconds in prefill.items():
-        (point,) = points[name]
-        steps = [(s + 1) / 2 for s in seconds]
-        assert point["prefill_seconds"] == seconds[1]
-        assert [point[name] for name in ("fastest", "seconds_per_token", "slowest")] == steps
+        # The warm-up of two models takes the first six readings: the prefill of run r of all ends at 6 + 3 r + 1.
+        first, prefills = points[name][0], [7 + 3 * turn for turn in points[name][0]["turns"]]
+        assert first["prefill_seconds"] == prefills[1]
+        found = [first[name] for name in ("fastest", "seconds_per_token", "slowest")]
+        assert found == [(seconds + 1) / 2 for seconds in prefills]
 
 
 def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: Any) -> None:
@@ -135,12 +122,6 @@ def test_models_read_the_same_prompts(pair: dict[str, PreTrainedModel], calls: A
     assert len(prompts) == 2 * (1 + 2)  # a warm-up and two repeats of each
     assert all(torch.equal(ids, prompts[0]) for ids in prompts)
     assert len(prompts[0].unique()) > 5
-
-
-def test_attention_and_dtype_are_the_models_own() -> None:
-    model = build(TINY["llama"], 2, attention="eager").to(torch.bfloat16)
-    (point,) = measure_decode({"tiny": model}, [1], [4], steps=1, repeats=1)["tiny"]
-    assert (point["attention"], point["dtype"], point["turns"]) == ("eager", "bfloat16", (0,))
 
 
 def test_a_model_without_a_cache_cannot_be_timed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import runpy
 import shutil
 import sys
 import weakref
@@ -17,11 +17,10 @@ import torch
 from checkpoints import edit_json, run
 from embedded import SOURCE, copy_source
 from evaluations import done, place, refused, results, told, words
-from hub_server import Machine, hub_server
+from hub_server import Hub
 from training import Runs
 
 from gqa.eval import evaluate
-from gqa.eval.cli import main
 from gqa.eval.stored_baseline import StoredBaseline
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +52,7 @@ def test_the_tables() -> None:
 def test_lines_fit_a_terminal(tmp_path: Path, more: str) -> None:
     """Of 80 columns, though a name is longer than that."""
     long = shutil.copytree(place() / "gqa2", tmp_path / ("conversion-" * 9))
-    line = f"SRC G2 {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB {more}"
+    line = f"SRC {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB {more}"
     shown = done(f"{line} --decode --decode-contexts 8 --decode-batches 1 --decode-steps 2 --decode-repeats 1").out
     assert "\nDecoding\n" in shown
     assert max(map(len, shown.splitlines())) <= 80
@@ -67,26 +66,15 @@ def test_colour_is_for_terminals_that_want_it(
     monkeypatch.setenv("NO_COLOR", without)
     monkeypatch.setattr("click._compat.isatty", lambda stream: True)
     monkeypatch.setattr(sys, "argv", ["gqa-eval", *words("SRC G2 --memory 1GB")])
-    main()
+    runpy.run_module("gqa.eval", run_name="__main__")  # python -m gqa.eval
     assert ("\x1b[1m" in capfd.readouterr().out) == escapes
 
 
 def test_printed_numbers_do_not_depend_on_the_batch_size() -> None:
-    line = "SRC G2 --data TEXT --tokens 400 --kl -v"
-    printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 3, 64)}
+    line = "SRC G2 --data TEXT --tokens 300 --kl -v"
+    printed = {done(f"{line} --context 128 --batch-size {size}").out for size in (1, 64)}
     assert len(printed) == 1
     assert done(f"{line} --context 127").out not in printed
-
-
-def test_dtypes() -> None:
-    found = {
-        dtype: results(f"SRC --data TEXT --context 64 --tokens 400 --precision {dtype}")["models"][0]
-        for dtype in ("auto", "bfloat16", "float32")
-    }
-    nats = {dtype: model["quality"]["nats"] for dtype, model in found.items()}
-    assert nats["auto"] == nats["bfloat16"] != nats["float32"]
-    assert nats["float32"] == pytest.approx(nats["bfloat16"], rel=1e-3)
-    assert [model["dtype"] for model in found.values()] == ["bfloat16", "bfloat16", "float32"]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +101,7 @@ def test_context_is_what_the_model_has_unless_told(tmp_path: Path) -> None:
 
 def test_decoding_of_the_same_checkpoint_twice() -> None:
     line = "SRC SRC --decode --decode-contexts 4 --decode-batches 1 --decode-steps 2 --decode-repeats 1"
-    found = results(line)["models"]
+    found = results(f"{line} --precision float32")["models"]  # which they are not stored in
     assert [model["decode"]["points"][0]["turns"] for model in found] == [[0], [1]]
     assert all(m["kv_cache"]["measured"]["bytes"] == m["kv_cache"]["measured"]["formula"] for m in found)
 
@@ -136,41 +124,6 @@ def test_memory() -> None:
     weights = one["models"][0]["weight_bytes"]  # in bfloat16
     assert kept == [(80 * 10**9 - weights * n) // (2 * 6 * 8 * 32 * 2 * n) for n in (1, 2)]
     assert "hold weights and KV cache in float32 (act" in told("SRC --memory 80GB --precision float32")
-
-
-PAIRS = [("def f(x):", "return x"), ("", "nothing"), ("import sys", "sys.exit(0)  # leave"), ("class A:", None)]
-
-
-@torch.no_grad()
-def test_encoder_decoder_is_the_class_with_labels(tmp_path: Path) -> None:
-    from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"source": s, "target": t}) + "\n" for s, t in PAIRS))
-    path = place() / "t5gemma"
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    nats, lengths, longest = 0.0, [], []
-    for source, target in (PAIRS[0], PAIRS[2]):  # a pair without one of its texts is none
-        ids = tokenizer(target, add_special_tokens=False)["input_ids"]
-        labels = torch.tensor([[*ids, tokenizer.eos_token_id]])
-        given = tokenizer(source, return_tensors="pt")
-        nats += float(model(**given, labels=labels).loss) * labels.numel()
-        lengths.append(labels.numel())
-        longest.append(max(labels.numel(), given["input_ids"].numel()))
-    line = f"T5 --data {data} --field source --target-field target"
-    found = results(line)
-    quality = found["models"][0]["quality"]
-    assert (quality["tokens"], found["text"]["documents"], found["text"]["cut"]) == (sum(lengths), 2, 0)
-    assert quality["nats"] == pytest.approx(nats, rel=1e-5)
-    size = sum(len(target) for target in ("return x", "sys.exit(0)  # leave"))
-    assert quality["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
-    assert results(line, "--tokens", 1)["text"]["documents"] == 1
-    assert longest[0] < longest[1]
-    cut = results(line, "--context", longest[1] - 1)
-    assert cut["text"]["cut"] == 1
-    assert cut["models"][0]["quality"]["bits_per_byte"] is None  # not all bytes were predicted
-    assert "(1 are longer and cut)" in told(line, "--context", longest[1] - 1)
-    assert "source and target texts" in told(f"T5 {line}", "--kl", "-v")
 
 
 def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +221,7 @@ def test_ranks_share_a_recording(runs: Runs, tmp_path: Path) -> None:
     assert len([*cache.glob("predictions-*.arrow")]) == 1
 
 
-def test_hub_ids(tmp_path: Path) -> None:
+def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:
     """Of models, and of a data set's configuration, whose test split is read where none is named."""
     data = tmp_path / "data"
     data.mkdir()
@@ -278,13 +231,13 @@ def test_hub_ids(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: a\n  data_files:\n  - {split: train, path: train.jsonl}\n"
         "  - {split: test, path: test.jsonl}\n---\n"
     )
-    with hub_server() as hub:
-        hub.repo("lab/mha", SOURCE)
-        hub.repo("lab/data", data)
-        commit = hub.repo("lab/gqa", place() / "gqa2").refs["main"]
-        line = words("-m gqa.eval lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
-        found = Machine(tmp_path, hub.endpoint).python(*line)
-    assert (found.code, found.err) == (0, "")
+    hub.repo("lab/mha", SOURCE)
+    hub.repo("lab/data", data)
+    commit = hub.repo("lab/gqa", place() / "gqa2").refs["main"]
+    line = words("lab/mha lab/gqa --data lab/data:a --context 64 --json -q --revision main")
+    at = f"at_hub({hub.endpoint!r}, {str(tmp_path / 'home')!r}, 'one')"
+    found = runs.finish(*line, program="eval", before=at)
+    assert found.err == ""
     models = json.loads(found.out)["models"]
     assert [model["name"] for model in models] == ["lab/mha", "lab/gqa"]
     assert models[1]["revision"] == commit

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,12 +86,6 @@ def test_positions_in_a_table_end(tmp_path: Path) -> None:
     assert "table has a table of positions that ends before the context" in said
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
-def test_a_cache_where_nothing_can_be_written() -> None:
-    line = "SRC G2 --data TEXT --context 64 --kl --tokens 100 --baseline-cache /proc/cache"
-    assert "the baseline cannot be kept in /proc/cache (" in refused(line, code=1)
-
-
 def damaged(path: Path, damage: str) -> Path:
     """A copy of a checkpoint with one thing wrong."""
     weights, name = load_file(path / "model.safetensors"), "model.layers.1.self_attn.k_proj.weight"
@@ -158,8 +151,7 @@ NO_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("error", NO_MEMORY, ids=["device", "machine", "file"])
-@pytest.mark.parametrize("run", [2, 3, 5])
+@pytest.mark.parametrize(("run", "error"), zip((2, 3, 5), NO_MEMORY, strict=True), ids=["device", "machine", "file"])
 def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever memory ends: while the head is found to split (runs 1 and 2 of it) and in any batch."""
     runs: list[int] = []

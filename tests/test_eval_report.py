@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import Result, run
 from embedded import SOURCE, copy_source
-from evaluations import done, place, refused, results, words
+from evaluations import done, few_questions, place, refused, results, words
 from safetensors.torch import load_file, save_file
 from test_page import checked
 
@@ -39,7 +39,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """What is said with nearly everything measured, and the directory of its report."""
     out = tmp_path_factory.mktemp("full") / "new" / "report"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gqa.eval.recall.READ", 256)  # few questions
+        few_questions(patch)
         return run(*words(FULL), "--json", "-o", out, program="gqa-eval"), out
 
 
@@ -85,15 +85,19 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
     assert found["options"]["kl"] is True
 
 
-def test_json_says_how_a_checkpoint_was_made(tmp_path: Path) -> None:
-    trained = shutil.copytree(place() / "gqa2", tmp_path / "trained")
-    (trained / "gqa_uptraining.json").write_text('{"tokens": 512}')
-    broken = shutil.copytree(place() / "gqa2", tmp_path / "broken")
-    (broken / "gqa_uptraining.json").write_text("{")
-    source, converted, *others = results(f"SRC G2 {trained} {broken} --memory 1GB")["models"]
-    assert (source["provenance"], source["training"], converted["training"]) == (None, None, None)
-    assert [model["training"] for model in others] == [{"tokens": 512}, None]
-    assert all(model["provenance"]["options"]["groups"] == 2 for model in (converted, *others))
+def test_json_says_how_each_checkpoint_was_made(tmp_path: Path) -> None:
+    """Under names that tell them apart."""
+    for parent, training in (("a", '{"tokens": 512}'), ("b", "{")):
+        copy = shutil.copytree(place() / "gqa2", tmp_path / parent / "m")
+        (copy / "gqa_uptraining.json").write_text(training)
+    found = results(f"SRC G2 {tmp_path}/a/m {tmp_path}/b/m SRC --memory 1GB")["models"]
+    assert [model["name"] for model in found] == ["stdlib-mha", "gqa2", "a/m", "b/m", "stdlib-mha (2)"]
+    assert [model["training"] for model in found] == [None, None, {"tokens": 512}, None, None]
+    assert [model["provenance"] is None for model in found] == [True, False, False, False, True]
+    assert all(model["provenance"]["options"]["groups"] == 2 for model in found[1:4])
+    places = [("/", "x", "a", "m"), ("/", "y", "a", "m"), ("/", "n"), ("lab/m",)]
+    assert distinct_names(places) == ["x/a/m", "y/a/m", "n", "lab/m"]
+    assert distinct_names([("/", "x", "\x1b[31m\n")]) == [r"\x1b[31m\n"]
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
@@ -264,13 +268,3 @@ def test_only_columns_that_are_shown_are_explained() -> None:
         "KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in speculative "
         "decoding, sampled at temperature 1"
     )
-
-
-def test_names_tell_checkpoints_apart(tmp_path: Path) -> None:
-    for parent, source in (("a", SOURCE), ("b", place() / "gqa2")):
-        shutil.copytree(source, tmp_path / parent / "m")
-    found = results(f"{tmp_path}/a/m {tmp_path}/b/m SRC SRC --memory 1GB")
-    assert [m["name"] for m in found["models"]] == ["a/m", "b/m", "stdlib-mha", "stdlib-mha (2)"]
-    places = [("/", "x", "a", "m"), ("/", "y", "a", "m"), ("/", "n"), ("lab/m",)]
-    assert distinct_names(places) == ["x/a/m", "y/a/m", "n", "lab/m"]
-    assert distinct_names([("/", "x", "\x1b[31m\n")]) == [r"\x1b[31m\n"]

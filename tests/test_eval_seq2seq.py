@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -55,13 +56,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spoken = [{"audio": f"{number}.wav", "meant": row["meant"]} for number, row in enumerate(ROWS[:6])]
     (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spoken))
     write_sounds(found / "speech.jsonl")
-    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    rows = [*ROWS, {"said": "", "meant": "nothing"}, {"said": "class A:", "meant": None}]
+    (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return found
 
 
-def line(place: Path, *names: str) -> str:
+def line(place: Path, *names: str, rows: str = "") -> str:
+    """Models with the pairs, or what is said with recordings."""
     models = " ".join(str(place / name) for name in names)
-    return f"{models} --data {place / 'pairs.jsonl'} --field said --target-field meant"
+    rows, field = (rows or "speech.jsonl", "audio") if "whisper" in names[0] else ("pairs.jsonl", "said")
+    return f"{models} --data {place / rows} --field {field} --target-field meant"
 
 
 @torch.no_grad()
@@ -76,23 +80,51 @@ def test_nats_are_those_of_labels(place: Path, name: str) -> None:
         given = tokenizer(row["said"], return_tensors="pt")["input_ids"]
         filled = torch.nn.functional.pad(given, (0, 3), value=model.config.pad_token_id)
         read = torch.tensor([[start, *ids]])
-        for inputs, found in ((given, nats), (filled, unmasked)):
+        for inputs, losses in ((given, nats), (filled, unmasked)):
             loss = model(input_ids=inputs, decoder_input_ids=read, labels=labels).loss
-            found.append(float(loss) * labels.numel())
+            losses.append(float(loss) * labels.numel())
     for size in (1, 5):
-        quality = results(line(place, name), "--batch-size", size)["models"][0]["quality"]
+        found = results(line(place, name), "--batch-size", size)
+        quality = found["models"][0]["quality"]
+        assert (found["text"]["documents"], found["text"]["cut"]) == (len(ROWS), 0)  # a pair without a text is none
         assert quality["nats"] == pytest.approx(sum(nats), rel=1e-5)
         assert quality["nats"] != pytest.approx(sum(unmasked), rel=1e-5)
+        written = sum(len(row["meant"]) for row in ROWS)
+        assert quality["bits_per_byte"] == pytest.approx(sum(nats) / written / math.log(2), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_divergence(place: Path, name: str) -> None:
-    """None from itself, none of a conversion whose heads are only repeated, some of one that merged them."""
-    itself, merged = results(line(place, name, name, f"{name}-2"), "--kl")["models"][1:]
-    (again,) = results(line(place, f"{name}-2", f"{name}-back"), "--kl")["models"][1:]
-    assert itself["against_baseline"]["kl"]["mean"] == 0
-    assert again["against_baseline"]["kl"]["mean"] < 1e-9
-    assert merged["against_baseline"]["kl"]["mean"] > 1e-7
+def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
+    """Are cut to it, and then not all bytes were predicted."""
+    assert results(line(place, "t5"), "--tokens", 1)["text"]["documents"] == 1
+    cut = results(line(place, "t5"), "--context", 10)
+    assert 0 < cut["text"]["cut"] < len(ROWS)
+    assert cut["models"][0]["quality"]["bits_per_byte"] is None
+    shown = told(line(place, "t5", "t5"), "--context", 10, "--kl", "-v")
+    assert f"source and target texts of 10 tokens ({cut['text']['cut']} are longer and cut)" in shown
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_divergence(place: Path, tmp_path: Path, name: str) -> None:
+    """None from itself or a conversion whose heads are only repeated; some of one that merged them, stored too."""
+
+    def divergences(*names: str, kept: tuple[object, ...] = ()) -> list[float]:
+        found = results(line(place, *names), "--kl", *kept)["models"][1:]
+        return [model["against_baseline"]["kl"]["mean"] for model in found]
+
+    itself, merged = divergences(name, name, f"{name}-2")
+    (again,) = divergences(f"{name}-2", f"{name}-back")
+    (stored,) = divergences(name, f"{name}-2", kept=("--baseline-cache", tmp_path))
+    assert itself == 0
+    assert again < 1e-9
+    assert merged > 1e-7
+    assert stored == pytest.approx(merged, rel=0.05, abs=1e-6)
+
+
+def test_what_is_stored_of_other_recordings_is_no_baseline(place: Path) -> None:
+    hearing = Hearing(place / "whisper", "whisper")
+    heard = [Recording(Sound(str(place / f"{number}.wav")), hearing) for number in (0, 1)]
+    one, other = (fingerprint("model", [Window((3, 1, 2), 1, heard=each)], "float32") for each in heard)
+    assert one != other
 
 
 def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
@@ -101,11 +133,6 @@ def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
     held: Any = model(input_ids=ids, decoder_input_ids=ids, use_cache=True).past_key_values
     parts = (held.self_attention_cache, held.cross_attention_cache)
     return [sum(layer.keys.nbytes + layer.values.nbytes for layer in part.layers) for part in parts]
-
-
-def spoken(place: Path, *names: str, rows: str = "speech.jsonl") -> str:
-    models = " ".join(str(place / name) for name in names)
-    return f"{models} --data {place / rows} --field audio --target-field meant"
 
 
 @torch.no_grad()
@@ -121,25 +148,9 @@ def test_nats_of_transcripts(place: Path) -> None:
             out = model(input_features=heard, decoder_input_ids=torch.tensor([read]), labels=torch.tensor([labels]))
             nats[shift] += float(out.loss) * (len(labels) - 1)
     for size, rows in ((1, "speech.jsonl"), (4, "speech.parquet")):
-        quality = results(spoken(place, "whisper", rows=rows), "--batch-size", size)["models"][0]["quality"]
+        quality = results(line(place, "whisper", rows=rows), "--batch-size", size)["models"][0]["quality"]
         assert quality["nats"] == pytest.approx(nats[0], rel=1e-6)
         assert quality["nats"] != pytest.approx(nats[1], rel=2e-5)
-
-
-def test_divergence_of_what_is_heard(place: Path, tmp_path: Path) -> None:
-    """None of a conversion whose heads are only repeated, also from what is stored; some of one that merged them."""
-    found = results(spoken(place, "whisper", "whisper-2"), "--kl")["models"]
-    assert found[1]["against_baseline"]["kl"]["mean"] > 1e-7
-    (again,) = results(spoken(place, "whisper-2", "whisper-back"), "--kl")["models"][1:]
-    assert again["against_baseline"]["kl"]["mean"] < 1e-9
-    stored = results(spoken(place, "whisper", "whisper-2"), "--kl", "--baseline-cache", tmp_path / "kept")["models"]
-    expected = pytest.approx(found[1]["against_baseline"]["kl"]["mean"], rel=0.05, abs=1e-6)
-    assert stored[1]["against_baseline"]["kl"]["mean"] == expected
-    recordings = [
-        Recording(Sound(str(place / f"{number}.wav")), Hearing(place / "whisper", "whisper")) for number in (0, 1)
-    ]
-    one, other = (fingerprint("model", [Window((3, 1, 2), 1, heard=heard)], "float32") for heard in recordings)
-    assert one != other, "what is stored of other recordings is no baseline"
 
 
 @torch.no_grad()

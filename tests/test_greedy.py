@@ -15,8 +15,8 @@ from gqa.corpus.windows import Window
 from gqa.eval.greedy import agreement, continued, prompts
 from gqa.eval.scoring import score
 
-STEPS = 24
-OPENINGS = [[1, 300 + n, 40 * n + 700, *range(900, 900 + n)] for n in range(6)]  # of six lengths
+STEPS = 16
+OPENINGS = [[1, 300 + n, 40 * n + 700, *range(900, 900 + n)] for n in range(4)]  # of four lengths
 
 
 def load(path: object) -> PreTrainedModel:

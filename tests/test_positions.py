@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from evaluations import results
+from evaluations import few_questions, results
 
 from gqa.corpus.windows import Window
-from gqa.eval import positions, recall, text
+from gqa.eval import positions, text
 from gqa.eval.positions import LONGEST, READ, by_context, long_windows, read_before
 
 
@@ -57,15 +57,15 @@ def test_positions_count_what_is_read() -> None:
 
 def test_reports_read_as_far_as_the_model_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no context is asked for: the embedded model has 512 positions, and text is scored in windows of 128."""
-    monkeypatch.setattr(recall, "READ", 256)  # few questions
+    few_questions(monkeypatch)
     monkeypatch.setattr(text, "MAX_CONTEXT", 128)
     monkeypatch.setattr(text.choose_context, "__defaults__", (128,))
-    line = "SRC G2 --data TEXT --recall --precision float32"
-    found = results(line)
+    line = "--data TEXT --recall --precision float32"
+    found = results(f"SRC G2 {line}")
     assert found["text"]["context"] == found["recall"]["context"] == 128
     base, converted = (model["by_context"] for model in found["models"])
     assert base[-1]["to"] == converted[-1]["to"] == 512
     assert converted[-1]["ratio_low"] < converted[-1]["ratio"] < converted[-1]["ratio_high"]
     far = np.exp(converted[-1]["nats"] - base[-1]["nats"])
     assert converted[-1]["ratio"] == pytest.approx(far, rel=1e-5)
-    assert results(f"{line} --context 128")["models"][0]["by_context"][-1]["to"] == 128
+    assert results(f"SRC {line} --context 128")["models"][0]["by_context"][-1]["to"] == 128

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from embedded import SOURCE
-from evaluations import done, refused, results, told
+from evaluations import done, few_questions, refused, results, told
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
@@ -68,13 +68,13 @@ def test_answers_are_told_by_the_context(questions: list[Questions]) -> None:
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gqa.eval.recall.READ", 512)  # few questions
-        return results("SRC G2 --recall --context 256 --batch-size 4 --precision float32")
+        few_questions(patch)
+        return results("SRC G2 --recall --context 128 --batch-size 4 --precision float32")
 
 
 def test_recall_needs_no_text(report: dict[str, Any]) -> None:
     source, converted = report["models"]
-    assert report["recall"] == {"context": 256}
+    assert report["recall"] == {"context": 128}
     assert "text" not in report
     asked = [(one["kind"], one["distance"]) for one in source["recall"]]
     assert asked == [(one["kind"], one["distance"]) for one in converted["recall"]]
@@ -88,7 +88,7 @@ def test_recall_needs_no_text(report: dict[str, Any]) -> None:
 
 
 def test_a_report_asks_unless_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa.eval.recall.READ", 256)
+    few_questions(monkeypatch)
     text = "SRC --data TEXT --context 128 --tokens 300"
     shown = done(text, "-o", tmp_path / "with").out
     assert "Recall from the context" in shown

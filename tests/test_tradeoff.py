@@ -11,13 +11,13 @@ import tempfile
 from html import unescape
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pandas
 import pytest
-from checkpoints import run
 from matplotlib.figure import Figure
-from studies import copied, row, rows, study
+from studies import copied, gqa_ablate, row, rows, study
 
 from gqa.convert.methods import METHODS
 from gqa.eval.plots import look
@@ -51,22 +51,55 @@ def test_pareto_front_against_all_pairs() -> None:
 
 
 RANDOM = [one for one in TABLE if one["method"] == "random"]  # its seeds' mean is within 0.17, the worse seed is not
-CHOSEN = {
-    "less training before less loss": (TABLE, 0.1, ("refined", 2, 0.0)),
-    "a smaller cache before less training": (TABLE, 0.25, ("refined", 1, 0.1)),
-    "every seed must be within": (RANDOM, 0.17, None),
-    "the control: one seed is": (RANDOM[:1], 0.17, ("random", 2, 0.1)),
-    "nothing is within": (TABLE, 0.01, None),
-    "the source's own cache is no saving": (TABLE[-2:], 0.5, None),
-    "nothing is measured": ([], 0.5, None),
-}
+# The same source, with 25 bytes a head in 4 bits and 15 in 2.
+BITS = [
+    row("none", 4, 0.0, 2.01, bits=4, kv_bytes_per_token=100), row("none", 4, 0.0, 2.3, bits=2, kv_bytes_per_token=60),
+    row("refined", 2, 0.0, 2.1, bits=4, kv_bytes_per_token=50), row("refined", 1, 0.0, 2.2),
+    row("refined", 2, 0.1, 2.005), row("refined", 2, 0.0, 2.005),
+]  # fmt: skip
+
+
+def recalling(*shares: float) -> list[dict[str, Any]]:
+    """One conversion to a head each, that loses the more the more it recalls."""
+    return [row("refined", 1, 0.01 * n, 2.0 + share / 20, recall_text=share) for n, share in enumerate(shares)]
+
+
+SEEDS = [row("random", 1, 0.0, 2.0, seed=seed, recall_text=share) for seed, share in enumerate((0.95, 0.8))]
+# Rows, the source, bounds, and what is chosen: method, heads, alpha and bits.
+CHOSEN: dict[str, tuple[list[dict[str, Any]], dict[str, Any], Bounds, tuple[str, int, float, int] | None]] = {
+    "less training before less loss": (TABLE, SOURCE, Bounds(0.1), ("refined", 2, 0.0, 0)),
+    "a smaller cache before less training": (TABLE, SOURCE, Bounds(0.25), ("refined", 1, 0.1, 0)),
+    "every seed must be within": (RANDOM, SOURCE, Bounds(0.17), None),
+    "the control: one seed is": (RANDOM[:1], SOURCE, Bounds(0.17), ("random", 2, 0.1, 0)),
+    "nothing is within": (TABLE, SOURCE, Bounds(0.01), None),
+    "the source's own cache is no saving": (TABLE[-2:], SOURCE, Bounds(0.5), None),
+    "nothing is measured": ([], SOURCE, Bounds(0.5), None),
+    "what loses least, not what is smallest": (BITS, SOURCE, Bounds(kv_bytes=150), ("none", 4, 0.0, 4)),
+    "bits and fewer heads": (BITS, SOURCE, Bounds(kv_bytes=60), ("refined", 2, 0.0, 4)),
+    "of the same loss heads and the least training": (BITS, SOURCE, Bounds(kv_bytes=200), ("refined", 2, 0.0, 0)),
+    "nothing is so small": (BITS, SOURCE, Bounds(kv_bytes=49), None),
+    "the base model is so small": (BITS, SOURCE, Bounds(kv_bytes=400), None),
+    "every seed counts": (RANDOM, SOURCE, Bounds(kv_bytes=200), ("random", 2, 0.1, 0)),
+    "a bound of losses takes bits, too": (BITS, SOURCE, Bounds(0.05), ("none", 4, 0.0, 4)),
+    "and both": (BITS, SOURCE, Bounds(0.15), ("refined", 2, 0.0, 4)),
+    "the control: no bits": (BITS[3:], SOURCE, Bounds(0.15), ("refined", 2, 0.0, 0)),
+    "what falls by less than the bound": (recalling(0.86, 0.87), RECALLING, Bounds(), ("refined", 1, 0.0, 0)),
+    "what recalls too little": (recalling(0.84, 0.87), RECALLING, Bounds(), ("refined", 1, 0.01, 0)),
+    "the control: no bound": (recalling(0.84, 0.87), RECALLING, Bounds(recall=100), ("refined", 1, 0.0, 0)),
+    "nothing recalls enough": (recalling(0.84, 0.7), RECALLING, Bounds(), None),
+    "a source that finds no more than it reads": (
+        recalling(0.3, 0.2), RECALLING | {"recall_text": 0.6}, Bounds(), ("refined", 1, 0.0, 0)),
+    "a source that was not asked": (recalling(0.3, 0.2), SOURCE, Bounds(), ("refined", 1, 0.0, 0)),
+    "every seed must recall": (SEEDS, RECALLING, Bounds(), None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_the_smallest_cache_within_the_budget(name: str) -> None:
-    rows, budget, expected = CHOSEN[name]
-    chosen = recommend(points(rows), SOURCE, Bounds(budget)).chosen
-    assert (None if chosen is None else (chosen.method, chosen.groups, chosen.alpha)) == expected
+def test_what_is_recommended(name: str) -> None:
+    """The smallest cache within the bounds, or what loses least within so many bytes."""
+    rows, source, bounds, expected = CHOSEN[name]
+    chosen = recommend(points(rows), source, bounds).chosen
+    assert (None if chosen is None else (chosen.method, chosen.groups, chosen.alpha, chosen.bits)) == expected
 
 
 def test_why() -> None:
@@ -88,33 +121,6 @@ def test_why() -> None:
     nothing = recommend(points(TABLE), SOURCE, Bounds(0.01)).text
     assert "recommended nothing: of 8 combinations none is within 0.01 nats" in nothing
     assert "closest     refined, 2 KV heads, alpha 0.1: +0.0400 nats per token" in nothing
-
-
-# The same source, with 25 bytes a head in 4 bits and 15 in 2.
-BITS = [
-    row("none", 4, 0.0, 2.01, bits=4, kv_bytes_per_token=100), row("none", 4, 0.0, 2.3, bits=2, kv_bytes_per_token=60),
-    row("refined", 2, 0.0, 2.1, bits=4, kv_bytes_per_token=50), row("refined", 1, 0.0, 2.2),
-    row("refined", 2, 0.1, 2.005), row("refined", 2, 0.0, 2.005),
-]  # fmt: skip
-WITHIN = {
-    "what loses least, not what is smallest": (BITS, Bounds(kv_bytes=150), ("none", 4, 4)),
-    "bits and fewer heads": (BITS, Bounds(kv_bytes=60), ("refined", 2, 4)),
-    "no worse, but heads instead of bits": (BITS, Bounds(kv_bytes=200), ("refined", 2, 0)),
-    "nothing is so small": (BITS, Bounds(kv_bytes=49), None),
-    "the base model is so small": (BITS, Bounds(kv_bytes=400), None),
-    "every seed counts": (RANDOM, Bounds(kv_bytes=200), ("random", 2, 0)),
-    "a bound of losses takes bits, too": (BITS, Bounds(0.05), ("none", 4, 4)),
-    "and both": (BITS, Bounds(0.15), ("refined", 2, 4)),
-    "the control: no bits": (BITS[3:], Bounds(0.15), ("refined", 2, 0)),
-}
-
-
-@pytest.mark.parametrize("name", WITHIN)
-def test_heads_and_bits_are_recommended(name: str) -> None:
-    rows, bounds, expected = WITHIN[name]
-    chosen = recommend(points(rows), SOURCE, bounds).chosen
-    assert (None if chosen is None else (chosen.method, chosen.groups, chosen.bits)) == expected
-    assert chosen is None or chosen.alpha == (0.1 if rows is RANDOM else 0)  # of the same loss the least training
 
 
 def test_heads_in_a_verdict_are_whole_where_they_are() -> None:
@@ -150,11 +156,12 @@ def test_a_quantised_cache_alone_is_told() -> None:
     )
 
 
-def test_the_frontier_is_drawn_where_there_are_bits(tmp_path: Path) -> None:
+def test_the_frontier_is_drawn_where_there_are_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against KL, with the front of all points; other pictures are of whole caches."""
     source = {**SOURCE, "groups": 4}
     told = [one | {"kl": one["loss"] - 2} for one in BITS]
     assert [name for name, _ in draw_study(told, source, tmp_path)] == ["frontier", "tradeoff", "alphas", "groups"]
+    monkeypatch.setattr(Figure, "savefig", Mock())  # seen once
     plain = [one for one in told if not one.get("bits")]
     assert [name for name, _ in draw_study(plain, source, tmp_path)] == ["tradeoff", "alphas", "groups"]
     assert [name for name, _ in draw_study(BITS, source, tmp_path)] == ["tradeoff", "alphas", "groups"]  # without KL
@@ -163,33 +170,8 @@ def test_the_frontier_is_drawn_where_there_are_bits(tmp_path: Path) -> None:
     assert len({(one["linestyle"], one["fillstyle"], one["markerfacecolor"]) for one in looks.values()}) == len(looks)
 
 
-def recalling(*shares: float) -> pandas.DataFrame:
-    """One conversion to a head each, that loses the more the more it recalls."""
-    return points([row("refined", 1, 0.01 * n, 2.0 + share / 20, recall_text=share) for n, share in enumerate(shares)])
-
-
-FORGETTING = {
-    "what falls by less than the bound": (recalling(0.86, 0.87), RECALLING, 0.0),
-    "what recalls too little is passed over": (recalling(0.84, 0.87), RECALLING, 0.01),
-    "nothing recalls enough": (recalling(0.84, 0.7), RECALLING, None),
-    "a source that finds no more than it reads": (recalling(0.3, 0.2), RECALLING | {"recall_text": 0.6}, 0.0),
-    "a source that was not asked": (recalling(0.3, 0.2), SOURCE, 0.0),
-    "every seed must recall": (points(
-        [row("random", 1, 0.0, 2.0, seed=seed, recall_text=share) for seed, share in enumerate((0.95, 0.8))]
-    ), RECALLING, None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FORGETTING)
-def test_what_forgets_is_not_recommended(name: str) -> None:
-    found, source, expected = FORGETTING[name]
-    chosen = recommend(found, source, Bounds()).chosen
-    assert (None if chosen is None else chosen.alpha) == expected
-    assert recommend(found, source, Bounds(recall=100)).chosen.alpha == 0  # the control: no bound
-
-
 def test_the_recommendation_says_what_recall_decides() -> None:
-    text = recommend(recalling(0.84, 0.87), RECALLING, Bounds()).text
+    text = recommend(points(recalling(0.84, 0.87)), RECALLING, Bounds()).text
     assert "alpha 0.01: +0.0435 nats per token, 87.0% of second copies right, with" in text
     assert "within 0.1 nats per token above the base model and 5 points of recall below it" in text
     assert (
@@ -197,11 +179,11 @@ def test_the_recommendation_says_what_recall_decides() -> None:
         in text
     )
     assert "it alone rules out 1: the best of them is refined, 1 KV head, untrained: +0.0420 nats" in text
-    nothing = recommend(recalling(0.84, 0.7), RECALLING, Bounds()).text
+    nothing = recommend(points(recalling(0.84, 0.7)), RECALLING, Bounds()).text
     assert "closest     refined, 1 KV head, untrained: +0.0420 nats per token, 84.0% of second copies" in nothing
     assert "allow more with --max-recall-loss" in nothing
     assert "it recalls too little for a bound" in least_recall(RECALLING | {"recall_text": 0.6}, Bounds())[1]
-    refused = recommend(recalling(0.8), SOURCE | {"recall_refused": "too short"}, Bounds()).text
+    refused = recommend(points(recalling(0.8)), SOURCE | {"recall_refused": "too short"}, Bounds()).text
     assert "recall      not measured: too short" in refused
 
 
@@ -224,7 +206,7 @@ def test_recommend_of_what_is_measured(tmp_path: Path) -> None:
     worse = [{**one, "loss_increase": one["loss_increase"] + 10} for one in rows(out)]
     (out / "rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
     for budget, says in (("1", "recommended nothing: of 6"), ("100", "recommended mean, 1 KV head")):
-        result = run("-o", out, "--recommend", "--max-loss-increase", budget, program="gqa-ablate")
+        result = gqa_ablate("-o", out, "--recommend", "--max-loss-increase", budget)
         assert result.code == 0
         assert says in result.out
 

@@ -1,16 +1,18 @@
-"""`gqa-ablate --kv-budgets`: cells whose layers have heads of their own are what `gqa-convert --groups LIST` makes."""
+"""`gqa-ablate --kv-budgets` and --cache-bits: cells whose layers have heads of their own are what `gqa-convert --groups
+LIST` makes, and a study of before grows by bits.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import run
-from studies import ablate, measured, place
+from studies import PLAINLY, SAME, ablate, copied, measured, place, study
 from test_ablation import by_cell, command, evaluated
-from test_ablation_refusals import refused
-from training import tiny_checkpoint, words_for
+from training import words_for
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.align.allot import forecast_of, heads_within
@@ -40,8 +42,7 @@ def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatc
     given = "--groups", ",".join(map(str, heads)), "--method", "mean"
     result = run("-q", *given, "-o", converted, place() / "model", program="gqa-convert")
     assert (result.code, "custom modelling code" in result.err) == (0, True), result
-    plainly = {"schedule": "constant", "teacher": "none", "train": "all", "learning_rate": 3e-3}
-    words = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **plainly)
+    words = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **PLAINLY)
     command("gqa-uptrain", *words, "--heldout", place() / "heldout.jsonl")
     expected = evaluated(place() / "model", converted, trained, "--cache-bits", "4")
     for bits, models in ((None, expected[1:3]), (4, expected[4:6])):
@@ -52,7 +53,7 @@ def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatc
             assert row["kv_heads"] == list(heads)
             assert abs(row["loss"] - told[Cell("mean", 2, 0, "all", "none", alpha, bits)]["loss"]) > 1e-5
     monkeypatch.setattr(ablation, "heads_within", None)
-    measured(out, **HOW, methods="mean,first", alphas="0", cache_bits=4)
+    measured(out, pictures=True, **HOW, methods="mean,first", alphas="0", cache_bits=4)
     assert by_cell(out)[Cell("first", 2.5, 0, "all", "none", 0.0, None, SHARE)]["kv_heads"] == list(heads)
     html = (out / "report.html").read_text()
     assert "mean, heads by layer" in html
@@ -63,16 +64,20 @@ def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatc
     assert lines[1].startswith("gqa-uptrain model-kv62 ")
 
 
-def test_budgets_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
-    refused(
-        tmp_path / "study",
-        "--kv-budgets 0.2 is not possible for the 4 key/value heads",
-        "least is 0.25",
-        **HOW | {"kv_budgets": 0.2},
-    )
-    refused(tmp_path / "study", "'--kv-budgets': 1.0 is not in the range 0<x<1", kv_budgets=1)
-    t5 = tiny_checkpoint(tmp_path / "t5" / "model", "gqa_t5", 4)
-    refused(tmp_path / "study", "layer", model=t5, kv_budgets=0.5)
+def test_a_study_of_before_grows_by_bits(tmp_path: Path) -> None:
+    """Its rows and times stay as they are; rows of before bits were known are read."""
+    out = copied(tmp_path)
+    old = [{key: value for key, value in row.items() if key != "bits"} for row in by_cell(out).values()]
+    (out / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in old))
+    measured(out, **SAME | {"methods": "mean", "alphas": "0"}, cache_bits="2")
+    found = by_cell(out)
+    for row in old:
+        assert row.items() <= found[Cell.of(row)].items()
+    new = [(cell.method, cell.groups) for cell in found if cell.bits]
+    assert new == [("mean", 1), ("none", 4)]
+    before, after = (json.loads((where / "speeds.json").read_text()) for where in (study(), out))
+    assert after.items() >= before.items()
+    assert after.keys() - before.keys() == {"1-int2", "4-int2"}
 
 
 def test_a_dry_run_says_what_to_expect(tmp_path: Path) -> None:
@@ -88,4 +93,3 @@ def test_a_dry_run_says_what_to_expect(tmp_path: Path) -> None:
         alone, *numbers = (f"{number:.3f}" for number in forecast_of(plan, options()))
         told = " ".join((method, "1", alone, numbers[0], numbers[1], "-", numbers[2]))
         assert told in [" ".join(line.split()) for line in expected]
-    refused(tmp_path / "study", "--forecast goes with a MODEL and --dry-run", **how)
