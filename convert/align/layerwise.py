@@ -19,6 +19,7 @@ from accelerate import init_empty_weights
 from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
@@ -183,7 +184,7 @@ class Layerwise:
         alone = f"{made.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
         if eager and not called:
             raise RefusedError(alone)
-        with watchable(), init_empty_weights(include_buffers=False):
+        with watchable(), init_empty_weights(include_buffers=False), no_init_weights():
             try:
                 model = made._from_config(config, attn_implementation=named, dtype=dtype)
             except (KeyError, ValueError):  # a class with a table of its own
