@@ -48,14 +48,20 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_checkpoint(build(TINY[request.param], QUERY_HEADS), tmp_path_factory.mktemp(request.param) / "model")
 
 
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    """With other heads in each layer."""
+    return convert_checkpoint(source, HEADS, source.with_name("by-layer"), method="mean").out
+
+
 families = pytest.mark.parametrize("source", BY_LAYER, indirect=True, ids=str)
 one_family = pytest.mark.parametrize("source", ["llama"], indirect=True, ids=str)
 
 
 def in_the_class_of_transformers(source: Path, heads: tuple[int, ...], place: Path) -> PreTrainedModel:
     """The merged heads of every layer repeated to all, in the class of the source."""
-    parts = {}
-    for count in {*heads}:
+    parts = {QUERY_HEADS: load(source)}
+    for count in {*heads} - parts.keys():
         merged = convert_checkpoint(source, count, place / f"{count}", method="mean").out
         parts[count] = load(convert_checkpoint(merged, QUERY_HEADS, place / f"{count}-all").out)
     tensors = {}
@@ -75,13 +81,12 @@ def predicted(model: PreTrainedModel) -> Tensor:
 
 
 @families
-def test_transformers_loads_it_and_computes_the_same(source: Path, tmp_path: Path) -> None:
+def test_transformers_loads_it_and_computes_the_same(source: Path, converted: Path, tmp_path: Path) -> None:
     """By the file beside the weights; layers with each other's numbers, as a control, do not compute it."""
-    out = convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out
     expected = predicted(in_the_class_of_transformers(source, HEADS, tmp_path))
     for attention in TINY[json.loads((source / "config.json").read_text())["model_type"]].attention:
         found, told = AutoModelForCausalLM.from_pretrained(
-            out, trust_remote_code=True, dtype="float32", attn_implementation=attention, output_loading_info=True
+            converted, trust_remote_code=True, dtype="float32", attn_implementation=attention, output_loading_info=True
         )
         assert not told["missing_keys"]
         assert not told["unexpected_keys"]
@@ -91,34 +96,28 @@ def test_transformers_loads_it_and_computes_the_same(source: Path, tmp_path: Pat
 
 
 @families
-def test_what_is_written_is_what_it_generates_with(source: Path, tmp_path: Path) -> None:
+def test_what_is_written_is_what_it_generates_with(converted: Path) -> None:
     """The cache holds each layer's heads, and a token after another is what all at once are."""
-    model = load_model(str(convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out), dtype="float32")
+    model = load_model(str(converted), dtype="float32")
     with torch.no_grad():
         whole = model(input_ids=IDS).logits
         first = model(input_ids=IDS[:, :8], use_cache=True)
         rest = model(input_ids=IDS[:, 8:], past_key_values=first.past_key_values).logits
     assert [layer.keys.shape[1] for layer in first.past_key_values.layers] == list(HEADS)
     assert error(rest, whole[:, 8:]) < TOLERANCE
-    greedy = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    greedy = model.generate(IDS, max_new_tokens=3, do_sample=False)
     assert greedy[:, : IDS.shape[1]].equal(IDS)
     for _ in range(2):  # with a cache of a fixed size, which is made from the config
-        fixed = model.generate(IDS, max_new_tokens=6, do_sample=False, cache_implementation="static")
+        fixed = model.generate(IDS, max_new_tokens=3, do_sample=False, cache_implementation="static")
         assert fixed.equal(greedy)
 
 
 @one_family
-def test_transformers_own_class_does_not_take_it(source: Path, tmp_path: Path) -> None:
-    """It would build layers that are all alike: without the code beside it, nothing loads it."""
-    out = convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out
+def test_it_is_saved_and_loaded_again(converted: Path, tmp_path: Path) -> None:
+    """By the code beside it alone: transformers' own class would build layers that are all alike."""
     with pytest.raises(ValueError, match="trust_remote_code"):
-        AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
-
-
-@one_family
-def test_it_is_saved_and_loaded_again(source: Path, tmp_path: Path) -> None:
-    out = convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out
-    model = load_model(str(out), dtype="float32")
+        AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=False)
+    model = load_model(str(converted), dtype="float32")
     assert model.config.to_dict()["per_layer_config"] == {"0": {"num_key_value_heads": 1}}
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)

@@ -233,10 +233,9 @@ def test_heads_that_do_not_divide(name: str) -> None:
         build(OURS[name], 3)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "umt5"])
-def test_compiled(name: str) -> None:
+def test_compiled() -> None:
     """torch.compile takes the whole model, also where attention is eager, and computes the same."""
-    tiny = OURS[name]
+    tiny = OURS["umt5"]
     model, given = build(tiny, 2, attention="eager"), inputs(tiny)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():

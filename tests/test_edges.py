@@ -72,8 +72,7 @@ def convert(model: Path, *words: object, groups: int = 2) -> Path:
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("dtype", "shards"), zip(DTYPES, (1, 3, 1, 3), strict=True))
 def test_every_dtype(dtype: str, shards: int, tmp_path: Path) -> None:
     model = llama(tmp_path / "m", shards=shards, dtype=dtype)
     out = convert(model, "--checksums")
@@ -97,8 +96,7 @@ def test_odd_tensors_are_copied(tmp_path: Path) -> None:
     check_result(out, merged(made, 4, 2))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", [K0, V0])
+@pytest.mark.parametrize(("name", "value"), [(K0, float("nan")), (V0, float("inf")), (K0, float("-inf"))])
 def test_nan_and_inf_are_a_warning(name: str, value: float, tmp_path: Path) -> None:
     made = weights()
     made[name][5, 7] = value
@@ -139,8 +137,7 @@ def test_cast(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 SIZES = {"1KB": 1000, "5KB": 5000, "10.5KiB": 10_752, "1B": 1, "5GB": 5 * 10**9, "9" * 400: 10**400}
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("size", "shards"), zip(SIZES, (1, 3, 1, 3, 1, 3), strict=True))
 def test_other_partition_same_tensors(size: str, shards: int, tmp_path: Path) -> None:
     """No shard is larger than was asked for, unless one tensor alone is."""
     model = llama(tmp_path / "m", shards=shards)
