@@ -333,9 +333,9 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
     listed = tmp_path / "heads.txt"
     listed.write_text("1, 4\n1\n4\n")
-    run(uneven, "--groups", listed, *words, "-o", tmp_path / "listed")
-    budget, named, from_file = (contents(tmp_path / name) for name in ("budget", "named", "listed"))
-    assert budget == named == from_file
+    planned = run(uneven, "--groups", listed, "--dry-run", *words)
+    assert json.loads(planned.out)["heads"]["kv_after"] == [1, 4, 1, 4]
+    assert contents(tmp_path / "budget") == contents(tmp_path / "named")
     record = json.loads((tmp_path / "budget/gqa_conversion.json").read_text())
     assert "--groups 1,4,1,4" in record["command"]
 
@@ -346,17 +346,16 @@ def test_its_name_says_how_much_is_left(uneven: Path, monkeypatch: pytest.Monkey
 
 
 def test_from_python(uneven: Path, tmp_path: Path) -> None:
-    """The same heads; text that is given beside options is what layers are measured on."""
-    how = small_options()
-    made = gqa.convert_model(str(uneven), kv_budget=0.625, out=tmp_path / "a", options=how, progress=False)
+    """The same heads, also where they are then merged without text; text that is given beside options is what layers
+    are measured on.
+    """
+    given: dict[str, Any] = {"kv_budget": 0.625, "options": small_options(), "progress": False}
+    made = gqa.convert_model(str(uneven), out=tmp_path / "a", **given)
     assert (made.plan.groups, made.plan.method) == ((1, 4, 1, 4), "calibrated")
-    named = gqa.convert_model(
-        str(uneven), [1, 4, 1, 4], "calibrated", out=tmp_path / "b", options=how, progress=False
-    )  # fmt: skip
-    assert contents(made.path) == contents(named.path)
-    given = {"kv_budget": 0.625, "out": tmp_path / "c", "options": how, "progress": False}
+    mean = gqa.convert_model(str(uneven), method="mean", data="self:512", seed=1, out=tmp_path / "b", **given)
+    assert (mean.plan.groups, mean.plan.method) == ((1, 4, 1, 4), "mean")
     with pytest.raises(CorpusError, match="nothing-here"):
-        gqa.convert_model(str(uneven), data="./nothing-here.txt", **given)
+        gqa.convert_model(str(uneven), data="./nothing-here.txt", out=tmp_path / "c", **given)
     for wrong in ({"kv_heads": 1, "kv_budget": 0.5}, {}, {"kv_budget": 1.0}, {"kv_heads": [1, 0, 1, 1]}):
         with pytest.raises(RefusedError, match="give"):
             gqa.convert_model(str(uneven), **wrong)
@@ -414,13 +413,6 @@ def test_refused_before_anything_is_measured(
     assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
     with pytest.raises(RefusedError, match=r"kv_budget 0\.5 and maps 'x' are two ways"):
         gqa.convert_model(str(uneven), kv_budget=0.5, maps="x")
-
-
-def test_python_measures_on_the_text_for_any_method(uneven: Path, tmp_path: Path) -> None:
-    """As the command does: layers are measured on it, if heads are then merged without."""
-    how: dict[str, Any] = {"kv_budget": 0.625, "options": small_options(), "progress": False, "seed": 1}
-    made = gqa.convert_model(str(uneven), method="mean", data="self:2K", out=tmp_path / "out", **how)
-    assert (made.plan.groups, made.plan.method) == ((1, 4, 1, 4), "mean")
 
 
 def test_the_page_lists_them() -> None:

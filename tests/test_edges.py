@@ -320,9 +320,3 @@ def test_a_config_that_the_edit_breaks_is_not_said_to_be_the_users(field: str, f
     assert str(told.value).startswith(f"model: its config with 2 key/value heads is no good: {found}")
     assert str(told.value).endswith("; please report this config")
     assert "correct" not in str(told.value)
-
-
-def test_a_count_that_the_whole_model_states_too_is_edited_in_both_places() -> None:
-    right = read_config({"model_type": "llava", "num_key_value_heads": 4, "text_config": config(4)}, "model")
-    changed = edit_config(right, 2, "model")[1]
-    assert [edit.key for edit in changed] == ["num_key_value_heads", "text_config.num_key_value_heads"]
