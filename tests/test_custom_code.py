@@ -190,7 +190,7 @@ def test_generation(pair: Pair) -> None:
         assert torch.equal(found.get(way, found["greedy"]), found["greedy"]), way
 
 
-@families
+@originals
 def test_the_cache_holds_fewer_heads(pair: Pair) -> None:
     assert cached_heads(pair.ours) == ({2}, {2} if theirs(pair.source).name in ENCODER_DECODERS else set())
 
