@@ -375,6 +375,7 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
         (("--groups", "1", "--kv-budget", "0.5"), "one of them"),
         ((), "give --groups G, or --kv-budget SHARE"),
         (("--kv-budget", "0.2"), "the least is 0.25"),
+        (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them
         (("--kv-budget", "0.5", "--tensor-parallel", "3"), "none is a multiple of 3"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs none"),
         (("--kv-budget", "1"), "1.0 is not in the range"),
