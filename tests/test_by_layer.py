@@ -427,5 +427,6 @@ def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     edit_json(model / "config.json", lambda raw: raw | {"model_type": "nemotron"})
     assert "as many key/value heads in all layers" in refusal(model, "--groups", "1,4")
     different = llama(tmp_path / "llama")
-    out = convert_checkpoint(different, (1, 4), tmp_path / "out", method="mean").out
+    out = convert_checkpoint(different, (1, 4), method="mean").out
+    assert out.name == "llama-kv62-mean"  # of the key/value heads, not of the query heads
     assert "convert the base model" in refusal(out, "--groups", "1,2")
