@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gqa.convert.align.alignment import pairs
 from gqa.convert.align.stream import norm_gain
-from gqa.convert.heads.modules import Change, attention_modules, module_changes
+from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import CacheBasis
 from gqa.convert.plan import Plan
@@ -37,9 +37,8 @@ def cache_bases(plan: Plan) -> dict[str, CacheBasis]:
         changes = module_changes(module, config, plan.groups, symmetry.rules)
         heads, scale = changes[0].heads, None
         if symmetry.free_keys(config.text):
-            gain = norm_gain(plan.checkpoint, module, symmetry, _width(changes))
             rotary = symmetry.rotary(config.text, module.layer, heads.key_dim)
-            scale = balance(*_energies(plan, changes, gain), rotary)
+            scale = balance(*_energies(plan, module, changes, symmetry), rotary)
         found[module.path] = CacheBasis(spread(heads.value_dim), scale)
     return found
 
@@ -69,22 +68,16 @@ def spread(size: int) -> Tensor:
     return torch.kron(found, cosines)
 
 
-def _width(changes: list[Change]) -> int:
-    """Numbers that keys are made of."""
-    weight = next(change for change in changes if change.rule.projection and len(change.sources[0].shape) > 1)
-    parts = weight.split([torch.empty(spec.shape, device="meta") for spec in weight.sources])
-    return next(heads.shape[-1] for part, heads in parts.items() if part != "whole")
-
-
-def _energies(plan: Plan, changes: list[Change], gain: Tensor) -> tuple[Tensor, Tensor]:
+def _energies(plan: Plan, module: AttentionModule, changes: list[Change], symmetry: Symmetry) -> tuple[Tensor, Tensor]:
     """(H, d) and (G, d): what converted queries and keys are like on independent inputs, biases with them."""
-    found: dict[str, Tensor] = {}
+    found, checkpoint = dict[str, Tensor](), plan.checkpoint
     for change in changes:
         if not change.rule.projection:
             continue
-        parts = change.after.split(plan.merging.apply(change, [plan.checkpoint.read(spec) for spec in change.sources]))
+        parts = change.after.split(plan.merging.apply(change, [checkpoint.read(spec) for spec in change.sources]))
         for part in ("query", "key"):
             if (rows := parts.get(part)) is not None:
-                rows = rows.double() * gain if rows.ndim > 2 else rows.double()[..., None]
-                found[part] = found.get(part, torch.zeros(())) + rows.square().sum(-1)
+                bias, rows = rows.ndim == 2, rows.double()
+                gained = rows[..., None] if bias else rows * norm_gain(checkpoint, module, symmetry, rows.shape[-1])
+                found[part] = found.get(part, torch.zeros(())) + gained.square().sum(-1)
     return found["query"], found["key"]

@@ -55,6 +55,16 @@ def _disks_are_not_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _configs_are_not_printed() -> Iterator[None]:
+    """transformers writes out each config that it reads, for a log that nobody sees: a fifth of many tests' time."""
+    from transformers import PreTrainedConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedConfig, "__repr__", object.__repr__)
+        yield
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """That of the example; what it makes of texts is kept in a directory of the test module."""

@@ -48,12 +48,13 @@ def test_what_is_taken_follows_from_the_layers(name: str, tmp_path: Path) -> Non
 
 
 def test_a_layer_unlike_the_others_ends_the_guess(tmp_path: Path) -> None:
-    """The control: one matrix too many in the last layer, and what it is given later is not known."""
+    """The control: a matrix or a norm too many in the last layer, and what it is given later is not known."""
     model = llama(tmp_path / "m", shards=1)
     assert plan_conversion(model, 2).method == "aligned"
-    more = weights() | {"model.layers.1.mlp.experts.weight": torch.zeros(4, 32)}
-    save_file(more, model / "model.safetensors", metadata={"format": "pt"})
-    assert plan_conversion(model, 2).method == "procrustes"
+    for name, tensor in (("mlp.experts", torch.zeros(4, 32)), ("other_layernorm", torch.ones(32))):
+        more = weights() | {f"model.layers.1.{name}.weight": tensor}
+        save_file(more, model / "model.safetensors", metadata={"format": "pt"})
+        assert plan_conversion(model, 2).method == "procrustes"
 
 
 def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:

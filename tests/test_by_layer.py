@@ -48,14 +48,20 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_checkpoint(build(TINY[request.param], QUERY_HEADS), tmp_path_factory.mktemp(request.param) / "model")
 
 
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    """With other heads in each layer."""
+    return convert_checkpoint(source, HEADS, source.with_name("by-layer"), method="mean").out
+
+
 families = pytest.mark.parametrize("source", BY_LAYER, indirect=True, ids=str)
 one_family = pytest.mark.parametrize("source", ["llama"], indirect=True, ids=str)
 
 
 def in_the_class_of_transformers(source: Path, heads: tuple[int, ...], place: Path) -> PreTrainedModel:
     """The merged heads of every layer repeated to all, in the class of the source."""
-    parts = {}
-    for count in {*heads}:
+    parts = {QUERY_HEADS: load(source)}
+    for count in {*heads} - parts.keys():
         merged = convert_checkpoint(source, count, place / f"{count}", method="mean").out
         parts[count] = load(convert_checkpoint(merged, QUERY_HEADS, place / f"{count}-all").out)
     tensors = {}
@@ -75,13 +81,12 @@ def predicted(model: PreTrainedModel) -> Tensor:
 
 
 @families
-def test_transformers_loads_it_and_computes_the_same(source: Path, tmp_path: Path) -> None:
+def test_transformers_loads_it_and_computes_the_same(source: Path, converted: Path, tmp_path: Path) -> None:
     """By the file beside the weights; layers with each other's numbers, as a control, do not compute it."""
-    out = convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out
     expected = predicted(in_the_class_of_transformers(source, HEADS, tmp_path))
     for attention in TINY[json.loads((source / "config.json").read_text())["model_type"]].attention:
         found, told = AutoModelForCausalLM.from_pretrained(
-            out, trust_remote_code=True, dtype="float32", attn_implementation=attention, output_loading_info=True
+            converted, trust_remote_code=True, dtype="float32", attn_implementation=attention, output_loading_info=True
         )
         assert not told["missing_keys"]
         assert not told["unexpected_keys"]
@@ -91,34 +96,28 @@ def test_transformers_loads_it_and_computes_the_same(source: Path, tmp_path: Pat
 
 
 @families
-def test_what_is_written_is_what_it_generates_with(source: Path, tmp_path: Path) -> None:
+def test_what_is_written_is_what_it_generates_with(converted: Path) -> None:
     """The cache holds each layer's heads, and a token after another is what all at once are."""
-    model = load_model(str(convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out), dtype="float32")
+    model = load_model(str(converted), dtype="float32")
     with torch.no_grad():
         whole = model(input_ids=IDS).logits
         first = model(input_ids=IDS[:, :8], use_cache=True)
         rest = model(input_ids=IDS[:, 8:], past_key_values=first.past_key_values).logits
     assert [layer.keys.shape[1] for layer in first.past_key_values.layers] == list(HEADS)
     assert error(rest, whole[:, 8:]) < TOLERANCE
-    greedy = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    greedy = model.generate(IDS, max_new_tokens=3, do_sample=False)
     assert greedy[:, : IDS.shape[1]].equal(IDS)
     for _ in range(2):  # with a cache of a fixed size, which is made from the config
-        fixed = model.generate(IDS, max_new_tokens=6, do_sample=False, cache_implementation="static")
+        fixed = model.generate(IDS, max_new_tokens=3, do_sample=False, cache_implementation="static")
         assert fixed.equal(greedy)
 
 
 @one_family
-def test_transformers_own_class_does_not_take_it(source: Path, tmp_path: Path) -> None:
-    """It would build layers that are all alike: without the code beside it, nothing loads it."""
-    out = convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out
+def test_it_is_saved_and_loaded_again(converted: Path, tmp_path: Path) -> None:
+    """By the code beside it alone: transformers' own class would build layers that are all alike."""
     with pytest.raises(ValueError, match="trust_remote_code"):
-        AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
-
-
-@one_family
-def test_it_is_saved_and_loaded_again(source: Path, tmp_path: Path) -> None:
-    out = convert_checkpoint(source, HEADS, tmp_path / "out", method="mean").out
-    model = load_model(str(out), dtype="float32")
+        AutoModelForCausalLM.from_pretrained(converted, trust_remote_code=False)
+    model = load_model(str(converted), dtype="float32")
     assert model.config.to_dict()["per_layer_config"] == {"0": {"num_key_value_heads": 1}}
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True)
@@ -334,9 +333,9 @@ def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path:
     run(uneven, "--groups", "1,4,1,4", *words, "-o", tmp_path / "named")
     listed = tmp_path / "heads.txt"
     listed.write_text("1, 4\n1\n4\n")
-    run(uneven, "--groups", listed, *words, "-o", tmp_path / "listed")
-    budget, named, from_file = (contents(tmp_path / name) for name in ("budget", "named", "listed"))
-    assert budget == named == from_file
+    planned = run(uneven, "--groups", listed, "--dry-run", *words)
+    assert json.loads(planned.out)["heads"]["kv_after"] == [1, 4, 1, 4]
+    assert contents(tmp_path / "budget") == contents(tmp_path / "named")
     record = json.loads((tmp_path / "budget/gqa_conversion.json").read_text())
     assert "--groups 1,4,1,4" in record["command"]
 
@@ -347,17 +346,16 @@ def test_its_name_says_how_much_is_left(uneven: Path, monkeypatch: pytest.Monkey
 
 
 def test_from_python(uneven: Path, tmp_path: Path) -> None:
-    """The same heads; text that is given beside options is what layers are measured on."""
-    how = small_options()
-    made = gqa.convert_model(str(uneven), kv_budget=0.625, out=tmp_path / "a", options=how, progress=False)
+    """The same heads, also where they are then merged without text; text that is given beside options is what layers
+    are measured on.
+    """
+    given: dict[str, Any] = {"kv_budget": 0.625, "options": small_options(), "progress": False}
+    made = gqa.convert_model(str(uneven), out=tmp_path / "a", **given)
     assert (made.plan.groups, made.plan.method) == ((1, 4, 1, 4), "calibrated")
-    named = gqa.convert_model(
-        str(uneven), [1, 4, 1, 4], "calibrated", out=tmp_path / "b", options=how, progress=False
-    )  # fmt: skip
-    assert contents(made.path) == contents(named.path)
-    given = {"kv_budget": 0.625, "out": tmp_path / "c", "options": how, "progress": False}
+    mean = gqa.convert_model(str(uneven), method="mean", data="self:512", seed=1, out=tmp_path / "b", **given)
+    assert (mean.plan.groups, mean.plan.method) == ((1, 4, 1, 4), "mean")
     with pytest.raises(CorpusError, match="nothing-here"):
-        gqa.convert_model(str(uneven), data="./nothing-here.txt", **given)
+        gqa.convert_model(str(uneven), data="./nothing-here.txt", out=tmp_path / "c", **given)
     for wrong in ({"kv_heads": 1, "kv_budget": 0.5}, {}, {"kv_budget": 1.0}, {"kv_heads": [1, 0, 1, 1]}):
         with pytest.raises(RefusedError, match="give"):
             gqa.convert_model(str(uneven), **wrong)
@@ -377,6 +375,7 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
         (("--groups", "1", "--kv-budget", "0.5"), "one of them"),
         ((), "give --groups G, or --kv-budget SHARE"),
         (("--kv-budget", "0.2"), "the least is 0.25"),
+        (("--kv-budget", "0.2", "--method", "mean", "--tokens", "512"), "the least is 0.25"),  # measuring takes them
         (("--kv-budget", "0.5", "--tensor-parallel", "3"), "none is a multiple of 3"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs none"),
         (("--kv-budget", "1"), "1.0 is not in the range"),
@@ -417,13 +416,6 @@ def test_refused_before_anything_is_measured(
         gqa.convert_model(str(uneven), kv_budget=0.5, maps="x")
 
 
-def test_python_measures_on_the_text_for_any_method(uneven: Path, tmp_path: Path) -> None:
-    """As the command does: layers are measured on it, if heads are then merged without."""
-    how: dict[str, Any] = {"kv_budget": 0.625, "options": small_options(), "progress": False, "seed": 1}
-    made = gqa.convert_model(str(uneven), method="mean", data="self:2K", out=tmp_path / "out", **how)
-    assert (made.plan.groups, made.plan.method) == ((1, 4, 1, 4), "mean")
-
-
 def test_the_page_lists_them() -> None:
     page = (Path(__file__).parents[1] / "docs/budget.md").read_text(encoding="utf-8")
     listed = page.partition("Model types: ")[2].partition(". Others")[0]
@@ -435,5 +427,6 @@ def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     edit_json(model / "config.json", lambda raw: raw | {"model_type": "nemotron"})
     assert "as many key/value heads in all layers" in refusal(model, "--groups", "1,4")
     different = llama(tmp_path / "llama")
-    out = convert_checkpoint(different, (1, 4), tmp_path / "out", method="mean").out
+    out = convert_checkpoint(different, (1, 4), method="mean").out
+    assert out.name == "llama-kv62-mean"  # of the key/value heads, not of the query heads
     assert "convert the base model" in refusal(out, "--groups", "1,2")

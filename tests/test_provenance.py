@@ -19,8 +19,8 @@ from gqa.convert.cli import command
 
 CALIBRATED = ("--method", "calibrated", "--data", "self:256", "--context", 32)
 REFINED = (
-    *("--method", "refined", "--data", "self:2048", "--context", 32),
-    *("--refine-steps", 20, "--refine-batch", 8),
+    *("--method", "refined", "--data", "self:512", "--context", 32),
+    *("--refine-steps", 4, "--refine-batch", 4),
 )
 # Each option that changes weights: a conversion, and what the option adds to it.
 CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
@@ -37,8 +37,8 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     "for_cache_bits": ((), ("--for-cache-bits",)),
     "grouping": (("--method", "aligned"), ("--grouping", "contiguous")),
     "ridge": (CALIBRATED, ("--ridge", 0.123456789)),
-    "refine_steps": (REFINED, ("--refine-steps", 30)),
-    "refine_batch": (REFINED, ("--refine-batch", 4)),
+    "refine_steps": (REFINED, ("--refine-steps", 6)),
+    "refine_batch": (REFINED, ("--refine-batch", 2)),
     "refine_learning_rate": (REFINED, ("--refine-learning-rate", 0.0123456789)),
     "cache_bits": (REFINED, ("--cache-bits", 2)),
     "refine_precision": ((*REFINED, "--refine-precision", "float32"), ("--refine-precision", "bfloat16")),

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from scrambled import Ids, on_ids, rearrange, relative, scramble
-from test_families import all_tensors, attention_of, load, louder, write_checkpoint
-from tiny_models import QUERY_HEADS, TINY, Tiny, build, config, inputs, logits, model_class
+from test_families import all_tensors, attention_of, load, louder, planned, write_checkpoint
+from tiny_models import QUERY_HEADS, TINY, Tiny, build, inputs, logits
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -66,11 +66,12 @@ CASES: dict[str, Tiny] = {model_type: TINY[WITHIN.get(model_type, model_type)] f
     "glm+queries": _other("glm", "queries", num_attention_heads=8),
     # With the encoder's heads, which layers of the decoder then read.
     **{f"{name}+encoder": _other(name, "encoder", grouped_attention=list(KINDS)) for name in (
-        "gqa_bart", "gqa_m2m_100", "gqa_marian", "gqa_mbart", "gqa_mt5", "gqa_pegasus", "gqa_t5", "gqa_umt5",
-        "gqa_whisper",
+        "gqa_bart", "gqa_t5", "gqa_umt5", "gqa_whisper",
     )},
 }  # fmt: skip
-
+# One model type of each kind: of those whose heads are stored alike and can be changed alike; and what options change.
+_KINDS = {(family.name, found): name for family in FAMILIES for name, found in reversed(family.symmetries.items())}
+EXAMPLES = {*SEVERAL, *_KINDS.values(), *(name for name in CASES if "+" in name and "+encoder" not in name)}
 
 # None of whose pairs of dimensions is turned slowly: all turn by more, or nobody knows how far they turn.
 FAST = {
@@ -110,20 +111,8 @@ def by(plan: Plan, method: str) -> Plan:
 def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = None) -> Tensor:
     """Of the model that a plan makes, without writing it; `maps` of all modules need not be on disk."""
     held: Any = maps and SimpleNamespace(of=lambda module, meta: maps[module], names=())
-    merging, read = replace(plan.merging, maps=held), plan.checkpoint.read
-    tensors, stored = dict[str, Tensor](), all_tensors(plan.checkpoint.directory)
-    for tensor in plan.tensors:
-        if tensor.change:
-            made = merging.apply(tensor.change, [read(spec) for spec in tensor.change.sources])
-            tensors |= dict(zip(tensor.change.outputs, made, strict=True))
-        else:
-            tensors[tensor.name] = stored[tensor.name]
-    model, info = model_class(tiny).from_pretrained(
-        None, config=config(tiny, plan.groups), state_dict=tensors, attn_implementation=attention(tiny),
-        output_loading_info=True, dtype=torch.float32,
-    )  # fmt: skip
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return logits(tiny, model.eval(), inputs(tiny))
+    made = planned(tiny, replace(plan, merging=replace(plan.merging, maps=held)), attention(tiny))
+    return logits(tiny, made, inputs(tiny))
 
 
 def text_of(tiny: Tiny) -> dict[str, Tensor]:
@@ -157,9 +146,10 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
     model = load(tiny, directory, attention(tiny))
     assert relative(logits(tiny, model, inputs(tiny)), expected) < SAME, "the table allows what changes the model"
     plan = plan_conversion(directory, kv, method="aligned")
-    assert relative(merged_logits(tiny, by(plan, "mean")), expected) > CONTROL
     check_gains(tiny, model, plan)
-    assert relative(merged_logits(tiny, plan, aligned(plan)), expected) < RECOVERED
+    if example := name in EXAMPLES:
+        assert relative(merged_logits(tiny, by(plan, "mean")), expected) > CONTROL
+        assert relative(merged_logits(tiny, plan, aligned(plan)), expected) < RECOVERED
     plan = by(plan, "calibrated")
     if why := UNSERVED.get(name.partition("+")[0]):
         with pytest.raises(RefusedError, match=f"cannot be run layer by layer: {why}; use --method aligned"):
@@ -178,10 +168,11 @@ def test_scrambled_heads_are_recovered(name: str, tmp_path: Path) -> None:
         hidden = after_layers(model, calibrator.pair.source.prefix, given)
         assert relative(calibrator.streams.source.hidden, hidden) < SAME
         assert relative(calibrator.streams.converted.hidden, hidden) < RECOVERED
-        assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
+        if example:
+            assert relative(merged_logits(tiny, plan, maps), expected) < RECOVERED
     symmetry = plan.config.symmetry
     if kv == 2 and isinstance(symmetry, Symmetry) and symmetry.regroups(plan.config.text):
-        check_places(tiny, directory, expected)
+        check_places(tiny, directory, expected, example)
 
 
 def aligned(plan: Plan, search: bool = False) -> dict[str, HeadMaps]:
@@ -219,11 +210,13 @@ def check_slow_pairs(pair: Pair, name: str, length: int) -> None:
             assert torch.equal(back[..., others], heads[..., others])
 
 
-def check_places(tiny: Tiny, directory: Path, expected: Tensor) -> None:
-    """Heads that changed places are found again: which belong together is searched for, neighbours no longer do."""
+def check_places(tiny: Tiny, directory: Path, expected: Tensor, example: bool) -> None:
+    """Heads can change places; and are found again: which belong together is searched for, neighbours no longer do."""
     rearrange(directory)
     moved = load(tiny, directory, attention(tiny))
     assert relative(logits(tiny, moved, inputs(tiny)), expected) < SAME, "something that belongs to a head stayed"
+    if not example:
+        return
     plan = plan_conversion(directory, 2, method="aligned")
     found = aligned(plan, search=True)
     assert relative(merged_logits(tiny, plan, found), expected) < RECOVERED

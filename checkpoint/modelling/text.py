@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _HEAD = '''# Licensed under the Apache License, Version 2.0 (http://www.apache.org/licenses/LICENSE-2.0).
@@ -113,6 +114,7 @@ def _below(definitions: dict[str, str], imports: dict[str, str], text: str) -> d
     return {key: own.get(key) or definitions[key] for key in order}
 
 
+@cache
 def auto_classes(model_type: str) -> dict[str, str]:
     """Names of transformers' Auto classes that know a model type of its own, and of the class that each has for it."""
     from transformers.models.auto import modeling_auto
@@ -130,6 +132,7 @@ def class_of(name: str, model: str) -> str:
     return "DeciLMForCausalLM" if name in DECILM and model.endswith("ForCausalLM") else f"GQA{model}"
 
 
+@cache
 def text_of(name: str) -> str:
     """The file for a model type of transformers (without `gqa_`), with a class for each that transformers has of it."""
     definitions: dict[str, str] = {}

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
@@ -276,14 +276,20 @@ def _descend(raw: Any, path: tuple[str, ...]) -> Any:
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
-    """The config object of a config.json of a model type that transformers has, or that is ours. What transformers has
-    to say of configs that it only reads is not told: the user sees our lines.
+    """The config object of a config.json of a model type that transformers has, or that is ours."""
+    return copy.deepcopy(_read(json.dumps(raw)))  # whose caller may change it
+
+
+@lru_cache(maxsize=8)
+def _read(text: str) -> Any:
+    """Kept, for a conversion needs the same several times and transformers takes long. What it has to say of configs
+    that it only reads is not told: the user sees our lines.
     """
     logging = importlib.import_module("transformers.utils.logging")
-    level = logging.get_verbosity()
+    level, raw = logging.get_verbosity(), json.loads(text, object_hook=_float)
     logging.set_verbosity_error()
     try:
-        return config_class(raw["model_type"]).from_dict(json.loads(json.dumps(raw), object_hook=_float))
+        return config_class(raw["model_type"]).from_dict(raw)
     finally:
         logging.set_verbosity(level)
 

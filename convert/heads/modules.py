@@ -120,8 +120,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
         if match := pattern.fullmatch(name):
             predicts = "mtp" in match["list"] or "mtp" in match["stack"].split(".")  # layers beyond the last
             layer = config.layers if predicts else int(match["layer"])
-            stack = "" if predicts else match["stack"]
-            found[match[1], stack, layer][match["tail"]] = spec
+            found[match[1], match["stack"], layer][match["tail"]] = spec
         elif (match := elsewhere.fullmatch(name)) and rule_of(match["tail"], config):
             raise RefusedError(
                 f"{name} {list(spec.shape)} looks like keys or values of {config.text.model_type} but is not in one of "
