@@ -217,24 +217,6 @@ def test_what_cannot_be_recorded_is_refused_before_models_load(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_that_ends_while_a_teacher_is_recorded(
-    place: Path, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What to lower is told, and with that the recording begins."""
-
-    def fail(*given: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    made = words_for(place / "model", place / "data.jsonl", tmp_path / "out", teacher=place / "teacher", steps=1)
-    made += ["--record-teacher", str(tmp_path / "kept")]
-    with monkeypatch.context() as patch:
-        patch.setattr(TopPredictions, "of", fail)
-        told = "out of memory while recording, 8 blocks of 64 tokens at a time on cpu; lower --micro-batch (now 8)"
-        check_refused(run(*made, program="gqa-uptrain"), told, program="gqa-uptrain")
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == [RECORD]
-    assert run(*made, "--micro-batch", 2, program="gqa-uptrain").code == 0
-
-
 def test_what_does_not_fit_is_refused(runs: Runs, tmp_path: Path, places: dict[str, Path]) -> None:
     """In one line: other blocks, context, temperature, tokens, and another recording."""
     runs.finish(*record(runs, tmp_path / "none", places, steps=1))

@@ -146,11 +146,12 @@ def options(place: Path, name: str, out: Path, data: str | None = "text.jsonl", 
     return TrainOptions(str(place / name), out, data=sources, **short | given)
 
 
+PAIRS = {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}
 SPOKEN = {"data": "speech.jsonl", "field": "audio", "target_field": "meant"}
 DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "spans": ("t5", {}),
     "denoising": ("bart", {}),
-    "pairs": ("marian", {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}),
+    "pairs": ("marian", PAIRS),
     "recordings": ("whisper", {"data": "speech/*.wav", "heldout_tokens": 64}),
     "transcripts": ("whisper", {**SPOKEN, "heldout_tokens": 64}),
     "self": ("t5", {"data": "self"}),
@@ -168,9 +169,6 @@ def test_training_comes_nearer_to_the_teacher(made_of: Path, tmp_path: Path, nam
     assert after["distillation"] < 0.98 * before["distillation"], (before, after)
     assert (record["steps"], record["teacher"]) == (4, f"{model}-base")
     assert not record["options"]["repeats"]
-
-
-PAIRS = {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}
 
 
 def words(place: Path, name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> list[str]:
@@ -332,8 +330,8 @@ def test_what_is_refused(made_of: Path, tmp_path: Path) -> None:
         with fresh_accelerator():
             done = run(*words(made_of, name, tmp_path / "out", **given), program="gqa-uptrain")
         assert says in check_refused(done, program="gqa-uptrain", advice="")
-    done = run(*words_for(material() / "model", made_of / "pairs.jsonl", tmp_path / "out", steps=1, field="said",
-                          target_field="meant"), program="gqa-uptrain")  # fmt: skip
+    decoder = words_for(material() / "model", out=tmp_path / "out", **PAIRS | {"data": made_of / "pairs.jsonl"})
+    done = run(*decoder, program="gqa-uptrain")
     assert "--target-field is for encoder-decoders, model is none" in done.err
     assert not list(tmp_path.iterdir())
 
@@ -341,5 +339,5 @@ def test_what_is_refused(made_of: Path, tmp_path: Path) -> None:
 def test_layers_that_are_dropped_at_random(runs: Runs, made_of: Path, tmp_path: Path) -> None:
     """As M2M-100 does in training: DDP waits for every gradient that it expects."""
     where = tiny_checkpoint(tmp_path / "m2m", "gqa_m2m_100", 2, pad_token_id=0, decoder_layerdrop=0.5)
-    given = {"data": made_of / "pairs.jsonl", "field": "said", "target_field": "meant", "teacher": "none"}
+    given = PAIRS | {"data": made_of / "pairs.jsonl", "teacher": "none"}
     runs.finish(*words(where.parent, "m2m", tmp_path / "out", **given), ranks=2)

@@ -147,11 +147,11 @@ class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        warm = "import datasets.io.generator, gqa.cli, gqa.uptrain.cli, gqa.uptrain.recording, peft, scipy.io, training"
-        late = "import gqa.uptrain.summary, processes, torch.distributed.checkpoint"  # what a run imports on its way
+        warm = "import datasets.io.generator, gqa.cli, gqa.uptrain.cli, gqa.uptrain.recording, gqa.uptrain.run"
+        more = "import peft, processes, scipy.io, training"
         classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
         super().__init__(
-            directory, f"{warm}; {late}; {classes}; processes.serve(training.command)",
+            directory, f"{warm}; {more}; {classes}; processes.serve(training.command)",
             HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
 
@@ -267,7 +267,6 @@ def save_and_kill(directory: str, change: int) -> None:
     """The states of steps 2 and 4 of a small module, of which one is kept; SIGKILL just before that of step 4 changes
     the disk for the nth time: a file, a name, a directory.
     """
-    import accelerate.checkpointing
     import torch
     from accelerate import Accelerator
     from torch.distributed.checkpoint.filesystem import FileSystem
@@ -295,9 +294,8 @@ def save_and_kill(directory: str, change: int) -> None:
         states.save(accelerator, *wrapped, {"step": 2})
         states.finish()
         for owner, name in ((FileSystem, "create_stream"), (FileSystem, "rename"), (FileSystem, "mkdir"),
-                            (accelerate.checkpointing, "save_accelerator_state"), (module, "write_text"),
-                            (module, "fsync_directory"), (Path, "rename"), (Path, "mkdir"),
-                            (shutil, "rmtree")):  # fmt: skip
+                            (module, "save_accelerator_state"), (module, "write_text"), (module, "fsync_directory"),
+                            (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):  # fmt: skip
             fatal(owner, name)
         states.save(accelerator, *wrapped, {"step": 4})
     sys.exit()
