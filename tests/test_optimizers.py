@@ -144,6 +144,20 @@ def test_moments_leave_the_device_one_after_the_other() -> None:
         assert found["param_groups"] == state["param_groups"]
 
 
+def test_steps_smaller_than_bfloat16_shows_add_up() -> None:
+    """On average; those rounded to the nearest change nothing."""
+    optim = pytest.importorskip("torchao.optim", reason="as above")
+    for at_random in (True, False):
+        torch.manual_seed(0)
+        weights = torch.nn.Parameter(torch.ones(1 << 14, dtype=torch.bfloat16))
+        optimizer = optim._AdamW([weights], lr=1e-4, weight_decay=0, bf16_stochastic_round=at_random)
+        for _ in range(10):
+            weights.grad = torch.ones_like(weights)
+            optimizer.step()
+        drift = float(weights.detach().double().mean() - 1)
+        assert drift == (pytest.approx(-1e-3, rel=0.1) if at_random else 0)
+
+
 def test_bytes_of_a_parameter() -> None:
     for given, each in (
         (("adamw",), 16), (("adamw-8bit",), 10), (("muon",), 12), (("adafactor",), 9),

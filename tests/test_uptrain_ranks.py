@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +66,8 @@ def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path, model: str) 
         shutil.rmtree(state / "step-00000004")
         runs.finish(*runs.words(tmp_path / f"{before}-{after}", **words), "--resume", **how[after])
     for name in (SHARDED, *map("-".join, CONTINUED[model])):
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / WHOLE), rel=1e-5), name
-        assert difference(tmp_path / name, tmp_path / WHOLE) <= 1e-5, name
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / WHOLE), rel=1e-6), name
+        assert difference(tmp_path / name, tmp_path / WHOLE) <= 5e-6, name
 
 
 @pytest.mark.scale  # four processes
@@ -111,7 +113,8 @@ def test_others_wait_for_the_first_process_longer_than_a_collective_would(runs: 
     assert len(losses(tmp_path / "out")) == 2
 
 
-def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+@pytest.mark.usefixtures("alone")
+def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model, teacher and a streamed data set by their names on a hub: the data set's present state has no text, the one
     that is asked for has.
     """
@@ -123,13 +126,21 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     hub.repo("lab/data", tmp_path / "newer").add("v1", tmp_path / "data")
     words = ["--data", "lab/data", "--data-revision", "v1", "--streaming", "--tokens", "1K"]
     words += ["--teacher", "lab/mha", "-o", "out", "--json", "-q"]
-    done = machine.python("-m", "gqa.uptrain", "lab/mha-gqa2", *words)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
+    done = machine.run("lab/mha-gqa2", *words, program="gqa-uptrain")
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert (record["model"], record["teacher"], record["data"]) == ("lab/mha-gqa2", "lab/mha", ["lab/data"])
     assert record["options"]["data_revision"] == "v1"
     assert (record["tokens"], record["steps"], record["ranks"]) == (960, 15, 1)
     assert load(machine.work / "out").keys() == load(tmp_path / "gqa2").keys()
+
+
+def test_launchers_start_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `-m gqa.uptrain`, which is the command."""
+    monkeypatch.setattr(sys, "argv", ["gqa-uptrain", "--cats"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("gqa.uptrain", run_name="__main__")
 
 
 def test_the_launcher_says_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
