@@ -31,9 +31,11 @@ from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
@@ -121,7 +123,7 @@ class States:
         """Write a state under its name. Each rank hashes what it wrote; all hear of an error of any."""
         state, told = ranks(), dict[str, Any]()
         try:
-            checkpoint.save(found, checkpoint_id=work / _SHARDS, process_group=group, no_dist=group is None)
+            save(found, checkpoint_id=work / _SHARDS, process_group=group, no_dist=group is None)
             files = (path for path in sorted(work.rglob("*")) if path.is_file())
             own = (path for path in files if _writer(path) % state.num_processes == state.process_index)
             told = {str(path.relative_to(work)): _describe(path) for path in own}
@@ -156,7 +158,7 @@ class States:
         self.finish()  # which processes talk about too
         work = self.directory / f"{BEST}.partial"
         with self._failing("the best weights", work):
-            checkpoint.save(weights, checkpoint_id=work, process_group=self._group, no_dist=self._group is None)
+            save(weights, checkpoint_id=work, process_group=self._group, no_dist=self._group is None)
             if ranks().is_main_process:
                 shutil.rmtree(self.directory / BEST, ignore_errors=True)
                 work.rename(self.directory / BEST)
@@ -175,8 +177,7 @@ class States:
 
     def read_best(self, weights: dict[str, Tensor]) -> None:
         """What was kept last, into these."""
-        best, group = self.directory / BEST, self._group
-        checkpoint.load(weights, checkpoint_id=best, process_group=group, no_dist=group is None)
+        read(weights, checkpoint_id=self.directory / BEST, process_group=self._group, no_dist=self._group is None)
 
     def take_best(self, state: Path) -> None:
         """The best weights are again those of a state, or none where it has none."""
@@ -220,11 +221,10 @@ class States:
 def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
     """Weights, optimiser and random states as they were, whatever processes and shards there were and are."""
     weights, moments = get_state_dict(model, optimizer.optimizer)
-    checkpoint.load({"model": weights}, checkpoint_id=path / _SHARDS)
+    read({"model": weights}, checkpoint_id=path / _SHARDS)
     # What never had a gradient has no moments.
     held = plain_moments(moments)
-    partly = checkpoint.DefaultLoadPlanner(allow_partial_load=True)
-    checkpoint.load({"optimizer": held}, checkpoint_id=path / _SHARDS, planner=partly)
+    read({"optimizer": held}, checkpoint_id=path / _SHARDS, planner=DefaultLoadPlanner(allow_partial_load=True))
     moments = restored_moments(moments, held)
     set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
     load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
