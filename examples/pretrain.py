@@ -246,19 +246,12 @@ def second_copies(model: LlamaForCausalLM, stream: torch.Tensor, length: int, de
     return hits[:, :length].float().mean().item(), hits[:, length + 1 :].float().mean().item()
 
 
-def make_optimizers(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    embedding = [p for n, p in model.named_parameters() if "embed" in n]
-    norms = [p for p in model.parameters() if p.ndim == 1]
+def optimizers_of(
+    matrices: list[torch.nn.Parameter], others: list[dict[str, object]], peak: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW without decay for groups of others, which may have a rate of their own."""
     muon = torch.optim.Muon(matrices, lr=peak, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(
-        [
-            {"params": embedding, "lr": peak, "weight_decay": 0.0},
-            {"params": norms, "lr": peak / 2, "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-    )
+    adamw = torch.optim.AdamW(others, lr=peak, weight_decay=0.0, betas=(0.9, 0.95))
     for optimizer in (muon, adamw):
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
@@ -313,7 +306,11 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
     model = LlamaForCausalLM(LlamaConfig(**CONFIG)).float().to(args.device)
     if args.start:
         model.load_state_dict(load_file(args.start / "model.safetensors"), strict=False)  # the output layer is tied
-    optimizers = make_optimizers(model, args.peak)
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    embedding = [p for n, p in model.named_parameters() if "embed" in n]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    others = [{"params": embedding}, {"params": norms, "lr": args.peak / 2}]
+    optimizers = optimizers_of(matrices, others, args.peak)
     log = (args.out / LOG).open("a")
     sample = windows(heldout, args.context, 0)[::7].flatten()  # a seventh of the held-out text, for the log
     start, step, tokens = time.monotonic(), 0, 0

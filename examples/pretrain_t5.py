@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pretrain import BOS, EOS, LOG, descend, rate, windows
+from pretrain import BOS, EOS, LOG, descend, optimizers_of, rate, windows
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, processors
 from torch.nn.utils.rnn import pad_sequence
@@ -150,12 +150,7 @@ def make_optimizers(model: T5ForConditionalGeneration, peak: float) -> list[torc
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or any(part in name for part in looked_up)]
     known = set(map(id, others))
     matrices = [p for p in model.parameters() if id(p) not in known]
-    muon = torch.optim.Muon(matrices, lr=peak, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, lr=peak, weight_decay=0.0, betas=(0.9, 0.95))
-    for optimizer in (muon, adamw):
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return [muon, adamw]
+    return optimizers_of(matrices, [{"params": others}], peak)
 
 
 @torch.no_grad()

@@ -88,16 +88,14 @@ def options(**given: Any) -> TrainOptions:
         ({"batch_size": 6}, 4, "--batch-size 6 cannot be shared by 4 processes; give a multiple of 4"),
         ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
         ({"distill": 0.5, "teacher": "none"}, 1, "--distill needs --teacher"),
-        (
-            {"temperature": 2.0, "teacher": "none"},
-            1,
-            "--temperature needs --teacher, the model before conversion; give both",
-        ),
+        ({"temperature": 2.0, "teacher": "none"}, 1, "--temperature needs --teacher, the model before conversion"),
         ({"lora_rank": 4, "train": "kv"}, 1, "--lora-rank needs --train lora; give both"),
         ({"decay": 0.5}, 1, "--decay needs --schedule wsd; give both"),
         ({"heldout": "a", "heldout_fraction": 0.1}, 1, "given by --heldout and --heldout-fraction; give one"),
         ({"learning_rate": math.inf}, 1, "--learning-rate is inf; give a finite number"),
         ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
+        ({"weights": "bfloat16", "optimizer": "muon"}, 1, "--weights bfloat16 is computed in bfloat16, with"),
+        ({"weights": "bfloat16", "precision": "fp16"}, 1, "with --optimizer adamw or adamw-8bit; give one of these"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:

@@ -45,10 +45,10 @@ def uptrain(*words: object) -> Result:
 
 
 def test_nothing_is_said(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But how long: the base model teaches, on what it writes, and the result is beside the model."""
+    """But how much: the base model teaches, on what it writes, and the result is beside the model."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))  # nothing is written yet
     monkeypatch.setattr("gqa.convert.align.watcher._LOG_SECONDS", 0.0)
-    done = uptrain(converted, "--steps", 2, "--batch-size", 2)
+    done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
     assert "base writes | 64 tok" in done.err
     told = {line[:10].rstrip(): line[12:] for line in done.said.splitlines()}
@@ -152,7 +152,7 @@ def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, tmp_path: Path) -> None:
     """The weights of before, bit for bit, and it says so; at a sensible rate the teacher comes nearer."""
-    words = (converted, "--steps", 3, "--batch-size", 2, "--warmup", 0)
+    words = (converted, "--steps", 3, "--batch-size", 2, "--warmup", 0, "--heldout-tokens", 128)
     done = uptrain(*words, "--lr", 50, "-o", tmp_path / "ruined")
     assert done.code == 0, done.err
     assert "unchanged   no step did better: the weights are those of converted." in done.out

@@ -147,10 +147,11 @@ class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        warm = "import datasets, peft, gqa.uptrain.run, gqa.uptrain.summary, processes, training"
+        warm = "import datasets.io.generator, gqa.cli, gqa.uptrain.cli, gqa.uptrain.recording, gqa.uptrain.run"
+        more = "import peft, processes, scipy.io, training"
         classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
         super().__init__(
-            directory, f"{warm}; {classes}; processes.serve(training.command)",
+            directory, f"{warm}; {more}; {classes}; processes.serve(training.command)",
             HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
 
@@ -184,7 +185,7 @@ class Runs(Forks):
         """Words of a run over what `shared_runs` has made."""
         if "teacher" in options:
             options["teacher"] = self.directory / options["teacher"]
-        return words_for(self.directory / model, self.directory / "data.jsonl", out, **options)
+        return words_for(self.directory / model, self.directory / "data.jsonl", out, **{"batch_size": 4} | options)
 
 
 @cache
@@ -219,6 +220,12 @@ def fresh_accelerator() -> Iterator[None]:
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+
+
+def note(file: str, told: object) -> None:
+    """A line of this process, in a file of its own."""
+    with Path(f"{file}-{os.environ.get('RANK', '0')}").open("a") as stream:
+        stream.write(f"{told}\n")
 
 
 def kill_at(step: int, number: int = signal.SIGKILL) -> None:
@@ -260,7 +267,6 @@ def save_and_kill(directory: str, change: int) -> None:
     """The states of steps 2 and 4 of a small module, of which one is kept; SIGKILL just before that of step 4 changes
     the disk for the nth time: a file, a name, a directory.
     """
-    import accelerate.checkpointing
     import torch
     from accelerate import Accelerator
     from torch.distributed.checkpoint.filesystem import FileSystem
@@ -288,9 +294,8 @@ def save_and_kill(directory: str, change: int) -> None:
         states.save(accelerator, *wrapped, {"step": 2})
         states.finish()
         for owner, name in ((FileSystem, "create_stream"), (FileSystem, "rename"), (FileSystem, "mkdir"),
-                            (accelerate.checkpointing, "save_accelerator_state"), (module, "write_text"),
-                            (module, "fsync_directory"), (Path, "rename"), (Path, "mkdir"),
-                            (shutil, "rmtree")):  # fmt: skip
+                            (module, "save_accelerator_state"), (module, "write_text"), (module, "fsync_directory"),
+                            (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree")):  # fmt: skip
             fatal(owner, name)
         states.save(accelerator, *wrapped, {"step": 4})
     sys.exit()
@@ -341,8 +346,7 @@ def tell_gradients(file: str) -> None:
                 local = one.sharded_param.grad.to_local()
                 held += local.numel()
                 exact.append((local == local.bfloat16()).float().mean())
-        with Path(f"{file}-{self.process_index}").open("a") as stream:
-            stream.write(json.dumps([held, float(sum(exact)) / max(len(exact), 1)]) + "\n")
+        note(file, [held, float(sum(exact)) / max(len(exact), 1)])
 
     Accelerator.backward = told  # type: ignore[method-assign]
 
@@ -351,16 +355,13 @@ def slow(seconds: float, patience: float) -> None:
     """The first process alone takes `seconds` to read text, to write the best weights, a state and the result; a
     collective ends after `patience`.
     """
-    import torch.distributed
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     import gqa.uptrain.run
     import gqa.uptrain.setup
     import gqa.uptrain.state as state
 
-    begin = torch.distributed.init_process_group
-    limit = timedelta(seconds=patience)
-    torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
+    impatient(patience)
     for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"),
                         (gqa.uptrain.run, "write_tensor"), (FileSystemWriter, "write_data"), (state, "_describe"),
                         (state, "write_text")):  # fmt: skip
@@ -417,12 +418,11 @@ def tell_tokens(file: str) -> None:
     """How many tokens' heads a process looks at, layer by layer."""
     from gqa.convert.align.moments import Moments
 
-    add, rank = Moments.add, os.environ.get("RANK", "0")
+    add = Moments.add
 
     def tell(self: Moments, q: Any, *given: Any) -> None:
         add(self, q, *given)
-        with Path(f"{file}-{rank}").open("a") as stream:
-            stream.write(f"{q.shape[0] * q.shape[2]}\n")
+        note(file, q.shape[0] * q.shape[2])
 
     Moments.add = tell  # type: ignore[method-assign]
 
@@ -431,18 +431,14 @@ def tell_solves(file: str) -> None:
     """Each key and value of a group that a process solves for."""
     import gqa.convert.align.moments as module
 
-    def told(name: str) -> None:
+    for name in ("shared_key", "shared_value"):
         solve = getattr(module, name)
 
-        def tell(*given: Any) -> Any:
-            with Path(f"{file}-{os.environ.get('RANK', '0')}").open("a") as stream:
-                stream.write(f"{name} ")
+        def tell(*given: Any, name: str = name, solve: Any = solve) -> Any:
+            note(file, name)
             return solve(*given)
 
         setattr(module, name, tell)
-
-    told("shared_key")
-    told("shared_value")
 
 
 def keep_samples(cache: str, batch: int, file: str) -> None:
@@ -452,11 +448,10 @@ def keep_samples(cache: str, batch: int, file: str) -> None:
     import gqa.convert.align.self_samples as module
 
     datasets.config.HF_DATASETS_CACHE, module.SAMPLED = Path(cache), batch
-    plain, rank = module.samples, os.environ.get("RANK", "0")
+    plain = module.samples
 
     def told(*given: Any, seed: Any, **how: Any) -> Any:
-        with Path(f"{file}-{rank}").open("a") as stream:
-            stream.write(f"{len(seed)}\n")
+        note(file, len(seed))
         return plain(*given, seed=seed, **how)
 
     module.samples = told  # type: ignore[assignment]
@@ -473,8 +468,7 @@ def tell_teacher(file: str) -> None:
     def tell(self: TrainingModel, **batch: torch.Tensor) -> Any:
         found = forward(self, **batch)
         held = [getattr(p, "_local_tensor", p).numel() for p in self._teacher[0].model.parameters()]
-        with Path(f"{file}-{os.environ['RANK']}").open("a") as stream:
-            stream.write(f"{sum(held)}\n")
+        note(file, sum(held))
         return found
 
     TrainingModel.forward = tell  # type: ignore[method-assign]
@@ -492,7 +486,7 @@ def tell_memory(file: str) -> None:
     def told(*given: Any, **options: Any) -> Any:
         before = resident()
         prepare(*given, **options)
-        Path(f"{file}-{os.environ['RANK']}").write_text(str(resident("VmHWM") - before))
+        note(file, resident("VmHWM") - before)
         sys.exit()
 
     module.prepare = told
@@ -528,7 +522,7 @@ def tell_result(file: str) -> None:
     def ended(*given: Any, **options: Any) -> Any:
         found = uptrain(*given, **options)
         told.append(resident("VmHWM") - before[0])
-        Path(f"{file}-{os.environ['RANK']}").write_text(json.dumps(told[1:]))
+        note(file, told[1:])
         return found
 
     States.keep_best, States.read_best, module.uptrain = kept, begun, ended  # type: ignore[method-assign]
@@ -565,8 +559,7 @@ def tell_hashes(file: str) -> None:
     describe = module._describe
 
     def told(path: Path) -> Any:
-        with Path(f"{file}-{os.environ['RANK']}").open("a") as stream:
-            stream.write(f"{path.name}\n")
+        note(file, path.name)
         return describe(path)
 
     module._describe = told

@@ -104,25 +104,22 @@ def stack(blocks: list[Block]) -> Batch:
 def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
     """Of blocks of `longest` tokens at most, as `settle_steps` decides. Raises RefusedError and CorpusError."""
     sources, back = parse_sources(options.data, **how_to_read(options)), not heldout_sources(options)
-    if options.streaming:
-        if options.alpha is not None and options.pretraining_tokens is None:
-            raise RefusedError(
-                "the length of a stream is not known: give --pretraining-tokens that --alpha is a share of"
-            )
-        options = settle_steps(options, _ENDLESS, longest, ranks)
-        steps = _steps(n_blocks_for(_ENDLESS, options.block, **_length(options)), options)
-        first = _heldout_blocks(options) if back else 0
-        blocks = StreamedBlocks(
-            sources, tokenizer, block_size=options.block, n_blocks=first + steps * options.blocks_per_step,
-            heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
-            first=first, batch=options.blocks_per_step, before=BEFORE if options.repeats else 0,
-        )  # fmt: skip
-        told = f"a stream of {blocks}"
-        fingerprint, heldout = f"{told} {blocks.encoder.identify()}", [blocks[number] for number in range(first)]
-    else:
+    if not options.streaming:
         text = concatenate([tokenise(source, tokenizer) for source in sources])
         return open_text(options, text, [source.weight for source in sources], longest, ranks, back)
-    return Dataloader(options, blocks, steps, fingerprint, told, heldout, first)
+    if options.alpha is not None and options.pretraining_tokens is None:
+        raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
+    options = settle_steps(options, _ENDLESS, longest, ranks)
+    steps = _steps(n_blocks_for(_ENDLESS, options.block, **_length(options)), options)
+    first = _heldout_blocks(options) if back else 0
+    blocks = StreamedBlocks(
+        sources, tokenizer, block_size=options.block, n_blocks=first + steps * options.blocks_per_step,
+        heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
+        first=first, batch=options.blocks_per_step, before=BEFORE if options.repeats else 0,
+    )  # fmt: skip
+    told = f"a stream of {blocks}"
+    heldout = [blocks[number] for number in range(first)]
+    return Dataloader(options, blocks, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
 
 
 def open_text(

@@ -10,7 +10,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
@@ -33,10 +36,6 @@ from gqa.uptrain.lora import merged, parts
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.shards import gathered
 from gqa.uptrain.summary import card, record_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 METRICS = "gqa_uptraining.jsonl"
 _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})

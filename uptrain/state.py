@@ -24,7 +24,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch.distributed as distributed
+from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
@@ -34,10 +45,6 @@ from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
 from gqa.checkpoint.write import fsync_directory, write_text
 from gqa.uptrain.optimizer import on_host, plain_moments, restored_moments
 from gqa.uptrain.options import TrainOptions, differences
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from torch import Tensor
 
 RECORD = "trainer_state.json"
 BEST = "best"
@@ -87,9 +94,6 @@ class States:
 
         Raises OutputError where it or the one before cannot be written.
         """
-        from accelerate.checkpointing import save_accelerator_state
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
         self.finish()
         work = self.directory / f"step-{record['step']:08d}.partial"
         with self._failing(f"the state of step {record['step']}", work):
@@ -113,16 +117,10 @@ class States:
     @cached_property
     def _group(self) -> Any:
         """What ranks write states together in, while they train in another; and however long one of them takes."""
-        import torch.distributed as distributed
-
         return distributed.new_group(backend="gloo", timeout=PATIENCE) if ranks().num_processes > 1 else None
 
     def _complete(self, work: Path, record: dict[str, Any], found: dict[str, Any], group: Any) -> None:
         """Write a state under its name. Each rank hashes what it wrote; all hear of an error of any."""
-        import torch.distributed as distributed
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         state, told = ranks(), dict[str, Any]()
         try:
             save(found, checkpoint_id=work / _SHARDS, process_group=group, no_dist=group is None)
@@ -157,8 +155,6 @@ class States:
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
         """Replace the best weights of before by what each process has. Raises OutputError."""
-        from torch.distributed.checkpoint.state_dict_saver import save
-
         self.finish()  # which processes talk about too
         work = self.directory / f"{BEST}.partial"
         with self._failing("the best weights", work):
@@ -170,8 +166,6 @@ class States:
     @contextmanager
     def _failing(self, what: str, work: Path) -> Iterator[None]:
         """What cannot be saved is told with OutputError, and the half of it in `work` goes."""
-        from torch.distributed.checkpoint.api import CheckpointException
-
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as found:  # torch writes files with its own errors
@@ -183,9 +177,7 @@ class States:
 
     def read_best(self, weights: dict[str, Tensor]) -> None:
         """What was kept last, into these."""
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        load(weights, checkpoint_id=self.directory / BEST, process_group=self._group, no_dist=self._group is None)
+        read(weights, checkpoint_id=self.directory / BEST, process_group=self._group, no_dist=self._group is None)
 
     def take_best(self, state: Path) -> None:
         """The best weights are again those of a state, or none where it has none."""
@@ -206,8 +198,6 @@ class States:
 
         Raises RefusedError where there is none or it is damaged.
         """
-        from accelerate.utils import gather_object
-
         if not (found := self.all()):
             raise RefusedError(f"--resume: {self.directory} has no saved state; start without --resume")
         path = found[-1]
@@ -230,11 +220,6 @@ class States:
 
 def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
     """Weights, optimiser and random states as they were, whatever processes and shards there were and are."""
-    from accelerate.checkpointing import load_accelerator_state
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load as read
-
     weights, moments = get_state_dict(model, optimizer.optimizer)
     read({"model": weights}, checkpoint_id=path / _SHARDS)
     # What never had a gradient has no moments.
