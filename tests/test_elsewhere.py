@@ -315,6 +315,7 @@ def test_what_is_at_the_address(tmp_path: Path, bucket: str) -> None:
     assert (Path("again") / "config.json").read_bytes() == (Path("direct") / "config.json").read_bytes()
 
 
+@pytest.mark.parametrize("bucket", ["memory"], indirect=True)
 def test_a_forecast_leaves_nothing_behind(bucket: str, place: Path) -> None:
     """Of a model at an address; and what refuses it does so before anything is fetched."""
     url = copied(place / "model", f"{bucket}/tiny")

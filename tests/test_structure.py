@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -182,25 +181,6 @@ def test_models_page_shows_every_model_type() -> None:
     reasons = {found for family in FAMILIES for found in family.symmetries.values() if isinstance(found, str)}
     reasons |= {found for family in FAMILIES for found in family.not_layerwise.values()}
     assert all(any(reason in row[2] for row in cells) for reason in reasons)
-
-
-@pytest.mark.parametrize(
-    ("program", "room", "documents"),
-    [
-        ("gqa-convert", "convert", ["README.md"]),
-        ("gqa-uptrain", "uptrain", ["README.md", "docs/uptraining.md"]),
-        ("gqa-eval", "eval", ["README.md"]),
-    ],
-)
-def test_documents_speak_of_options_that_exist(program: str, room: str, documents: list[str]) -> None:
-    command = import_module(f"gqa.{room}.cli").command
-    options = {"--help"} | {name for parameter in command.params for name in parameter.opts}
-    for document in documents:
-        text = (ROOT / document).read_text(encoding="utf-8")
-        lines = re.findall(rf"(?:{program}|-m gqa\.{room}) (.*)", text)
-        assert lines, document
-        words = [word for line in lines for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", line)]
-        assert set(words) <= options, document
 
 
 if __name__ == "__main__":
