@@ -36,20 +36,22 @@ SMALL = [
 ]
 LIMITS = {
     "--tokens": "512", "--calibration-tokens": "512", "--refine-steps": "2", "--steps": "2", "--max-tokens": "400",
-    "--eval-tokens": "200", "--heldout-fraction": "0.2", "--context": "64", "--alphas": "0,0.1",
+    "--eval-tokens": "200", "--heldout-fraction": "0.2", "--context": "128", "--alphas": "0,0.1",
     "--methods": "refined", "--batch-size": "2", "--kv-budgets": "0.75",
 }  # fmt: skip
 _TEXT = {"--tokens": "512", "--context": "64"}
+# What is said besides, where all words of a key stand in the command.
 ADDED = {
     "gqa-calibrate": _TEXT,
     "gqa-uptrain": {"--steps": "2", "--context": "64", "--batch-size": "2", "--heldout-tokens": "256"},
-    "gqa-eval": {"--no-recall": ""},
+    "gqa-eval --data": {"--no-recall": "", "--tokens": "400"},
+    "gqa-eval --decode": {"--decode-steps": "2", "--decode-repeats": "1"},
     "gqa-ablate": {
         "--calibration-tokens": "512", "--calibration-context": "64", "--refine-steps": "2", "--groups": "2",
         "--methods": "refined", "--train-context": "64", "--batch-size": "2", "--no-decode": "", "--no-recall": "",
     },
-    "refined": {**_TEXT, "--refine-steps": "2"},
-    "calibrated": _TEXT,
+    "gqa-convert refined": {**_TEXT, "--refine-steps": "2"},
+    "gqa-convert calibrated": _TEXT,
 }  # fmt: skip
 LENGTHS = {"--steps", "--tokens", "--alpha"}  # of a training: one of them
 
@@ -151,11 +153,11 @@ def made_small(program: str, words: list[str]) -> list[str]:
     planned = {"--maps", "--dry-run"} & {*words} and "--forecast" not in words
     told = planned or study_of_old
     for name, extras in ADDED.items():
-        if not told and name in (program, *(words if program == "gqa-convert" else ())):
+        if not told and {program, *words}.issuperset(name.split()):
             left = LENGTHS if program == "gqa-uptrain" and LENGTHS & {*words} else set()
             left = left | {"--refine-steps"} if "--forecast" in words else left
             left = left | ({"--heldout-tokens"} if {"--teacher", "targets"} <= {*words} else set())  # it has its own
-            left = left | ({"--no-recall"} if "--recall" in words or "--data" not in words else set())
+            left = left | ({"--no-recall"} if "--recall" in words else set())
             found += [one for key, value in extras.items() if key not in {*words, *left} for one in (key, value) if one]
     return found
 

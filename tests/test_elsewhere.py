@@ -20,7 +20,7 @@ from test_hub import same_weights
 from training import Runs
 
 from gqa import convert_model
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.remote import Remote
 from gqa.convert import convert_checkpoint
 from gqa.convert.api import convert_plan, plan_conversion
@@ -226,7 +226,9 @@ def test_kept_files_of_another_run_are_not_taken(
 
 
 def test_a_fetch_that_fails_lets_go_of_its_place(tmp_path: Path) -> None:
-    """Also while somebody holds the error; a fetch that goes on keeps it."""
+    """Also while somebody holds the error; a fetch that goes on keeps it. What was fetched stays for the next run,
+    unless the result is wrong.
+    """
     with pytest.raises(ZeroDivisionError) as held:
         Remote("a model", lambda file, to: 1 / 0).open(tmp_path / "place", ["config.json"])
     with Remote("a model", lambda file, to: (to / file).touch()) as again:
@@ -235,6 +237,11 @@ def test_a_fetch_that_fails_lets_go_of_its_place(tmp_path: Path) -> None:
             Remote("a model", lambda file, to: None).open(tmp_path / "place", [])
     assert list(tmp_path.iterdir()) == []
     del held
+    for kind, left in ((RefusedError, True), (OutputError, False)):
+        stopped = Remote("a model", lambda file, to: (to / file).touch())
+        stopped.open(tmp_path / "place", ["config.json"])
+        stopped.__exit__(kind, None, None)
+        assert (tmp_path / "place/files/config.json").exists() == left
 
 
 def copied(directory: Path, url: str) -> str:

@@ -264,13 +264,8 @@ def test_evaluation_options_say_everything(given: Path, tmp_path: Path) -> None:
 
 def test_a_teacher_is_recorded_and_taught_from(given: Path, loaded: Any, tokenizer: Any, tmp_path: Path) -> None:
     """The same as what the command records; a run from it learns what one with the teacher beside it learns."""
-    how: dict[str, Any] = {
-        "steps": 2,
-        "batch_size": 2,
-        "block_size": 32,
-        "progress": False,
-        "teacher": given / "teacher",
-    }
+    how: dict[str, Any] = {"steps": 2, "batch_size": 2, "block_size": 32, "progress": False}
+    how["teacher"] = given / "teacher"
     data = str(given / "data.jsonl")
     with fresh_accelerator():
         recorded = gqa.record_teacher(given / "model", tmp_path / "a", data, mass=1.0, **how)
@@ -308,15 +303,13 @@ def test_ranks_share_the_heads_that_a_budget_leaves(given: Path, tmp_path: Path)
         gqa.convert_model(given / "teacher", 2, tensor_parallel=0)
 
 
-def test_where_a_result_goes_is_out(given: Path) -> None:
+def test_options_that_are_none_are_told(given: Path) -> None:
+    """Among them what only a terminal can do, and where a result goes, which is `out`."""
+    for name in ("contxt", "quiet", "json"):
+        with pytest.raises(TypeError, match=f"'{name}' is no option; (did you mean 'context'|choose .*context)"):
+            gqa.evaluate(given / "teacher", data="stdlib:heldout", **{name: 3})
     with pytest.raises(TypeError, match="'output' is no option"):
         gqa.uptrain_model(given / "teacher", "stdlib:train", steps=1, output="mine")
-
-
-@pytest.mark.parametrize("name", ["contxt", "quiet", "json"])
-def test_options_that_are_none_are_told(given: Path, name: str) -> None:
-    with pytest.raises(TypeError, match=f"'{name}' is no option; (did you mean 'context'|choose .*context)"):
-        gqa.evaluate(given / "teacher", data="stdlib:heldout", **{name: 3})
 
 
 def test_the_callers_logging_stays(given: Path, tmp_path: Path) -> None:
