@@ -91,8 +91,7 @@ def stop(running: Running, seconds: float, number: int) -> int:
     return running.wait()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
-@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize(("number", "code", "jobs"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 1)])
 def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: int, jobs: int) -> None:
     """Soon over, nothing left, and one line where somebody sits at the terminal."""
     out = tmp_path / "out"

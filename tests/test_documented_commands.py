@@ -94,14 +94,6 @@ def test_options_exist(program: str, words: list[str], tmp_path: Path, monkeypat
     command.make_context(program, list(words))
 
 
-def test_an_option_that_does_not_exist_is_seen() -> None:
-    import click
-
-    command = import_module("gqa.convert.cli").command
-    with pytest.raises(click.UsageError):
-        command.make_context("gqa-convert", ["MODEL", "--groups", "8", "--gruops", "8"])
-
-
 def test_every_fence_of_commands_is_seen(tmp_path: Path) -> None:
     """And no other: what closes a block of Python opens none."""
     page = tmp_path / "page.md"

@@ -113,14 +113,6 @@ def test_space_for_the_result_and_two_files(
     assert not list(machine.home.rglob("*.safetensors"))
 
 
-def test_with_space_for_all_the_cache_keeps_it(hub: Hub, machine: Machine, tmp_path: Path, local: Path) -> None:
-    """The control: as ever."""
-    hub.repo(NAME, tmp_path / "source")
-    assert machine.run(*MERGED, NAME).code == 0
-    assert same_weights(machine.work / OUT, local)
-    assert len(list(machine.home.rglob("snapshots/*/*.safetensors"))) == SHARDS
-
-
 def test_methods_that_look_at_the_whole_model_say_so(
     hub: Hub, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
