@@ -38,6 +38,7 @@ LIMITS = {
     "--tokens": "512", "--calibration-tokens": "512", "--refine-steps": "2", "--steps": "2", "--max-tokens": "400",
     "--eval-tokens": "200", "--heldout-fraction": "0.2", "--context": "128", "--alphas": "0,0.1",
     "--methods": "refined", "--batch-size": "2", "--kv-budgets": "0.75",
+    "--cache-bits": "4",
 }  # fmt: skip
 _TEXT = {"--tokens": "512", "--context": "64"}
 # What is said besides, where all words of a key stand in the command.
@@ -135,10 +136,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made_small(program: str, words: list[str]) -> list[str]:
     """The same command on little text."""
     found: list[str] = []
+    limits = LIMITS | ({"--groups": "2"} if program == "gqa-ablate" else {})
     for word in words:
         for pattern, short in SMALL:
             word = re.sub(pattern, short, word)
-        found.append(LIMITS.get(found[-1] if found else "", word))
+        found.append(limits.get(found[-1] if found else "", word))
     if program == "gqa-ablate" and "stdlib:train" in words and "--heldout" not in words:
         found += ["--heldout", "heldout.jsonl"]  # stdlib:train brings it along
     study_of_old = program == "gqa-ablate" and "--data" not in words
