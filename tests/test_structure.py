@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def circle(graph: Mapping[Any, set[Any]]) -> list[Any] | None:
     return None
 
 
+@cache
 def import_graph() -> dict[Path, set[Path]]:
     return {path: {NAMES[name] for name in imported(path)} - {path} for path in MODULES}
 
