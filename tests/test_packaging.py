@@ -126,4 +126,5 @@ def test_the_site_is_refused_where_something_is_dead(tmp_path: Path) -> None:
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config | {"nav": [{"x": "index.md"}]}))
     done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode != 0
-    assert all(said in done.stderr for said in ("'nowhere.md'", "'index.md#nothing'", 'not included in the "nav"')), done.stderr
+    for said in ("'nowhere.md'", "'index.md#nothing'", 'not included in the "nav"'):
+        assert said in done.stderr
