@@ -74,12 +74,11 @@ def own_share(rows: int, together: int = 1) -> slice:
     """Those of so many rows that are this process' own; all of them where it is alone. Rows that go `together`, so many
     at a time, stay together where that leaves some for each. Raises RefusedError.
     """
-    number, processes = ranks().process_index, ranks().num_processes
-    if rows < processes:
+    if rows < (processes := ranks().num_processes):
         raise RefusedError(f"{rows} blocks of text are too few for {processes} processes; give more text (--tokens)")
     together = together if -(-rows // together) >= processes else 1
-    parts = -(-rows // together)
-    return slice(parts * number // processes * together, min(parts * (number + 1) // processes * together, rows))
+    own = share_of(-(-rows // together))
+    return slice(own.start * together, min(own.stop * together, rows))
 
 
 def share_of(count: int) -> slice:

@@ -75,14 +75,17 @@ class Checkpoint:
     added: Mapping[str, str] = field(default_factory=dict)
     remote: Remote | None = field(default=None, repr=False, compare=False)
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _paths: dict[Path, Path] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
-        """Where a file really lies (the hub's cache holds links), checked to belong to the checkpoint."""
+        """Where a file really lies (the hub's cache holds links), checked once to belong to the checkpoint."""
         if self.directory is None:
             raise RefusedError(f"{self.name}: only its headers were fetched")
         if self.remote:
             self.remote.fetch(file)
-        return member_path(self.directory, file)
+        if (named := self.directory / file) not in self._paths:
+            self._paths[named] = member_path(self.directory, file)
+        return self._paths[named]
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
         """One tensor, in its stored dtype and shape. Raises CorruptError when the file has become shorter.

@@ -169,12 +169,9 @@ def tokenise_pairs(columns: Sequence[tuple[Source, Source]], encoder: PairEncode
         found.append(cached_rows(key, partial(rows, source, targets), "source", "target"))
     tables, digests, fingerprints = zip(*found, strict=True)
     sizes = tuple(map(len, digests))
-    one, other = (
-        pyarrow.chunked_array([chunk for table in tables for chunk in table.column(side).chunks])
-        for side in ("source", "target")
-    )
+    whole = pyarrow.concat_tables(tables)
     told = hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
-    return PairTable(one, other, numbered(np.concatenate(digests), told, sizes))
+    return PairTable(whole["source"], whole["target"], numbered(np.concatenate(digests), told, sizes))
 
 
 def numbered(digests: NDArray[np.uint8], fingerprint: str, sizes: tuple[int, ...] = ()) -> TokenisedText:

@@ -113,7 +113,7 @@ def cached_rows(
     features = datasets.Features({name: ids for name in columns} | {"digest": datasets.Value("binary")})
     try:
         with quiet("datasets"):
-            table = datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint).data
+            table = datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint).data.table
     except datasets.exceptions.DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
     digests = np.frombuffer(b"".join(table.column("digest").to_pylist()), np.uint8).reshape(-1, 32)

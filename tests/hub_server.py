@@ -171,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
             while self.command != "HEAD" and sent < len(data):  # in pieces: a client may leave in between
                 if self.route.startswith("/lfs/") and not self.headers.get("Range"):
                     self.hub.piece(self.route, start=not sent)
-                sent += self.wfile.write(data[sent : sent + 2**14])
+                sent += self.wfile.write(data[sent : sent + 2**16])
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
         if self.route != "/api/agent-harnesses":  # huggingface_hub asks that of the hub about itself

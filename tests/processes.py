@@ -1,4 +1,4 @@
-"""Conversions as processes that can be killed: one process imports everything once, then forks a child for each."""
+"""Commands as processes that can be killed: one process imports everything once, then forks a child for each."""
 
 from __future__ import annotations
 
@@ -45,14 +45,9 @@ def _child(start: Callable[[dict[str, Any]], object], job: dict[str, Any]) -> No
     os._exit(code)
 
 
-def convert(job: dict[str, Any]) -> None:
-    """`gqa-convert`.
-
-    "fatal": n kills it just before the nth time that it changes a name (open for writing, rename, mkdir, unlink).
-    """
-    from gqa.convert.cli import main
-
-    left = [job.get("fatal", 0)]
+def die_at(change: int) -> None:
+    """SIGKILL just before the nth time that this process changes a name (open for writing, rename, mkdir, unlink)."""
+    left = [change]
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
@@ -62,8 +57,6 @@ def convert(job: dict[str, Any]) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    sys.argv = ["gqa-convert", *job["words"]]
-    main()
 
 
 def free_port() -> str:
@@ -74,9 +67,9 @@ def free_port() -> str:
 
 @dataclass
 class Running:
-    """A conversion under way."""
+    """A command under way."""
 
-    server: Server
+    server: Forks
     pid: int
     log: Path
 
@@ -107,6 +100,12 @@ class Forks:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
+    def start(self, **job: Any) -> Running:
+        """A child that does a job, not waited for."""
+        self.count += 1
+        log = self.directory / f"log{self.count}"
+        return Running(self, self.ask({"log": str(log), **job}), log)
+
     def ask(self, job: dict[str, Any]) -> int:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
@@ -117,23 +116,3 @@ class Forks:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
-
-
-class Server(Forks):
-    """`with Server(model, directory) as server`: warm after one conversion of a small model into `directory`."""
-
-    def __init__(self, model: Path, directory: Path) -> None:
-        warm = {"words": ["--groups", "2", "--method", "mean", "-q", "-o", str(directory / "warm"), str(model)]}
-        super().__init__(directory, f"from processes import *; convert({warm}); serve(convert)")
-
-    def start(self, *words: object, **options: Any) -> Running:
-        """`gqa-convert WORDS`, not waited for."""
-        self.count += 1
-        log = self.directory / f"log{self.count}"
-        return Running(self, self.ask({"words": [*map(str, words)], "log": str(log), **options}), log)
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

@@ -1,14 +1,17 @@
-"""docs/api.md and the README: blocks run in their order, and it names what is public."""
+"""docs/api.md and the README: blocks run in their order, on a tiny model and little text of the names that stand there;
+and the page names what is public.
+"""
 
 from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
-from training import fresh_accelerator
+from training import fresh_accelerator, tiny_checkpoint
 
 import gqa
 
@@ -28,13 +31,21 @@ def lacks(code: str) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
-    """As one session in a directory that has examples/. Blocks with libraries that are not here are left out; of
-    those with the project's own dependencies none is.
-    """
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples/stdlib-mha").symlink_to(ROOT / "examples/stdlib-mha")
+@pytest.fixture
+def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    """A directory that has examples/stdlib-mha, a tiny model, and a library of ten modules."""
+    from gqa.corpus.stdlib import stdlib_documents
+
+    tiny_checkpoint(tmp_path / "examples/stdlib-mha", kv_heads=8, num_attention_heads=8, hidden_size=64)
+    monkeypatch.setattr("gqa.corpus.sources.stdlib_documents", lambda side: islice(stdlib_documents(side), 10))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("small_world")
+def test_every_block_runs(tmp_path: Path) -> None:
+    """As one session. Blocks with libraries that are not here are left out; of those with the project's own
+    dependencies none is.
+    """
     left_out, names = [], dict[str, object]()
     with fresh_accelerator():
         for lines, code in blocks(PAGE):
@@ -42,16 +53,14 @@ def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone
             if found := lacks(code):
                 left_out += found
                 continue
-            code = code.replace("tokens=2000, kl", "tokens=2000, recall=False, kl")
             exec(compile("\n" * (lines[0] + 1) + code, PAGE, "exec"), names)  # so that a traceback has the page's lines
     assert set(left_out) <= {"trl", "peft"}
     assert {"small", "two_heads", "refined", "plan", "trained", "found", "trainer"} <= names.keys()
     assert (tmp_path / "continued/model.safetensors").is_file()
 
 
-def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("small_world")
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     ((_, code),) = blocks(README)
     exec(compile(code.replace("tokens=20_000", "tokens=2_000"), README, "exec"), {})
     assert "perplexity of stdlib-mha" in capsys.readouterr().out

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from checkpoints import MERGED, check_refused, contents, leftovers, llama, run, snapshot, weights
-from processes import Running, Server
+from processes import Running
+from training import Runs
 
 from gqa.checkpoint import shards
 from gqa.checkpoint import write as writer
@@ -33,15 +34,6 @@ def small(directory: Path, seed: int = 0) -> Path:
     model = llama(directory, shards=1, side_files=False, seed=seed)
     (model / "tokenizer.json").write_text(f'{{"seed": {seed}}}')
     return model
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if not hasattr(os, "fork"):
-        pytest.skip("a run is killed in a forked child, and this system (Windows) has no fork")
-    directory = tmp_path_factory.mktemp("server")
-    with Server(small(directory / "m"), directory) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +56,7 @@ def check_stopped(out: Path, *complete: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwrite: bool) -> None:
+def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite: bool) -> None:
     """Killed before the first, second ... last open, rename, mkdir, unlink: then the next run succeeds."""
     model, out = small(tmp_path / "m"), tmp_path / "out"
     kept = tmp_path.with_name(tmp_path.name + "-kept")
@@ -75,12 +67,12 @@ def test_killed_at_every_change_of_a_name(server: Server, tmp_path: Path, overwr
     for fatal in range(1, 400):
         if overwrite:
             shutil.copytree(kept / "1", out)
-        killed = server.start(*words, fatal=fatal)
+        killed = runs.begin(*words, before=f"from processes import die_at; die_at({fatal})")
         if killed.wait() == 0:
             break
         states.append(check_stopped(out, new, old))
         again = words if overwrite or states[-1] == "absent" else [*words, "--overwrite"]
-        following = server.start(*again)
+        following = runs.begin(*again)
         assert following.wait() == 0, (fatal, following.said())
         assert check_stopped(out, new) == "new"
         assert leftovers(tmp_path) == []
@@ -99,13 +91,12 @@ def stop(running: Running, seconds: float, number: int) -> int:
     return running.wait()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
-@pytest.mark.parametrize("jobs", [1, 3])
-def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, code: int, jobs: int) -> None:
+@pytest.mark.parametrize(("number", "code", "jobs"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 1)])
+def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: int, jobs: int) -> None:
     """Soon over, nothing left, and one line where somebody sits at the terminal."""
     out = tmp_path / "out"
     words = [*MERGED, "-q", "--jobs", jobs, "-o", out, big]
-    running = server.start(*words)
+    running = runs.begin(*words)
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".out.gqa-partial/model-00001*")):  # now it is at work
         assert time.monotonic() < deadline
@@ -120,13 +111,13 @@ def test_interrupted(server: Server, big: Path, tmp_path: Path, number: int, cod
         assert running.said().strip() == INTERRUPTED
 
 
-def test_two_at_a_time(server: Server, big: Path, tmp_path: Path) -> None:
+def test_two_at_a_time(runs: Runs, big: Path, tmp_path: Path) -> None:
     """The second to come is refused and disturbs nothing."""
     out = tmp_path / "out"
-    first = server.start(*MERGED, "-q", "-o", out, big)
+    first = runs.begin(*MERGED, "-q", "-o", out, big)
     while not (tmp_path / ".out.gqa-partial").exists():
         time.sleep(0.001)
-    second = server.start("--groups", 1, "--method", "mean", "-q", "-o", out, big)
+    second = runs.begin("--groups", 1, "--method", "mean", "-q", "-o", out, big)
     assert second.wait() == 2
     assert "another conversion is writing" in second.said()
     assert first.wait() == 0, first.said()

@@ -17,9 +17,6 @@ def test_float64_is_on_the_device_if_it_has_it(device: str, where: str) -> None:
     with FakeTensorMode():
         found = as_float64(torch.empty(3, 2, dtype=torch.bfloat16, device=device))
     assert (found.device.type, found.dtype, tuple(found.shape)) == (where, torch.float64, (3, 2))
-
-
-def test_numbers_stay() -> None:
     assert as_float64(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).tolist() == [1.5, -2.0]
 
 

@@ -76,7 +76,7 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     repo = hub.repo(NAME, model(tmp_path / "main", shards=1, seed=1), token="hf_secret")
     commit = repo.add("side", source)
     words = (*MERGED, "--revision", "side", NAME)
-    result = machine.python("-m", "gqa.convert.cli", *words, HF_TOKEN="hf_secret")
+    result = machine.run(*words, HF_TOKEN="hf_secret")
     assert (result.code, result.err) == (0, ""), result.err
     out = machine.work / "tiny-llama-gqa2-mean"
     assert [p.name for p in machine.work.iterdir()] == [out.name]

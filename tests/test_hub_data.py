@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from documents import lines
 from hub_server import Hub, Machine
 
-# Each line of its input is a spec and options; each line of its output is the texts, or what was refused.
-READER = """
-import json, sys
 from gqa.corpus.sources import parse_source
-for spec, options in json.load(sys.stdin):
-    try: print(json.dumps([d.text for d in parse_source(spec, **options).documents()]))
-    except ValueError as error: print(json.dumps(f"{type(error).__name__}: {error}"))
-"""
 
 
-def read_with(machine: Machine, *jobs: tuple[str, dict[str, object]], **environment: str) -> list[object]:
-    """What a process of its own reads; nothing but what is raised is said."""
-    (machine.work / "jobs").write_text(json.dumps(jobs))
-    done = machine.python("-c", READER.replace("sys.stdin", "open('jobs')"), **environment)
-    assert (done.code, done.err) == (0, ""), done
-    return [json.loads(line) for line in done.out.splitlines()]
+def read(spec: str, options: dict[str, Any]) -> object:
+    """The texts, or what was refused."""
+    try:
+        return [document.text for document in parse_source(spec, **options).documents()]
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def data_set(directory: Path) -> Path:
@@ -38,7 +32,12 @@ def data_set(directory: Path) -> Path:
     return directory
 
 
-def test_hub(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+def test_hub(
+    tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing but what is raised is said."""
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     hub.repo("lab/data", data_set(tmp_path / "data"), token="hf_secret")
     hub.repo("lab/gated", data_set(tmp_path / "gated"), gated=True)
     (tmp_path / "broken").mkdir()
@@ -74,8 +73,8 @@ def test_hub(tmp_path: Path, hub: Hub, machine: Machine) -> None:
         ("lab/script", {}, "CorpusError: the data set lab/script cannot be loaded: Dataset scripts are no longer "
          "supported, but found script.py"),
     ]  # fmt: skip
-    jobs = [(spec, options) for spec, options, _ in said]
-    assert read_with(machine, *jobs, HF_TOKEN="hf_secret") == [answer for *_, answer in said]
+    with machine.entered(HF_TOKEN="hf_secret"):
+        assert [read(spec, options) for spec, options, _ in said] == [answer for *_, answer in said]
 
     requests = len(hub.requests)
     offline: list[tuple[str, dict[str, object], object]] = [
@@ -85,6 +84,8 @@ def test_hub(tmp_path: Path, hub: Hub, machine: Machine) -> None:
         ("lab/data:a", {"revision": "main"}, "CorpusError: HF_HUB_OFFLINE is set, and without the hub no revision of "
          "lab/data can be told; unset one of them"),
     ]  # fmt: skip
-    jobs = [(spec, options) for spec, options, _ in offline]
-    assert read_with(machine, *jobs, HF_HUB_OFFLINE="1") == [answer for *_, answer in offline]
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with machine.entered(HF_HUB_OFFLINE="1"):
+        assert [read(spec, options) for spec, options, _ in offline] == [answer for *_, answer in offline]
     assert len(hub.requests) == requests
+    assert capfd.readouterr() == ("", "")

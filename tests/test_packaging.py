@@ -116,19 +116,15 @@ def test_the_documentation_is_a_site_without_dead_links(tmp_path: Path) -> None:
     assert pages <= {path.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("*.html")}
 
 
-@pytest.mark.parametrize(
-    ("page", "said"),
-    [("[x](nowhere.md)", "nowhere.md"), ("[x](index.md#nothing)", "nothing"), ("", 'not included in the "nav"')],
-)
-def test_the_site_is_refused_where_something_is_dead(tmp_path: Path, page: str, said: str) -> None:
+def test_the_site_is_refused_where_something_is_dead(tmp_path: Path) -> None:
     """The control: a link to no page, one to no heading, a page outside the navigation."""
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     docs = tmp_path / "docs"
     docs.mkdir()
-    (docs / "index.md").write_text(f"# x\n\n{page}\n")
-    if not page:
-        (docs / "lost.md").write_text("# y\n")
+    (docs / "index.md").write_text("# x\n\n[x](nowhere.md) [y](index.md#nothing)\n")
+    (docs / "lost.md").write_text("# y\n")
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config | {"nav": [{"x": "index.md"}]}))
     done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert done.returncode != 0
-    assert said in done.stderr
+    for said in ("'nowhere.md'", "'index.md#nothing'", 'not included in the "nav"'):
+        assert said in done.stderr

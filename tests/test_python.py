@@ -19,18 +19,12 @@ from training import fresh_accelerator, write_corpus
 import gqa
 
 
-@pytest.fixture(scope="module")
-def given(place: Path) -> Path:
-    """Tiny models: `teacher` has 4 key/value heads, `model` 2."""
-    return place
-
-
 @pytest.fixture
-def loaded(given: Path) -> Any:
-    """The teacher as a caller holds it: trained further by hand, so that no place has its weights."""
+def loaded(place: Path) -> Any:
+    """The teacher (4 key/value heads) as a caller holds it: trained further, so that no place has its weights."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(given / "teacher")
+    model = AutoModelForCausalLM.from_pretrained(place / "teacher")
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight += 0.125
     return model
@@ -56,9 +50,9 @@ def test_importing_is_quick_and_shows_what_is_public() -> None:
 
 
 @pytest.mark.parametrize("method", ["mean", "aligned"])
-def test_a_place_is_converted_as_the_command_converts_it(given: Path, tmp_path: Path, method: str) -> None:
-    made = gqa.convert_model(given / "teacher", 2, method, out=tmp_path / "ours", progress=False)
-    assert run("-g", 2, "--method", method, given / "teacher", "-o", tmp_path / "theirs", "-q").code == 0
+def test_a_place_is_converted_as_the_command_converts_it(place: Path, tmp_path: Path, method: str) -> None:
+    made = gqa.convert_model(place / "teacher", 2, method, out=tmp_path / "ours", progress=False)
+    assert run("-g", 2, "--method", method, place / "teacher", "-o", tmp_path / "theirs", "-q").code == 0
     assert contents(made.path) == contents(tmp_path / "theirs")
     assert made.path == tmp_path / "ours"
     assert repr(made) == f"<ConvertedModel {made.path}: 4 -> 2 KV heads ({method}), KV cache 2x smaller>"
@@ -92,34 +86,34 @@ def test_what_is_in_a_temporary_place_goes_with_the_result(loaded: Any, tmp_path
     assert (tmp_path / "kept" / "config.json").is_file()
 
 
-def test_maps_are_found_once_and_applied(given: Path, tmp_path: Path) -> None:
+def test_maps_are_found_once_and_applied(place: Path, tmp_path: Path) -> None:
     text = gqa.CalibrationText(tokens=512, length=32)
     options = gqa.MapsOptions(text=text, device="cpu")
     data = str(write_corpus(tmp_path / "text.jsonl", 8))
     how = {"data": data, "options": options, "progress": False}
-    maps = gqa.calibrate(given / "teacher", 2, tmp_path / "maps.safetensors", **how)
+    maps = gqa.calibrate(place / "teacher", 2, tmp_path / "maps.safetensors", **how)
     assert sorted(maps.layer_errors) == [0, 1]
     assert maps.load().method == "calibrated"
     assert f"<td>1</td><td>{maps.layer_errors[1]:.4f}</td>" in maps._repr_html_()
-    made = gqa.convert_model(given / "teacher", 2, maps=maps, out=tmp_path / "maps", progress=False)
-    direct = gqa.convert_model(given / "teacher", 2, "calibrated", out=tmp_path / "direct", **how)
+    made = gqa.convert_model(place / "teacher", 2, maps=maps, out=tmp_path / "maps", progress=False)
+    direct = gqa.convert_model(place / "teacher", 2, "calibrated", out=tmp_path / "direct", **how)
     assert contents(made.path) == contents(direct.path)
     assert direct.layer_errors == maps.layer_errors
     assert "largest error of a layer" in direct._repr_html_()
 
 
-def test_training_is_that_of_the_command(given: Path, tmp_path: Path, alone: None) -> None:
+def test_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
     how = {"steps": 2, "batch_size": 2, "learning_rate": 1e-2, "block_size": 32}
     words = [word for name, value in how.items() for word in (f"--{name.replace('_', '-')}", value)]
-    data = given / "data.jsonl"
+    data = place / "data.jsonl"
     with fresh_accelerator():
-        assert run(given / "model", "--data", data, "-o", tmp_path / "b", *words, "-q", program="gqa-uptrain").code == 0
+        assert run(place / "model", "--data", data, "-o", tmp_path / "b", *words, "-q", program="gqa-uptrain").code == 0
     with fresh_accelerator():
         from accelerate import Accelerator
 
         theirs = Accelerator(mixed_precision="bf16")  # what a caller has made is as it was
         made = gqa.uptrain_model(
-            given / "model", str(data), teacher=None, out=tmp_path / "a", progress=False, precision="no", **how
+            place / "model", str(data), teacher=None, out=tmp_path / "a", progress=False, precision="no", **how
         )
         assert theirs.mixed_precision == "bf16"
     assert contents(made.path).keys() == contents(tmp_path / "b").keys()
@@ -130,9 +124,9 @@ def test_training_is_that_of_the_command(given: Path, tmp_path: Path, alone: Non
     assert "steps" in made._repr_html_()
 
 
-def test_models_in_memory_are_trained_and_compared(given: Path, loaded: Any, tmp_path: Path, tokenizer: Any) -> None:
+def test_models_in_memory_are_trained_and_compared(place: Path, loaded: Any, tmp_path: Path, tokenizer: Any) -> None:
     how = {"steps": 1, "batch_size": 2, "block_size": 32, "heldout_fraction": 0.2, "heldout_tokens": 64}
-    data = str(given / "data.jsonl")
+    data = str(place / "data.jsonl")
     before = state(loaded)
     with fresh_accelerator():
         made = gqa.uptrain_model(loaded, data, teacher=loaded, tokenizer=tokenizer, progress=False, **how)
@@ -155,12 +149,12 @@ def test_models_in_memory_are_trained_and_compared(given: Path, loaded: Any, tmp
     assert found._repr_html_().startswith("<p>4 of 4 heads")
 
 
-def test_a_study_is_that_of_the_command(given: Path, tmp_path: Path, alone: None) -> None:
+def test_a_study_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
     rows = write_corpus(tmp_path / "text.jsonl", 8)
     heldout = write_corpus(tmp_path / "heldout.jsonl", 2, first=8)
     how = {"methods": ["mean", "first"], "groups": [1], "alphas": [0], "batch_size": 2, "device": "cpu"}
     how |= {"heldout": str(heldout), "decode": False, "recall": False, "kl": False, "context": 32}
-    found = gqa.ablate(given / "teacher", str(rows), tmp_path / "study", progress=False, **how)
+    found = gqa.ablate(place / "teacher", str(rows), tmp_path / "study", progress=False, **how)
     assert repr(found) == f"<Study {tmp_path}/study: 2 combinations>"
     assert {(row["method"], row["groups"]) for row in found.rows} == {("mean", 1), ("first", 1)}
     shown = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9, program="gqa-ablate").out
@@ -170,12 +164,12 @@ def test_a_study_is_that_of_the_command(given: Path, tmp_path: Path, alone: None
     assert least.rstrip().endswith(found.recommend(kv_bytes=99).rstrip())
     assert "none has a KV cache of at most 99 bytes" in least
     assert found._repr_html_().startswith("<table><caption>Study of teacher")
-    again = gqa.ablate(given / "teacher", str(rows), tmp_path / "study", progress=False, **how)
+    again = gqa.ablate(place / "teacher", str(rows), tmp_path / "study", progress=False, **how)
     assert again.rows == found.rows
     with pytest.raises(TypeError, match="'dry_run' is no option"):
-        gqa.ablate(given / "teacher", str(rows), tmp_path / "other", dry_run=True)
+        gqa.ablate(place / "teacher", str(rows), tmp_path / "other", dry_run=True)
     with pytest.raises(gqa.RefusedError, match="--refine-steps is not used by --methods mean"):
-        gqa.ablate(given / "teacher", str(rows), tmp_path / "other", methods=["mean"], refine_steps=3)
+        gqa.ablate(place / "teacher", str(rows), tmp_path / "other", methods=["mean"], refine_steps=3)
 
 
 def adapted(model: Any) -> Any:
@@ -226,106 +220,99 @@ REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_in_one_line(name: str, given: Path, loaded: Any) -> None:
+def test_what_cannot_be_is_refused_in_one_line(name: str, place: Path, loaded: Any) -> None:
     call, words = REFUSED[name]
-    before = sorted(given.rglob("*"))
+    before = sorted(place.rglob("*"))
     with pytest.raises(gqa.RefusedError) as caught:
-        call(given / "teacher", loaded)
+        call(place / "teacher", loaded)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert sorted(given.rglob("*")) == before
+    assert sorted(place.rglob("*")) == before
 
 
-def test_training_options_say_everything(given: Path, tmp_path: Path, alone: None) -> None:
-    data = (str(given / "data.jsonl"),)
+def test_training_options_say_everything(place: Path, tmp_path: Path, alone: None) -> None:
+    data = (str(place / "data.jsonl"),)
     how: dict[str, Any] = {"steps": 1, "batch_size": 2, "block_size": 32, "weight_decay": 0.0, "warmup": 0}
-    options = gqa.TrainOptions(str(given / "model"), tmp_path / "out", data=data, **how)
+    options = gqa.TrainOptions(str(place / "model"), tmp_path / "out", data=data, **how)
     record = gqa.uptrain_model(options, progress=False).record
     assert (record["steps"], record["options"]["weight_decay"], record["options"]["warmup"]) == (1, 0.0, 0)
     assert record["options"]["block_size"] == 32
     with pytest.raises(TypeError, match="TrainOptions say everything"):
         gqa.uptrain_model(options, steps=2)
     with pytest.raises(gqa.RefusedError, match="Invalid value for '--batch-size'"):
-        gqa.uptrain_model(gqa.TrainOptions(str(given / "model"), tmp_path / "two", batch_size=0))
+        gqa.uptrain_model(gqa.TrainOptions(str(place / "model"), tmp_path / "two", batch_size=0))
 
 
-def test_evaluation_options_say_everything(given: Path, tmp_path: Path) -> None:
-    data = str(given / "data.jsonl")
+def test_evaluation_options_say_everything(place: Path, tmp_path: Path) -> None:
+    data = str(place / "data.jsonl")
     told = gqa.EvaluateOptions(data=data, context=32, tokens=200, recall=False, output=tmp_path / "out", quiet=True)
-    found = gqa.evaluate(given / "teacher", options=told)
-    named = gqa.evaluate(given / "teacher", data=data, context=32, tokens=200, recall=False, progress=False)
+    found = gqa.evaluate(place / "teacher", options=told)
+    named = gqa.evaluate(place / "teacher", data=data, context=32, tokens=200, recall=False, progress=False)
     assert found.models[0]["quality"] == named.models[0]["quality"]
     assert (found.results["text"], found.path) == (named.results["text"], tmp_path / "out")
     assert found.results["text"]["context"] == 32
     for beside in ({"data": data}, {"out": tmp_path}, {"context": 64}):
         with pytest.raises(TypeError, match="EvaluateOptions say everything"):
-            gqa.evaluate(given / "teacher", options=told, **beside)
+            gqa.evaluate(place / "teacher", options=told, **beside)
 
 
-def test_a_teacher_is_recorded_and_taught_from(given: Path, loaded: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_a_teacher_is_recorded_and_taught_from(place: Path, loaded: Any, tokenizer: Any, tmp_path: Path) -> None:
     """The same as what the command records; a run from it learns what one with the teacher beside it learns."""
-    how: dict[str, Any] = {
-        "steps": 2,
-        "batch_size": 2,
-        "block_size": 32,
-        "progress": False,
-        "teacher": given / "teacher",
-    }
-    data = str(given / "data.jsonl")
+    how: dict[str, Any] = {"steps": 2, "batch_size": 2, "block_size": 32, "progress": False}
+    how["teacher"] = place / "teacher"
+    data = str(place / "data.jsonl")
     with fresh_accelerator():
-        recorded = gqa.record_teacher(given / "model", tmp_path / "a", data, mass=1.0, **how)
+        recorded = gqa.record_teacher(place / "model", tmp_path / "a", data, mass=1.0, **how)
         words = ("--data", data, "--steps", 2, "--batch-size", 2, "--context", 32, "--record-mass", 1.0)
-        words += ("--teacher", given / "teacher", "--record-teacher", tmp_path / "b", "-q")
+        words += ("--teacher", place / "teacher", "--record-teacher", tmp_path / "b", "-q")
     with fresh_accelerator():
-        assert run(given / "model", *words, program="gqa-uptrain").code == 0
+        assert run(place / "model", *words, program="gqa-uptrain").code == 0
     assert contents(recorded.path).keys() == contents(tmp_path / "b").keys()
     assert recorded.record["kept_mass"] > 0.99
     assert f"{recorded.record['blocks']} blocks" in repr(recorded)
     assert str(recorded.record["bytes"]) in recorded._repr_html_()
     with fresh_accelerator():
-        taught = gqa.uptrain_model(given / "model", out=tmp_path / "t", **{**how, "teacher": recorded})
-        live = gqa.uptrain_model(given / "model", data, out=tmp_path / "l", **how)
+        taught = gqa.uptrain_model(place / "model", out=tmp_path / "t", **{**how, "teacher": recorded})
+        live = gqa.uptrain_model(place / "model", data, out=tmp_path / "l", **how)
     assert taught.record["losses"]["training"] == pytest.approx(live.record["losses"]["training"], rel=1e-2)
     with pytest.raises(gqa.RefusedError, match="mass is 0; give a share above 0, at most 1"):
-        gqa.record_teacher(given / "model", tmp_path / "c", data, mass=0)
+        gqa.record_teacher(place / "model", tmp_path / "c", data, mass=0)
     with pytest.raises(TypeError, match="'record_mass' is no option"):
-        gqa.uptrain_model(given / "model", data, record_mass=0.5)
+        gqa.uptrain_model(place / "model", data, record_mass=0.5)
 
 
-def test_ranks_share_the_heads_that_a_budget_leaves(given: Path, tmp_path: Path) -> None:
-    made = gqa.convert_model(given / "teacher", 2, "mean", out=tmp_path / "two", tensor_parallel=4, progress=False)
+def test_ranks_share_the_heads_that_a_budget_leaves(place: Path, tmp_path: Path) -> None:
+    made = gqa.convert_model(place / "teacher", 2, "mean", out=tmp_path / "two", tensor_parallel=4, progress=False)
     assert "4: the 2 KV heads are replicated" in made.facts()["tensor parallel"]
-    options = gqa.MapsOptions(gqa.CalibrationText((str(given / "data.jsonl"),), tokens=256, length=16))
+    options = gqa.MapsOptions(gqa.CalibrationText((str(place / "data.jsonl"),), tokens=256, length=16))
     how: dict[str, Any] = {"kv_budget": 0.8, "options": options, "progress": False}
     free, shared = (
-        gqa.convert_model(given / "teacher", out=tmp_path / str(ranks), tensor_parallel=ranks, **how).plan.groups
+        gqa.convert_model(place / "teacher", out=tmp_path / str(ranks), tensor_parallel=ranks, **how).plan.groups
         for ranks in (1, 2)
     )
     assert isinstance(free, tuple)
     assert isinstance(shared, tuple)
     assert all(heads % 2 == 0 for heads in shared)
     with pytest.raises(gqa.RefusedError, match="tensor_parallel is 0; give a whole number from 1 on"):
-        gqa.convert_model(given / "teacher", 2, tensor_parallel=0)
+        gqa.convert_model(place / "teacher", 2, tensor_parallel=0)
 
 
-def test_where_a_result_goes_is_out(given: Path) -> None:
+def test_options_that_are_none_are_told(place: Path) -> None:
+    """Among them what only a terminal can do, and where a result goes, which is `out`."""
+    for name in ("contxt", "quiet", "json"):
+        with pytest.raises(TypeError, match=f"'{name}' is no option; (did you mean 'context'|choose .*context)"):
+            gqa.evaluate(place / "teacher", data="stdlib:heldout", **{name: 3})
     with pytest.raises(TypeError, match="'output' is no option"):
-        gqa.uptrain_model(given / "teacher", "stdlib:train", steps=1, output="mine")
+        gqa.uptrain_model(place / "teacher", "stdlib:train", steps=1, output="mine")
 
 
-@pytest.mark.parametrize("name", ["contxt", "quiet", "json"])
-def test_options_that_are_none_are_told(given: Path, name: str) -> None:
-    with pytest.raises(TypeError, match=f"'{name}' is no option; (did you mean 'context'|choose .*context)"):
-        gqa.evaluate(given / "teacher", data="stdlib:heldout", **{name: 3})
-
-
-def test_the_callers_logging_stays(given: Path, tmp_path: Path) -> None:
+def test_the_callers_logging_stays(place: Path, tmp_path: Path) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_info()
     logging.enable_progress_bar()
     try:
-        gqa.convert_model(given / "teacher", 2, "mean", out=tmp_path / "out", progress=False, verify_load=True).load()
+        gqa.convert_model(place / "teacher", 2, "mean", out=tmp_path / "out", progress=False, verify_load=True).load()
         assert logging.get_verbosity() == logging.INFO
         assert logging.is_progress_bar_enabled()
     finally:

@@ -117,7 +117,7 @@ def test_records_are_recipes(here: Path) -> None:
     done("made/gqa_conversion.json", "-o", "again", "-q")
     assert same(here / "made", here / "again/converted")
     words = [f"--{name}={value}" for name, value in UPTRAIN.items()]
-    assert run("made", *words, "--lr", "1e-3", "-q", "-o", "trained", program="gqa-uptrain").code == 0
+    assert run(here / "made", *words, "--lr", "1e-3", "-q", "-o", "trained", program="gqa-uptrain").code == 0
     done("trained/gqa_uptraining.json", "-o", "again", "-q")
     assert same(here / "trained", here / "again/uptrained")
     assert not same(here / "trained", here / "made")

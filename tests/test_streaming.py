@@ -2,10 +2,7 @@
 
 import errno
 import hashlib
-import json
-import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,90 +11,51 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import config, contents, llama
+from checkpoints import MERGED, contents, header_only, llama
 from torch import Tensor
+from training import Runs
 
 from gqa.checkpoint import write as writer
-from gqa.checkpoint.headers import format_header
 from gqa.convert import convert_checkpoint, plan_conversion
 from gqa.convert import merge as rewrite
 from gqa.convert.maps import HeadMaps
 
 MIB = 1 << 20
 
-# Says "ready" when everything is imported and a first conversion (argv[2]) has run, waits for a line, converts argv[1].
-_CHILD = """
-import sys
-from gqa.convert import convert_checkpoint
-convert_checkpoint(sys.argv[2], 2, sys.argv[2] + "-out", method="mean")
-print("ready", flush=True)
-sys.stdin.readline()
-convert_checkpoint(sys.argv[1], 2, sys.argv[1] + "-out", jobs=2, checksums=True, method="mean")
-print("done", flush=True)
-"""
-
-
-def sparse_llama(directory: Path, hidden: int = 1024, wide: int = 16384, vocabulary: int = 90112) -> int:
-    """0.8 GB in two shards, all zeros in sparse files: small keys and values among large tensors.
-
-    Returns the bytes of the largest tensor that a conversion changes.
-    """
-    shards: list[dict[str, tuple[str, tuple[int, ...]]]] = []
-    for shard, edge in enumerate(["model.embed_tokens.weight", "lm_head.weight"]):
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {edge: ("BF16", (vocabulary, hidden))}
-        for layer in (2 * shard, 2 * shard + 1):
-            at = f"model.layers.{layer}"
-            for name in ("gate", "up"):
-                tensors[f"{at}.mlp.{name}_proj.weight"] = ("BF16", (wide, hidden))
-            tensors[f"{at}.mlp.down_proj.weight"] = ("BF16", (hidden, wide))
-            for name in "qkvo":
-                tensors[f"{at}.self_attn.{name}_proj.weight"] = ("BF16", (hidden, hidden))
-        shards.append(tensors)
-    weight_map = {}
-    for number, tensors in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        weight_map |= dict.fromkeys(tensors, file)
-        header = format_header(tensors)
-        with (directory / file).open("wb") as stream:
-            stream.write(header)
-            stream.truncate(len(header) + sum(2 * math.prod(shape) for _, shape in tensors.values()))
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    sizes = {"hidden_size": hidden, "intermediate_size": wide, "vocab_size": vocabulary, "num_hidden_layers": 4}
-    (directory / "config.json").write_text(json.dumps(config(8, **sizes)))
-    return 2 * hidden * hidden
-
 
 def anonymous(process: int) -> int:
-    """Bytes of a process's anonymous memory: without the pages of files, which the system takes back when it likes."""
+    """Bytes of a process's anonymous memory: without the pages of files, which the system takes back when it likes.
+    0 of one that has ended.
+    """
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, which only Linux has")
-def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path) -> None:
-    """Of each of two jobs. Shards of 385 MB: whoever reads one, or one embedding of 185 MB, is over the bound."""
-    source = tmp_path / "source"
+def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs) -> None:
+    """Of each of two jobs. Two shards of some 400 MB out of one of zeros: whoever reads one, or one embedding of
+    185 MB, is over the bound.
+    """
+    from transformers import LlamaConfig
+
+    source, hidden = tmp_path / "source", 1024
     source.mkdir()
-    largest = sparse_llama(source)
-    shards = [path.stat().st_size for path in source.glob("*.safetensors")]
-    bound = 112 * MIB + 4 * largest * 2
-    assert min(shards) > 2 * bound
-    small = llama(tmp_path / "small")
-    command = [sys.executable, "-c", _CHILD, str(source), str(small)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        before = peak = anonymous(child.pid)
-        child.stdin.write("\n")
-        child.stdin.close()
-        while child.poll() is None:
-            try:
-                peak = max(peak, anonymous(child.pid))
-            except (OSError, StopIteration):  # it is just leaving
-                break
-            time.sleep(0.003)
-        assert child.stdout.read() == "done\n"
+    total = header_only(source, LlamaConfig(
+        hidden_size=hidden, intermediate_size=16384, vocab_size=90112, num_hidden_layers=4, num_attention_heads=8,
+        dtype="bfloat16", architectures=["LlamaForCausalLM"],
+    ))  # fmt: skip
+    bound = 112 * MIB + 4 * 2 * (2 * hidden * hidden)  # two of the largest tensors that change, in float32
+    assert total > 5 * bound
+    running = runs.begin(
+        *MERGED, "-q", "--jobs", 2, "--checksums", "--max-shard-size", "420MB", source, "-o", tmp_path / "out"
+    )  # fmt: skip
+    before = peak = anonymous(running.pid)
+    while now := anonymous(running.pid):
+        peak = max(peak, now)
+        time.sleep(0.003)
+    assert running.wait() == 0, running.said()
+    assert before > 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     assert peak - before < bound, f"{(peak - before) / MIB:.0f} MiB"
 
 

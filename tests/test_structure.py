@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,16 @@ def circle(graph: Mapping[Any, set[Any]]) -> list[Any] | None:
     return None
 
 
+@cache
 def import_graph() -> dict[Path, set[Path]]:
     return {path: {NAMES[name] for name in imported(path)} - {path} for path in MODULES}
-
-
-def test_no_circle_among_files() -> None:
-    assert circle(import_graph()) is None
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
 def test_no_arrow_up_inside_a_folder(folder: Path) -> None:
     """Up is what would close a circle between two entries of a folder, files or whole sub-folders: as there is none,
-    they have an order in which each imports only those before it (heads/, recast/, ..., plan, align/, ..., cli).
+    they have an order in which each imports only those before it (heads/, recast/, ..., plan, align/, ..., cli). A
+    circle among files is one among the entries of the folder that holds them all.
     """
     assert circle(siblings(import_graph(), folder)) is None
 
@@ -182,25 +180,6 @@ def test_models_page_shows_every_model_type() -> None:
     reasons = {found for family in FAMILIES for found in family.symmetries.values() if isinstance(found, str)}
     reasons |= {found for family in FAMILIES for found in family.not_layerwise.values()}
     assert all(any(reason in row[2] for row in cells) for reason in reasons)
-
-
-@pytest.mark.parametrize(
-    ("program", "room", "documents"),
-    [
-        ("gqa-convert", "convert", ["README.md"]),
-        ("gqa-uptrain", "uptrain", ["README.md", "docs/uptraining.md"]),
-        ("gqa-eval", "eval", ["README.md"]),
-    ],
-)
-def test_documents_speak_of_options_that_exist(program: str, room: str, documents: list[str]) -> None:
-    command = import_module(f"gqa.{room}.cli").command
-    options = {"--help"} | {name for parameter in command.params for name in parameter.opts}
-    for document in documents:
-        text = (ROOT / document).read_text(encoding="utf-8")
-        lines = re.findall(rf"(?:{program}|-m gqa\.{room}) (.*)", text)
-        assert lines, document
-        words = [word for line in lines for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", line)]
-        assert set(words) <= options, document
 
 
 if __name__ == "__main__":

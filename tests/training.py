@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 from checkpoints import Result, load
 from embedded import SOURCE, UNIFORM_VOCABULARY, texts
-from processes import Forks, free_port
+from processes import Forks, Running, free_port
 
 BLOCK = 64  # tokens, the positions of tiny models
 
@@ -143,6 +143,13 @@ def command(job: dict[str, Any]) -> None:
     call(job["program"], job["words"])
 
 
+def warm(directory: str) -> None:
+    """A conversion, after which another imports nothing."""
+    from gqa.convert import convert_checkpoint
+
+    convert_checkpoint(Path(directory, "model"), 1, Path(directory, "warm"), method="mean")
+
+
 class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
@@ -150,8 +157,9 @@ class Runs(Forks):
         warm = "import datasets.io.generator, gqa.cli, gqa.uptrain.cli, gqa.uptrain.recording, gqa.uptrain.run"
         more = "import peft, processes, scipy.io, training"
         classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
+        converted = f"training.warm({str(directory)!r})"
         super().__init__(
-            directory, f"{warm}; {more}; {classes}; processes.serve(training.command)",
+            directory, f"{warm}; {more}; {classes}; {converted}; processes.serve(training.command)",
             HF_DATASETS_CACHE=str(directory / "cache"), HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
         )  # fmt: skip
 
@@ -161,19 +169,20 @@ class Runs(Forks):
         """`gqa-uptrain WORDS` or another program on so many processes, waited for: what the first says, and its exit
         code or minus the signal that killed it.
         """
-        self.count += 1
         port = free_port()
-        children, logs = [], [str(self.directory / f"log{self.count}-{rank}") for rank in range(ranks)]
-        for rank, log in enumerate(logs):
+        running = []
+        for rank in range(ranks):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}  # fmt: skip
             told = {name: str(value) for name, value in place.items()} | environment
-            job = {"words": [*map(str, words)], "log": log, "before": before, "environment": told,
-                   "program": program}  # fmt: skip
-            children.append(self.ask(job))
-        codes = [os.waitstatus_to_exitcode(self.ask({"wait": child})) for child in children]
-        assert len(set(codes)) == 1, (codes, [Path(f"{log}err").read_text()[-1500:] for log in logs])
-        return Result(codes[0], Path(f"{logs[0]}out").read_text(), Path(f"{logs[0]}err").read_text())
+            running.append(self.begin(*words, before=before, program=program, **told))
+        codes = [one.wait() for one in running]
+        assert len(set(codes)) == 1, (codes, [one.said()[-1500:] for one in running])
+        return Result(codes[0], running[0].said("out"), running[0].said())
+
+    def begin(self, *words: object, before: str = "", program: str = "convert", **environment: str) -> Running:
+        """`gqa-convert WORDS` or another program on one process, not waited for."""
+        return self.start(words=[*map(str, words)], before=before, program=program, environment=environment)
 
     def finish(self, *words: object, **options: Any) -> Result:
         """`run`, which must succeed."""

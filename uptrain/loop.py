@@ -271,6 +271,8 @@ def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
 def _agree(accelerator: Accelerator, signalled: list[int], due: bool) -> tuple[int, bool]:
     """What all ranks do: one that was signalled stops all, and clocks that differ must not split them."""
     number = signalled[0] if signalled else 0
+    if accelerator.num_processes == 1:
+        return number, due
     told = accelerator.gather(torch.tensor([[number, due]], device=accelerator.device))
     return int(told[:, 0].max()), bool(told[:, 1].max())
 
