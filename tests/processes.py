@@ -29,6 +29,9 @@ def serve(start: Callable[[dict[str, Any]], object]) -> None:
 
 def _child(start: Callable[[dict[str, Any]], object], job: dict[str, Any]) -> NoReturn:
     """What it says is in two files beside each other, `job["log"]` and "out" or "err"."""
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())  # its threads are made anew after a fork: not by two at once
     for descriptor, stream in ((1, "out"), (2, "err")):
         os.dup2(os.open(job["log"] + stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")

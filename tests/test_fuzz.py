@@ -207,6 +207,7 @@ KEYS = sorted({key for extra in CONFIGS.values() for key in (*extra, *config())}
 @example("dbrx", {"grouped_attention": None}, False, 1, None)
 @example("llava", {"model_type": [[]]}, True, 1, None)
 @example("gqa_opt", {"hidden_act": [[]]}, False, 1, None)
+@example("dbrx", {"architectures": None, "dtype": []}, False, 1, None)
 def test_configs(
     sound: Checkpoint, model_type: str, odd: dict[str, Any], below: bool, groups: int, dtype: str | None
 ) -> None:

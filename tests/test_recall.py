@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import run
 from embedded import SOURCE
-from evaluations import done, few_questions, refused, results, told
+from evaluations import done, few_questions, refused, results, told, words
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import read_checkpoint
@@ -106,7 +107,9 @@ def test_what_keeps_recall_from_being_measured_keeps_no_report(tmp_path: Path, m
     text = "SRC --data TEXT --context 128 --tokens 300"
     assert "not measured it writes nothing" in told(text, "-o", tmp_path / "report")
     assert "it writes nothing" in (tmp_path / "report" / "report.html").read_text()
-    assert "it writes nothing" in refused(f"{text} --recall")
+    asked = run(*words(text), "--recall", program="gqa-eval")
+    assert (asked.code, asked.err) == (1, "gqa-eval: it writes nothing; the rest is measured\n")
+    assert "it writes nothing" in refused("SRC --recall --context 128")
 
 
 def test_recall_is_for_decoders() -> None:

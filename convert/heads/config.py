@@ -289,7 +289,9 @@ def _read(text: str) -> Any:
     level, raw = logging.get_verbosity(), json.loads(text, object_hook=_float)
     logging.set_verbosity_error()
     try:
-        return config_class(raw["model_type"]).from_dict(raw)
+        found = config_class(raw["model_type"]).from_dict(raw)
+        found.to_dict()  # raises for what it took and cannot say again
+        return found
     finally:
         logging.set_verbosity(level)
 
