@@ -57,8 +57,8 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
             click.echo(f"\nwritten to {options.output}: {', '.join(written)}", err=options.json)
     if options.json:
         click.echo(as_json(results))
-    parts = (*(["recall"] if options.recall else []), "written", "tasks", "decode")
-    if refused := [results[part]["refused"] for part in parts if "refused" in results.get(part, {})]:
+    asked = (*(["recall"] if options.recall else []), "written", "tasks", "decode")
+    if refused := [results[part]["refused"] for part in asked if "refused" in results.get(part, {})]:
         fail("gqa-eval", f"{'; '.join(refused)}; the rest is measured", 1)
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -92,9 +93,9 @@ def undisturbed(progress: bool = True) -> Iterator[None]:
     """transformers says errors only, as in the commands, and logs again as it did when the block ends; without
     `progress` nothing shows bars.
     """
-    from huggingface_hub import utils
     from transformers.utils import logging
 
+    utils: Any = import_module("huggingface_hub.utils")
     silent, fetching = without_bars.set(not progress), not utils.are_progress_bars_disabled()
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
