@@ -1,3 +1,6 @@
+# Where the environment forbids to keep byte code, each of a hundred processes would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -34,7 +37,7 @@ docs: install
 	$(BIN)/mkdocs build --strict --clean
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations 15 -m "not real and not scale"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations 15 -m "not real and not scale"
 
 test-real: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m real
