@@ -350,30 +350,30 @@ def test_the_command(place: Path, tmp_path: Path) -> None:
     assert " --field said --target-field meant" in told["command"]
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "says"),
-    [
-        ("whisper", "--data self", "the encoder of whisper is given sound: it takes recordings, and self names none"),
-        ("whisper", "--data text.txt", "rows that hold or name them with --field and --target-field, or use"),
-        ("whisper", "--data slow.wav --context 24", "16 bits; the model hears 16-bit PCM at 16,000 Hz: ffmpeg -i IN"),
-        ("whisper", "--data coarse.wav --context 24", "16,000 Hz of 8 bits; the model hears 16-bit PCM"),
-        ("whisper", "--data junk.wav --context 24", "or, to have it converted, pip install 'transformers[audio]'"),
-        ("whisper", "--data long.wav --context 24", "has 1.01 s; whisper hears 1 s: cut it into such pieces, or leave"),
-        ("whisper", "--data broken.wav --context 24", "broken.wav is no WAV file of PCM (EOFError)"),
-        ("whisper", "--data speech/*.wav --target-field text", "nothing matches {place}/speech/*.wav (files: .txt,"),
-        (
-            "whisper",
-            f"--data gone.jsonl {COLUMNS}",
-            "{place}/speech/gone.wav cannot be read: No such file or directory",
-        ),
-        ("marian", "--data text.txt --context 24", "neither sentinels nor a mask token, so plain text makes no pairs"),
-        ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
-        ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
-        ("whisper", "--data speech/0.wav --context 65", "whisper has 64 positions, --context is 65; give at most 64"),
-        ("bart", "--data text.txt --context 65", "bart has 64 positions, --context is 65; give at most 64"),
-        ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
-    ],
-)
+REFUSED = [
+    ("whisper", "--data self", "the encoder of whisper is given sound: it takes recordings, and self names none"),
+    ("whisper", "--data text.txt", "rows that hold or name them with --field and --target-field, or use"),
+    ("whisper", "--data slow.wav --context 24", "16 bits; the model hears 16-bit PCM at 16,000 Hz: ffmpeg -i IN"),
+    ("whisper", "--data coarse.wav --context 24", "16,000 Hz of 8 bits; the model hears 16-bit PCM"),
+    ("whisper", "--data junk.wav --context 24", "or, to have it converted, pip install 'transformers[audio]'"),
+    ("whisper", "--data long.wav --context 24", "has 1.01 s; whisper hears 1 s: cut it into such pieces, or leave"),
+    ("whisper", "--data broken.wav --context 24", "broken.wav is no WAV file of PCM (EOFError)"),
+    ("whisper", "--data speech/*.wav --target-field text", "nothing matches {place}/speech/*.wav (files: .txt,"),
+    (
+        "whisper",
+        f"--data gone.jsonl {COLUMNS}",
+        "{place}/speech/gone.wav cannot be read: No such file or directory",
+    ),
+    ("marian", "--data text.txt --context 24", "neither sentinels nor a mask token, so plain text makes no pairs"),
+    ("t5", "--data pairs.jsonl --field said --target-field nothing", "has no field 'nothing'; it has 'meant'"),
+    ("t5", "--data pairs.jsonl --field said --target-field said", "are the same text; name two columns"),
+    ("whisper", "--data speech/0.wav --context 65", "whisper has 64 positions, --context is 65; give at most 64"),
+    ("bart", "--data text.txt --context 65", "bart has 64 positions, --context is 65; give at most 64"),
+    ("llama", "--data pairs.jsonl --field said --target-field meant", "--target-field is for encoder-decoders"),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "says"), REFUSED)
 def test_refused(
     place: Path, tmp_path: Path, name: str, words: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
