@@ -151,7 +151,7 @@ NO_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize(("run", "error"), zip((2, 3, 5), NO_MEMORY, strict=True), ids=["device", "machine", "file"])
+@pytest.mark.parametrize(("run", "error"), [*zip((2, 3, 5), NO_MEMORY, strict=True)], ids=["device", "machine", "file"])
 def test_a_model_that_does_not_fit(run: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever memory ends: while the head is found to split (runs 1 and 2 of it) and in any batch."""
     runs: list[int] = []
