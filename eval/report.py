@@ -325,7 +325,8 @@ _FILES = ("results.json", PAGE, *(f"{name}.{suffix}" for name in PICTURES for su
 def measured_with(record: Record) -> str:
     """When and with what, as `gqa.eval.evaluate.environment` has it."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
-    return f"{record['created']}, {record['device']}, {record['threads']} threads; {versions}"
+    threads = f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
+    return f"{record['created']}, {record['device']}, {threads}; {versions}"
 
 
 def write_report(results: Record, directory: Path) -> list[str]:
