@@ -200,9 +200,8 @@ def test_killed_and_continued_is_bit_identical(
     runs.finish(*other, "--resume")
     assert losses(tmp_path / "other") == losses(tmp_path / "one")
     assert difference(tmp_path / "other", tmp_path / "one") == 0
-    if name == "t5":
-        runs.finish(*words(made_of, name, tmp_path / "control", **how | {"seed": 4}))
-        assert losses(tmp_path / "control") != losses(tmp_path / "one")
+    runs.finish(*words(made_of, name, tmp_path / "control", **how | {"seed": 4}))
+    assert losses(tmp_path / "control") != losses(tmp_path / "one")
 
 
 @pytest.mark.parametrize(
@@ -213,12 +212,12 @@ def test_ranks_and_micro_batches_change_nothing(
     runs: Runs, made_of: Path, tmp_path: Path, name: str, given: dict[str, Any]
 ) -> None:
     """Pairs of other lengths beside one make other padding, and no other loss."""
-    one, two = tmp_path / "1x1", tmp_path / "2x2"
-    runs.finish(*words(made_of, name, one, micro_batch=1, **given))
-    runs.finish(*words(made_of, name, two, micro_batch=2, **given), ranks=2)
-    assert apart(two, one) <= 3e-5
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert apart(made_of / name, one) > 1e-4
+    runs.finish(*words(made_of, name, tmp_path / "1x1", micro_batch=1, **given))
+    for way, (ranks, micro) in {"1x4": (1, 4), "2 ranks": (2, 2)}.items():
+        runs.finish(*words(made_of, name, tmp_path / way, micro_batch=micro, **given), ranks=ranks)
+        assert apart(tmp_path / way, tmp_path / "1x1") <= 1e-5, way
+        assert losses(tmp_path / way) == pytest.approx(losses(tmp_path / "1x1"), rel=1e-5)
+    assert apart(made_of / name, tmp_path / "1x1") > 1e-4
 
 
 def apart(one: Path, other: Path) -> float:
@@ -231,11 +230,11 @@ def apart(one: Path, other: Path) -> float:
 
 def test_sharded_weights_change_nothing(runs: Runs, made_of: Path, tmp_path: Path) -> None:
     """The teacher's too: of T5 no module but the whole holds what encoder and decoder share."""
-    whole, shards = tmp_path / "whole", tmp_path / "shards"
-    runs.finish(*words(made_of, "t5", whole))
-    runs.finish(*words(made_of, "t5", shards), ranks=2, before="shard()")
-    assert losses(shards) == pytest.approx(losses(whole), rel=1e-5)
-    assert apart(shards, whole) <= 1e-5
+    for name in ("t5", "bart"):
+        for way, before in (("ddp", ""), ("fsdp", "shard()")):
+            runs.finish(*words(made_of, name, tmp_path / f"{name}-{way}"), ranks=2, before=before)
+        assert losses(tmp_path / f"{name}-fsdp") == pytest.approx(losses(tmp_path / f"{name}-ddp"), rel=1e-6)
+        assert apart(tmp_path / f"{name}-fsdp", tmp_path / f"{name}-ddp") <= 1e-5
 
 
 @pytest.mark.usefixtures("alone")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +13,61 @@ from checkpoints import load
 from hub_server import Hub, Machine
 from training import Runs, difference, losses, metrics, tiny_checkpoint, write_corpus
 
-from gqa.uptrain.cli import command
 from gqa.uptrain.state import States
 
+STEPS = 3
+
+
+WAYS = {"4x2": (1, 2), "2 ranks x 2x2": (2, 2), "4 ranks x 2": (4, 2)}
 LAUNCHED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}  # as launchers may set it
-SHARED = {"micro_batch": 2}, {"ranks": 2, **LAUNCHED}  # 2 processes, each with 2 x 2 blocks of a step
-ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "plain": ({"heldout_fraction": 0.2}, *SHARED),
-    "documents": (
-        {"mask_documents": True, "train": "kv", "optimizer": "adafactor", "heldout_fraction": 0.2,
-         "teacher": "teacher", "distill": 0.5, "temperature": 2.0}, *SHARED,
-    ),
-    "adapters": ({"train": "lora", "lora_rank": 4, "micro_batch": 4}, {}, {"ranks": 2, "before": "shard()"}),
-    "towers": ({"model": "nested", "micro_batch": 4}, {}, {"ranks": 2}),
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "documents": {
+        "mask_documents": True, "train": "kv", "optimizer": "adafactor",
+        "teacher": "teacher", "distill": 0.5, "temperature": 2.0,
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("name", RUNS)
 def test_accumulation_and_ranks_change_nothing(runs: Runs, tmp_path: Path, name: str) -> None:
-    """Adapters may be sharded. Text does not reach towers: DDP waits for every gradient that it expects."""
-    options, changes, how = ALIKE[name]
-    words = {"steps": 3, "batch_size": 8, "micro_batch": 1} | options
-    runs.finish(*runs.words(tmp_path / "one", **words))
-    runs.finish(*runs.words(tmp_path / "other", **words | changes), **how)
-    assert difference(tmp_path / "other", tmp_path / "one") <= 1e-5
-    found, expected = (metrics(tmp_path / out / "gqa_uptraining.jsonl") for out in ("other", "one"))
-    for a, b in zip(found, expected, strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
-    if changes:
-        runs.finish(*runs.words(tmp_path / "control", **words | {"batch_size": 4}))
-        assert difference(tmp_path / "control", tmp_path / "one") > 1e-4
+    options = {"steps": STEPS, "batch_size": 8, "heldout_fraction": 0.2} | RUNS[name]
+    runs.finish(*runs.words(tmp_path / "8x1", micro_batch=1, **options))
+    for way, (ranks, micro) in WAYS.items():
+        runs.finish(*runs.words(tmp_path / way, micro_batch=micro, **options), ranks=ranks, **LAUNCHED)
+        assert difference(tmp_path / way, tmp_path / "8x1") <= 1e-5, way
+        one, other = (metrics(tmp_path / run / "gqa_uptraining.jsonl") for run in (way, "8x1"))
+        for a, b in zip(one, other, strict=True):
+            assert a == pytest.approx(b, rel=1e-5), way
+    runs.finish(*runs.words(tmp_path / "control", **options | {"batch_size": 4}))
+    assert difference(tmp_path / "control", tmp_path / "8x1") > 1e-4
 
 
-WHOLE, SHARDED = "whole", "sharded"
-CONTINUED = {"model": [(WHOLE, SHARDED)], "tied": [(SHARDED, SHARDED), (SHARDED, WHOLE)]}
-
-
-@pytest.mark.parametrize("model", CONTINUED)
-def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path, model: str) -> None:
-    """FSDP2: losses and exported weights are those of one process; a run continues from its shards, also without any,
-    and from what was whole.
+def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
+    """FSDP2: losses and exported weights are DDP's; a killed run continues from its shards, also without any, and
+    from what was whole.
     """
-    words = {"model": model, "steps": 4, "teacher": "teacher", "save_every": 2, "keep_state": True}
-    how: dict[str, Any] = {WHOLE: {}, SHARDED: {"ranks": 2, "before": f"shard({model == 'tied'})"}}
-    for name, options in how.items():
-        runs.finish(*runs.words(tmp_path / name, **words), **options)
-    files = {path.name for path in States(tmp_path / "sharded-state", 2).latest()[0].rglob("*.distcp")}
-    assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
-    for before, after in CONTINUED[model]:
-        state = tmp_path / f"{before}-{after}-state"
-        shutil.copytree(tmp_path / f"{before}-state", state)
-        shutil.rmtree(state / "step-00000004")
-        runs.finish(*runs.words(tmp_path / f"{before}-{after}", **words), "--resume", **how[after])
-    for name in (SHARDED, *map("-".join, CONTINUED[model])):
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / WHOLE), rel=1e-6), name
-        assert difference(tmp_path / name, tmp_path / WHOLE) <= 5e-6, name
+    for model, load_once in (("model", False), ("tied", True)):
+        words = {"model": model, "steps": 4, "teacher": "teacher", "save_every": 2, "keep_state": True}
+        whole, out = tmp_path / f"{model}-ddp", tmp_path / f"{model}-fsdp"
+        runs.finish(*runs.words(whole, **words), ranks=2)
+        killed = runs.run(*runs.words(out, **words), ranks=2, before=f"shard({load_once}); kill_at(3)")
+        assert killed.code == -signal.SIGKILL
+        files = {path.name for path in States(Path(f"{out}-state"), 2).latest()[0].rglob("*.distcp")}
+        assert files == {"__0_0.distcp", "__1_0.distcp"}, "nothing was sharded"
+        alone = tmp_path / f"{model}-alone"
+        shutil.copytree(f"{out}-state", f"{alone}-state")
+        runs.finish(*runs.words(out, **words), "--resume", ranks=2, before=f"shard({load_once})")
+        runs.finish(*runs.words(alone, **words), "--resume")
+        for continued in (out, alone):
+            assert losses(continued) == pytest.approx(losses(whole), rel=1e-6)
+            assert difference(continued, whole) <= 1e-6
+    longer = {"model": "model", "steps": 4, "teacher": "teacher", "save_every": 2, "keep_state": True}
+    began, alone = tmp_path / "began", tmp_path / "continued"
+    runs.run(*runs.words(began, **longer), before="kill_at(3)")
+    shutil.copytree(f"{began}-state", f"{alone}-state")
+    runs.finish(*runs.words(alone, **longer), "--resume", ranks=2, before="shard()")
+    assert losses(alone) == pytest.approx(losses(tmp_path / "model-ddp"), rel=1e-6)
 
 
 @pytest.mark.scale  # four processes
@@ -92,7 +91,7 @@ def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, 
     """Sums leave the model in float32, and gradients are added in float32, micro-batch by micro-batch into shards:
     accelerate rounds all of that, and keeps whole gradients meanwhile.
     """
-    words = {"steps": 3, "batch_size": 8, "teacher": "teacher", "precision": "bf16", "micro_batch": 2}
+    words = {"steps": 3, "teacher": "teacher", "precision": "bf16", "micro_batch": 2}
     runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
     told = f"shard(); tell_gradients({str(tmp_path / 'told')!r})"
     runs.finish(*runs.words(tmp_path / "fsdp", **words), ranks=2, before=told)
@@ -107,6 +106,22 @@ def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, 
         assert all(exact < 0.9 for _, exact in passes), passes
 
 
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    "adapters": ({"train": "lora", "lora_rank": 4, "steps": 2}, {"ranks": 2, "before": "shard()"}, 1e-6),
+    "towers": ({"model": "nested"}, {"ranks": 1}, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_adapters_and_towers(runs: Runs, tmp_path: Path, name: str) -> None:
+    """Adapters may be sharded. Text does not reach towers: DDP waits for every gradient that it expects."""
+    options, how, most = ALIKE[name]
+    words = {"steps": STEPS} | options
+    runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
+    runs.finish(*runs.words(tmp_path / "other", **words), **how)
+    assert difference(tmp_path / "ddp", tmp_path / "other") <= most
+
+
 def test_others_wait_for_the_first_process_longer_than_a_collective_would(runs: Runs, tmp_path: Path) -> None:
     """Text, states, and the result of shards are work of one process."""
     words = runs.words(tmp_path / "out", steps=2, save_every=2, keep_state=True)
@@ -114,8 +129,7 @@ def test_others_wait_for_the_first_process_longer_than_a_collective_would(runs: 
     assert len(losses(tmp_path / "out")) == 2
 
 
-@pytest.mark.usefixtures("alone")
-def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     """Model, teacher and a streamed data set by their names on a hub: the data set's present state has no text, the one
     that is asked for has.
     """
@@ -127,8 +141,7 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest
     hub.repo("lab/data", tmp_path / "newer").add("v1", tmp_path / "data")
     words = ["--data", "lab/data", "--data-revision", "v1", "--streaming", "--tokens", "1K"]
     words += ["--teacher", "lab/mha", "-o", "out", "--json", "-q"]
-    monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.endpoint)
-    done = machine.run("lab/mha-gqa2", *words, program="gqa-uptrain")
+    done = machine.python("-m", "gqa.uptrain", "lab/mha-gqa2", *words)
     assert done.code == 0, done.err
     record = json.loads(done.out)
     assert (record["model"], record["teacher"], record["data"]) == ("lab/mha-gqa2", "lab/mha", ["lab/data"])
@@ -137,18 +150,12 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine, monkeypatch: pytest
     assert load(machine.work / "out").keys() == load(tmp_path / "gqa2").keys()
 
 
-def test_launchers_start_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `-m gqa.uptrain`, which is the command."""
-    monkeypatch.setattr(sys, "argv", ["gqa-uptrain", "--cats"])
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_module("gqa.uptrain", run_name="__main__")
-
-
-def test_the_launcher_says_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_says_the_precision(runs: Runs, tmp_path: Path) -> None:
     """accelerate's configuration files and --mixed_precision; what the command says itself goes before."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    for given, expected in (([], "bf16"), (["--precision", "no"], "no")):
-        assert command.make_context("gqa-uptrain", ["MODEL", *given]).params["precision"] == expected
+    for given, expected in ((None, "bf16"), ("no", "no")):
+        out = tmp_path / expected
+        runs.finish(*runs.words(out, steps=1, precision=given), ACCELERATE_MIXED_PRECISION="bf16")
+        assert json.loads((out / "gqa_uptraining.json").read_text())["options"]["precision"] == expected
 
 
 def test_trackers_end_nothing_that_ranks_share(runs: Runs, tmp_path: Path) -> None:
@@ -163,7 +170,7 @@ def test_the_teacher_writes_text_on_all_ranks(runs: Runs, tmp_path: Path) -> Non
     """The same text, of which each wrote its share."""
     for ranks in (1, 2):
         cache, told = str(tmp_path / f"cache{ranks}"), str(tmp_path / f"told{ranks}")
-        words = runs.words(tmp_path / str(ranks), teacher="teacher", context=16, heldout_tokens=64)
+        words = runs.words(tmp_path / str(ranks), teacher="teacher", context=16)
         words[words.index("--data") + 1] = "self:1K"
         runs.finish(*words, ranks=ranks, before=f"keep_samples({cache!r}, 4, {told!r})")
     written = [len((tmp_path / f"told{name}").read_text().split()) for name in ("1-0", "2-0", "2-1")]

@@ -61,6 +61,7 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
 
 
 BEST: dict[str, dict[str, Any]] = {
+    "plain": {},
     "adapters": {"train": "lora", "lora_rank": 4},
     "tied": {"model": "tied"},
     "sharded": {"ranks": 2, "before": "shard(); "},
@@ -85,25 +86,30 @@ def test_the_best_state_is_what_is_written(runs: Runs, tmp_path: Path, name: str
     told = json.loads((one / "gqa_uptraining.json").read_text())
     assert told["losses"]["best_step"] == 1
     assert told["losses"]["heldout_after"] == 8
-    every = saving(runs, last, save_every=1, keep_last=STEPS, **options)
-    runs.finish(*every, **how, before=f"{before}judged(9, 8, 7, 6, 5)")
+    runs.finish(*saving(runs, last, **options), **how, before=f"{before}judged(9, 8, 7, 6, 5)")
     assert difference(one, last) > 0
-    if name == "tied":
-        first = state_weights(state(last, 1))
-        assert all(torch.equal(tensor, first[f"model.{key}"].to(tensor.dtype)) for key, tensor in load(one).items())
+    if name == "plain":
+        runs.finish(*saving(runs, tmp_path / "first", save_every=1, keep_last=9), before="judged(9, 8, 7, 6, 5)")
+        first = state_weights(state(tmp_path / "first", 1))
+        assert all(torch.equal(tensor, first[f"model.{key}"]) for key, tensor in load(one).items())
 
 
-def test_more_or_fewer_ranks_may_continue(runs: Runs, tmp_path: Path) -> None:
+MICRO = {"batch_size": 8, "micro_batch": 2, "save_every": 1}
+
+
+@pytest.mark.parametrize(("before", "after", "batch", "given"), [(1, 2, 8, {}), (3, 1, 6, {}), (2, 1, 8, MICRO)])
+def test_more_or_fewer_ranks_may_continue(
+    runs: Runs, tmp_path: Path, before: int, after: int, batch: int, given: dict[str, Any]
+) -> None:
     """Blocks and losses do not depend on ranks, so neither does a state. How large a step is where nothing says it may
-    depend on them, and stays what it was: 6 blocks, as three processes cannot share 8. How many passes a process makes
-    of it may change.
+    depend on them, and stays what it was; how many passes a process makes of it may change.
     """
-    out, straight = tmp_path / "out", tmp_path / "straight"
-    words = saving(runs, out, batch_size=None, micro_batch=2, save_every=1)
-    runs.run(*words, ranks=3, before="kill_at(2)")
-    runs.finish(*words, "--resume")
-    runs.finish(*saving(runs, straight, batch_size=6))
-    assert losses(out) == pytest.approx(losses(straight), rel=1e-5)
+    out = tmp_path / "out"
+    words = saving(runs, out, **{"batch_size": None} | given)
+    runs.run(*words, ranks=before, before="kill_at(2)" if given else "kill_at(3)")
+    runs.finish(*words, "--resume", ranks=after)
+    runs.finish(*saving(runs, tmp_path / "straight", batch_size=batch))
+    assert losses(out) == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
 
 
 @pytest.mark.parametrize(("number", "code", "ranks"), [(signal.SIGTERM, 143, 2), (signal.SIGINT, 130, 1)])
@@ -175,11 +181,13 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     for file in ("shards/__0_0.distcp", "random_states_0.pkl", "shards/.metadata"):
         path = state(out, 4) / file
         data = path.read_bytes()
+        path.write_bytes(data[:99] + bytes([data[99] ^ 1]) + data[100:])
         says = f"{state(out, 4)} is damaged: {file} not as saved; delete it to continue from the one before"
-        for damaged in (data[:99] + bytes([data[99] ^ 1]) + data[100:], None):
-            path.unlink() if damaged is None else path.write_bytes(damaged)
-            with pytest.raises(RefusedError, match=re.escape(says)):
-                States(Path(f"{out}-state"), 2).latest()
+        with pytest.raises(RefusedError, match=re.escape(says)):
+            States(Path(f"{out}-state"), 2).latest()
+        path.unlink()
+        with pytest.raises(RefusedError, match="is damaged"):
+            States(Path(f"{out}-state"), 2).latest()
         path.write_bytes(data)
     path.write_bytes(data[1:])
     assert says in refused(runs, *words)

@@ -194,7 +194,7 @@ class Runs(Forks):
         """Words of a run over what `shared_runs` has made."""
         if "teacher" in options:
             options["teacher"] = self.directory / options["teacher"]
-        return words_for(self.directory / model, self.directory / "data.jsonl", out, **{"batch_size": 4} | options)
+        return words_for(self.directory / model, self.directory / "data.jsonl", out, **options)
 
 
 @cache
