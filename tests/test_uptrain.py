@@ -406,7 +406,7 @@ def test_mixtures_and_separators(place: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without code generation, which takes half a minute; the graph is the compiler's all the same."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     for compiled in (False, True):
         assert command(tmp_path / f"{compiled}", steps=2, compile=compiled, batch_size=4, heldout_tokens=256).code == 0
     assert difference(tmp_path / "True", tmp_path / "False") < 1e-5
