@@ -206,7 +206,12 @@ def test_killed_and_continued_is_bit_identical(
 
 @pytest.mark.parametrize(
     ("name", "given"),
-    [("t5", {"train": "kv"}), ("bart", PAIRS), ("marian", {"data": "self"}), ("whisper", {"data": "speech", "seed": 1})],
+    [
+        ("t5", {"train": "kv"}),
+        ("bart", PAIRS),
+        ("marian", {"data": "self"}),
+        ("whisper", {"data": "speech", "seed": 1}),
+    ],
 )
 def test_ranks_and_micro_batches_change_nothing(
     runs: Runs, made_of: Path, tmp_path: Path, name: str, given: dict[str, Any]
