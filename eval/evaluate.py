@@ -81,13 +81,15 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
         if recall_context:
             with _kept(results, "recall", spared=measured or not options.recall, context=recall_context):
                 measure_recall(subjects, text, recall_context, options)
+            measured = measured or "refused" not in results["recall"]
         if harness:
-            with _kept(results, "tasks", spared=measured or bool(recall_context)):
+            with _kept(results, "tasks", spared=measured):
                 harness.measure(subjects, partial(load, options=options))
+            measured = True
         if not ranks().is_main_process:  # the rest is not split
             return {}
         if options.decode:
-            with _kept(results, "decode", spared=measured or bool(recall_context or harness)):
+            with _kept(results, "decode", spared=measured):
                 time_decoding(subjects, options, contexts)
     return results
 

@@ -110,6 +110,9 @@ def test_what_keeps_recall_from_being_measured_keeps_no_report(tmp_path: Path, m
     asked = run(*words(text), "--recall", program="gqa-eval")
     assert (asked.code, asked.err) == (1, "gqa-eval: it writes nothing; the rest is measured\n")
     assert "it writes nothing" in refused("SRC --recall --context 128")
+    monkeypatch.setattr("gqa.eval.evaluate.time_decoding", samples)  # nor is anything else measured
+    assert "it writes nothing" in refused("SRC --decode --decode-contexts 8 --decode-steps 2", "-o", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_recall_is_for_decoders() -> None:
