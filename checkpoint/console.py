@@ -176,7 +176,7 @@ _HEADINGS = {
     "calibration-repeats field target-field data-config split data-revision separator streaming heldout "
     "heldout-fraction heldout-tokens eval-tokens pretraining-tokens mask-documents beyond-positions",
     "Output": "dtype max-shard-size overwrite resume checksums verify-load save-every save-minutes "
-    "keep-last keep-state record-mass eval-every report-to push-to-hub public json verbose quiet",
+    "keep-last keep-state record-mass eval-every report-to json verbose quiet",
 }
 _LAST = "Advanced"
 
@@ -254,8 +254,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "--overwrite": {"is_flag": True},
     "--json": {"is_flag": True, "help": "One JSON object on stdout, everything else on stderr."},
     "--verbose": {"short": "-v", "is_flag": True, "help": "Show where an unexpected error comes from."},
-    "--push-to-hub": {"metavar": "REPO", "help": "Upload the finished result to this repository."},
-    "--public": {"is_flag": True, "help": "Make the pushed repository public.  [default: private]"},
     "--quiet": {"short": "-q", "is_flag": True, "help": "Print errors and warnings only."},
 }  # fmt: skip
 
@@ -323,26 +321,6 @@ def watched() -> bool:
     """Whether a person looks at what is written as it comes: at a terminal, or in a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())
-
-
-def check_pushing(repo: str | None, public: bool, dry_run: bool) -> None:
-    """What --push-to-hub and --public say is refused before the work, where it would be after it."""
-    if public and not repo:
-        raise RefusedError("--public is about the repository of --push-to-hub: give both or none")
-    if repo and not dry_run:
-        from gqa.checkpoint.hub import check_push
-
-        check_push(repo, private=not public)
-
-
-def push_result(program: str, result: Path, repo: str, public: bool) -> str:
-    """Upload a finished checkpoint; the line that says where it is now."""
-    from gqa.checkpoint.hub import push
-
-    try:
-        return f"pushed      {push(result, repo, private=not public)}"
-    except KeyboardInterrupt:
-        fail(program, f"interrupted while pushing; {result} is complete", 130)
 
 
 def fail(program: str, message: str, code: int) -> NoReturn:

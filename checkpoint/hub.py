@@ -13,7 +13,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, explain
 from gqa.checkpoint.filesystems import OTHER_FORMATS, is_side_file, is_url, name_in, open_url, opened, remote_tensors
-from gqa.checkpoint.hub_errors import LOG_IN, hub_reason, is_unreachable, quiet
+from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import (
     INDEX,
     SINGLE,
@@ -28,7 +28,6 @@ from gqa.checkpoint.read import (
 from gqa.checkpoint.remote import Remote
 
 _NO_SIDE_FILES = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", *(f"{at}*" for at in OTHER_FORMATS)]
-_REPLACED = ["model*.safetensors", INDEX, "pytorch_model*.bin", TORCH_INDEX]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WANTED = (
     "give a repository with config.json and safetensors or .bin weights "
@@ -175,44 +174,3 @@ def _cached(model: str, revision: str | None) -> Checkpoint | None:
         if files and present.issuperset([*files, "config.json"]):
             return read_checkpoint(directory, directory.name, model)
     return None
-
-
-def check_push(repo: str, private: bool = True) -> None:
-    """Find out before a long conversion what would stop the upload after it. Raises RefusedError."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    if not _HUB_ID.fullmatch(repo):
-        raise RefusedError(f"--push-to-hub {repo!r} is no repository name (owner/name)")
-    api = HfApi()
-    with quiet("huggingface_hub"), _refusing("--push-to-hub: ", repo):
-        auth = api.whoami().get("auth") or {}
-        if (auth.get("accessToken") or {}).get("role") == "read":
-            raise RefusedError(f"--push-to-hub: the present token may only read: {LOG_IN} of one that may write")
-        with suppress(RepositoryNotFoundError):
-            if private and api.model_info(repo).private is False:
-                raise RefusedError(f"--push-to-hub: {repo} is public; allow that with --public")
-            api.auth_check(repo, write=True)
-
-
-def push(directory: Path, repo: str, private: bool = True) -> str:
-    """Upload a finished checkpoint; the repository is made if it is not there. Returns its address.
-
-    Weights that the repository had before are deleted (its history keeps them): they would be loaded instead of the
-    new ones, or beside them. Raises OSError with one line; the checkpoint stays where it is.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        with quiet("huggingface_hub"):
-            address = api.create_repo(repo, private=private, exist_ok=True)
-            api.upload_folder(
-                repo_id=repo, folder_path=directory, commit_message="Upload with gqa", delete_patterns=_REPLACED
-            )
-    except Exception as error:
-        again = f"hf upload {repo} {directory} .{' --private' if private else ''}"
-        raise OSError(
-            f"{directory} is complete, but pushing it failed: {_reason(error, repo)}; push it with: {again}"
-        ) from None
-    return str(address)

@@ -84,7 +84,6 @@ def hub_reason(error: BaseException, repo: str, revision: str | None = None, dat
         errors.GatedRepoError: gated,
         errors.RevisionNotFoundError: f"{what} at the hub has no revision {revision!r}; ",
         errors.RepositoryNotFoundError: unknown,
-        errors.LocalTokenNotFoundError: f"there is no token to use {what} with: {LOG_IN}",
         errors.HFValidationError: f"{repo!r} is no hub id (owner/name of letters, digits, '-', '_' and '.')",
     }
     for kind, text in texts.items():
@@ -110,7 +109,7 @@ def _advice(status: int) -> str:
     if status == 401:
         return f"the token is not valid, or there is none: {LOG_IN}"
     if status == 403:
-        return f"the token may not do that: {LOG_IN} with one that has the permission (writing, to push)"
+        return f"the token may not do that: {LOG_IN} with one that has the permission"
     if status == 429:
         return f"too many requests; wait, or {LOG_IN}"
     return "the hub is in trouble; try again later" if status >= 500 else "see its status page and try again"

@@ -26,7 +26,7 @@ TAG = "gqa"  # of models at the hub
 SOURCE_CARD = "# The source model's card"
 # What is not about a result: where it goes, whether something is in its place, what is told meanwhile.
 _BESIDE = (
-    "output", "overwrite", "resume", "dry_run", "json", "as_json", "verbose", "quiet", "push_to_hub", "public",
+    "output", "overwrite", "resume", "dry_run", "json", "as_json", "verbose", "quiet",
 )  # fmt: skip
 
 

@@ -97,8 +97,6 @@ _WRITING = [
     option("--verify-load", is_flag=True, help="Also load the result with transformers and run it once."),
     option("--tensor-parallel", help="Say whether N ranks can hold it."),
     option("--jobs", type=click.IntRange(min=1), default=DEFAULT_JOBS, help="Shards written at a time."),
-    option("--push-to-hub"),
-    option("--public"),
     option("--verbose", help="List every changed tensor."),
     option("--quiet"),
     option("--families", is_flag=True, is_eager=True, expose_value=False, callback=_show_families,
@@ -133,7 +131,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
         main = share_work(options)
     else:
         console.check_alone()
-    console.check_pushing(options["push_to_hub"], options["public"], options["dry_run"])
     options["address"] = _address(options)
     options |= {"model": model, "groups": groups}
     plan = _planned(options)
@@ -149,8 +146,6 @@ def _address(options: dict[str, Any]) -> str | None:
     """Where the result is copied, which is made below its last name first; None where the output is a directory."""
     if not is_url(address := options["output"] or ""):
         return None
-    if options["push_to_hub"]:
-        raise RefusedError(f"--push-to-hub and -o {address} are two places elsewhere; give one of them")
     options["output"] = name_in(address)
     if not options["dry_run"]:
         check_target(address, options["overwrite"])
@@ -239,8 +234,6 @@ def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
         upload(result.out, options["address"])
         shutil.rmtree(result.out)
     _report(result.plan, result, options, time.monotonic() - start)
-    if options["push_to_hub"]:
-        _say(console.push_result("gqa-convert", result.out, options["push_to_hub"], options["public"]), options)
 
 
 def _say(text: str, options: dict[str, Any]) -> None:

@@ -72,16 +72,6 @@ class _Checkpoint(_Written):
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
 
-    def push_to_hub(self, repo: str, *, private: bool = True) -> str:
-        """Upload it to `repo` (owner/name), which is made if it is not there; returns its address.
-
-        Raises RefusedError where that cannot work (no token, a public repository), OSError where it failed.
-        """
-        from gqa.checkpoint.hub import check_push, push
-
-        check_push(repo, private)
-        return push(self.path, repo, private)
-
     def facts(self) -> dict[str, str]:
         """What a notebook shows, by name."""
         return {"path": str(self.path)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gqa.uptrain.setup import Setup
 
 _OF_TERMINALS = (
-    "output", "quiet", "verbose", "as_json", "dry_run", "record_teacher", "record_mass", "push_to_hub", "public",
+    "output", "quiet", "verbose", "as_json", "dry_run", "record_teacher", "record_mass",
 )  # fmt: skip
 
 

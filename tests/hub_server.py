@@ -6,7 +6,6 @@ answers with a redirect to another one, and with the ETag and size of what it li
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
 import json
@@ -26,8 +25,6 @@ from urllib.parse import unquote, urlsplit
 
 from checkpoints import Result, check_refused, run
 from huggingface_hub import close_session, constants
-
-from gqa.checkpoint.hub import push
 
 _CONTROLLED = re.compile(r"HF_|HUGGING|TRANSFORMERS_|XDG_|.*_PROXY$", re.IGNORECASE)
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".onnx", ".pth")
@@ -54,7 +51,6 @@ class Repo:
     commits: dict[str, Path] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     gated: bool = False
-    private: bool = False
     token: str | None = None  # without it the hub does not even say that the repository exists
 
     def add(self, ref: str, directory: Path) -> str:
@@ -66,12 +62,10 @@ class Repo:
 
 
 class Hub:
-    """The server's state: repositories, what was pushed, and the record of requests."""
+    """The server's state: repositories, and the record of requests."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
-        self.commits: list[tuple[str, list[dict[str, Any]]]] = []
-        self.objects: dict[str, bytes] = {}
         self.served = threading.Condition()
         self.answering = 0  # requests that are not recorded yet
         self._requests: list[Request] = []
@@ -111,18 +105,6 @@ class Hub:
         found = {re.sub(r".*/(resolve|lfs)/[^/]+/", "", r.path) for r in self.requests if r.method == "GET"}
         return {name for name in found if not name.startswith(("/", "api/"))}
 
-    def pushed(self) -> dict[str, bytes]:
-        """The files of all commits that were pushed."""
-        small = {file["path"]: base64.b64decode(file["content"]) for file in self._lines("file")}
-        return small | {file["path"]: self.objects[file["oid"]] for file in self._lines("lfsFile")}
-
-    def deleted(self) -> set[str]:
-        """The files that the commits deleted."""
-        return {file["path"] for file in self._lines("deletedFile")}
-
-    def _lines(self, kind: str) -> list[dict[str, Any]]:
-        return [line["value"] for _, lines in self.commits for line in lines if line["key"] == kind]
-
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -141,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.answering -= 1
                 self.hub.served.notify_all()
 
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def _serve(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -194,8 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
     def model_info(self, name: str, revision: str = "main") -> None:
         repo, commit, directory = self._commit(name, revision)
         siblings = [{"rfilename": path} for path, _ in _files(directory)]
-        rights = {"private": repo.private, "gated": repo.gated}
-        self._answer(200, {"id": name, "sha": commit, "siblings": siblings} | rights)
+        self._answer(200, {"id": name, "sha": commit, "siblings": siblings, "gated": repo.gated})
 
     def refs(self, name: str) -> None:
         refs = self._repo(name).refs
@@ -245,54 +226,6 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             self._answer(206, data[first : last + 1], headers)
 
-    def whoami(self) -> None:
-        if self.token is None:
-            raise _RefusalError(401, "")
-        role = self.token.removeprefix("hf_")
-        self._answer(
-            200, {"type": "user", "name": "me", "auth": {"type": "access_token", "accessToken": {"role": role}}}
-        )
-
-    def may_write(self, name: str) -> None:
-        self._repo(name)
-        self._answer(200 if self.token == "hf_write" else 403)
-
-    def create(self) -> None:
-        asked = json.loads(self.body)
-        name = "/".join(filter(None, [asked.get("organization"), asked["name"]]))
-        if self.token is None:
-            raise _RefusalError(401, "Invalid username or password.")
-        exists = name in self.hub.repos
-        if not exists:
-            private = asked.get("private") or asked.get("visibility") == "private"
-            self.hub.repo(name, private=bool(private))
-        self._answer(409 if exists else 200, {"name": name, "url": f"{self.hub.endpoint}/{name}"})
-
-    def check_card(self) -> None:
-        self._answer(200, {"errors": [], "warnings": []})
-
-    def preupload(self, name: str) -> None:
-        paths = [file["path"] for file in json.loads(self.body)["files"]]
-        modes = {path: "lfs" if path.endswith(LFS_SUFFIXES) else "regular" for path in paths}
-        files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
-        self._answer(200, {"files": files})
-
-    def lfs_batch(self, name: str) -> None:
-        upload = f"{self.hub.endpoint}/upload"
-        asked = json.loads(self.body)["objects"]
-        missing = [o["oid"] for o in asked if o["oid"] not in self.hub.objects]  # what is there is not sent again
-        actions = {oid: {"actions": {"upload": {"href": f"{upload}/{oid}"}}} for oid in missing}
-        objects = [o | actions.get(o["oid"], {}) for o in asked]
-        self._answer(200, {"transfer": "basic", "objects": objects})
-
-    def upload(self, oid: str) -> None:
-        self.hub.objects[oid] = self.body
-        self._answer(200 if hashlib.sha256(self.body).hexdigest() == oid else 400, {})
-
-    def commit(self, name: str) -> None:
-        self.hub.commits.append((name, [json.loads(line) for line in self.body.splitlines()]))
-        self._answer(200, {"success": True, "commitOid": "c" * 40, "commitUrl": f"{self.hub.endpoint}/{name}/commit/c"})
-
 
 _NAME = r"(?P<name>[\w.-]+(?:/[\w.-]+)?)"
 _API = rf"/api/(?:models|datasets)/{_NAME}"  # names are those of both kinds of repositories
@@ -301,17 +234,9 @@ _ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", _Handler.tree),
     ("POST", rf"{_API}/paths-info/(?P<revision>[^/]+)", _Handler.paths_info),
     ("GET", rf"{_API}/refs", _Handler.refs),
-    ("GET", rf"{_API}/auth-check/write", _Handler.may_write),
     ("GET", _API, _Handler.model_info),
     ("GET HEAD", rf"(?:/datasets)?/{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", _Handler.resolve),
     ("GET HEAD", r"/lfs/(?P<commit>\w+)/(?P<path>.+)", _Handler.storage),
-    ("GET", r"/api/whoami-v2", _Handler.whoami),
-    ("POST", r"/api/repos/create", _Handler.create),
-    ("POST", r"/api/validate-yaml", _Handler.check_card),
-    ("POST", rf"/api/models/{_NAME}/preupload/[^/]+", _Handler.preupload),
-    ("POST", rf"/{_NAME}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
-    ("PUT", r"/upload/(?P<oid>\w+)", _Handler.upload),
-    ("POST", rf"/api/models/{_NAME}/commit/[^/]+", _Handler.commit),
 ]
 
 
@@ -394,14 +319,6 @@ class Machine:
         said = check_refused(self.run("--groups", 2, *words, **environment), code=code, advice="")
         assert list(self.work.iterdir()) == []
         return said
-
-    def push(self, directory: Path, repo: str, private: bool = True, **environment: str) -> str:
-        """What `gqa.checkpoint.hub.push` returns or raises, as one text."""
-        with self.entered(**({"HF_TOKEN": "hf_write"} | environment)):
-            try:
-                return push(directory, repo, private=private)
-            except OSError as error:
-                return str(error)
 
     def blobs(self) -> dict[str, str]:
         """Every cached file with the hash of its content."""

@@ -175,7 +175,6 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
         ("gqa-convert", "--method random --seed -1", "-1 is not in the range 0<=x"),
         ("gqa-calibrate", "--method mean", "'mean' is not one of 'procrustes', "),
         ("gqa-calibrate", "-o .", "'.' is a directory"),
-        ("gqa-uptrain", "--record-teacher r --push-to-hub me/x", "makes none; leave one out"),
         ("gqa-uptrain", "--trane all", "did you mean --train?"),
         ("gqa-uptrain", "--blok-size 4", "did you mean --context?"),
         ("gqa-uptrain", "--optimizer adam", "did you mean adamw?"),

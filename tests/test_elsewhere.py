@@ -346,8 +346,6 @@ def test_addresses_that_cannot_be_used(tmp_path: Path, bucket: str, monkeypatch:
     url = copied(source, f"{bucket}/tiny")
     check_refused(run("--kv-budget", 0.5, url), f"--kv-budget runs the layers of {url}; copy it to a directory")
     check_refused(run(*MERGED, "--revision", "main", url), "--revision is for hub ids")
-    both = run(*MERGED, source, "-o", f"{bucket}/x", "--push-to-hub", "me/x", "--dry-run")
-    check_refused(both, "are two places elsewhere; give one")
     evaluated = run(url, "--data", "stdlib", program="gqa-eval")
     check_refused(evaluated, f"only gqa-convert reads {url}; copy it to a directory", program="gqa-eval")
     with pytest.raises(RefusedError, match=r"the plan is of the headers of tiny; make it with headers_only=False"):

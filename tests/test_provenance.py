@@ -59,8 +59,6 @@ OTHERS = {
         "verify_load",
         "tensor_parallel",
         "jobs",
-        "push_to_hub",
-        "public",
     ),
     *("verbose", "quiet", "families", "version"),
 }

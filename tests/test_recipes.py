@@ -240,9 +240,8 @@ def test_what_is_refused_is_refused_before_anything_starts(here: Path, case: str
     assert not (here / "r").exists()
 
 
-def test_records_of_heads_by_layer_and_of_what_was_pushed() -> None:
-    """They say the same again, but nobody else pushes."""
-    words = ["model", "--groups", "1,2", "--method", "mean", "--push-to-hub", "me/x", "--public"]
+def test_records_of_heads_by_layer() -> None:
+    words = ["model", "--groups", "1,2", "--method", "mean"]
     with convert.make_context("gqa-convert", words) as ctx:
         recipe = json.loads(json.dumps(asked(ctx)))
     assert recipe == {"convert": {"groups": [1, 2], "method": "mean", "model": "model"}}

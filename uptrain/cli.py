@@ -12,11 +12,9 @@ import click
 from gqa.checkpoint.console import (
     CONTEXT_SETTINGS,
     Command,
-    check_pushing,
     fail,
     labelled,
     option,
-    push_result,
     run,
     say_device,
     version_option,
@@ -45,8 +43,6 @@ _HOW = [
         type=click.FloatRange(0, 1, min_open=True),
         help="How much of each prediction --record-teacher keeps, the most probable tokens first.  [default: 0.99]",
     ),
-    option("--push-to-hub"),
-    option("--public"),
     option("--json", "as_json"),
     option("--verbose"),
     option("--quiet"),
@@ -58,8 +54,8 @@ _HOW = [
 @with_options(TRAINING.decorators(), _HOW)
 @version_option
 def command(
-    model: str, dry_run: bool, record_teacher: Path | None, record_mass: float | None, push_to_hub: str | None,
-    public: bool, as_json: bool, quiet: bool, **options: Any,
+    model: str, dry_run: bool, record_teacher: Path | None, record_mass: float | None,
+    as_json: bool, quiet: bool, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
@@ -83,9 +79,6 @@ def command(
     main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
     if record_mass and not record_teacher:
         raise RefusedError("--record-mass needs --record-teacher; give both or leave it out")
-    if record_teacher and push_to_hub:
-        raise RefusedError("--push-to-hub sends a trained checkpoint, and --record-teacher makes none; leave one out")
-    check_pushing(push_to_hub, public, dry_run or not main)
     with Bar(quiet or not main) as bar:
         chosen = TRAINING.read(options, model=model, output=output)
         setup = prepare(chosen, watcher=bar, dry=dry_run, recording=record_teacher)
@@ -112,8 +105,6 @@ def command(
         except DivergedError as error:
             _leave(main, str(error), 1)
         say(result_text(setup, progress))
-        if push_to_hub and main:
-            say(push_result("gqa-uptrain", setup.options.output, push_to_hub, public))
     if main and as_json:
         click.echo(json.dumps(record))
     return record
