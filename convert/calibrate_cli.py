@@ -51,9 +51,7 @@ class MapsWords:
         precision = words["refine_precision"]
         autocast = None if precision is None else precision == "bfloat16"
         refinement = self._refinement.read(words, seed=seed, autocast=autocast)
-        found = self._text.read(
-            {"field": "text", "target_field": None, "sampler": "transformers", **words}, seed=seed, **text
-        )
+        found = self._text.read({"field": "text", "target_field": None, **words}, seed=seed, **text)
         return self._how.read(words, text=found, refinement=refinement, device=find_device(device))
 
 

@@ -210,7 +210,6 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
         "--seed": text.get("seed"),
         "--field": text["field"] if text.get("field", "text") != "text" else None,
         "--target-field": text.get("target_field"),
-        "--sampler": text["sampler"] if text.get("sampler", "transformers") != "transformers" else None,
         "--ridge": told.get("ridge"),
         "--precision": told.get("dtype"),
         "--refine-steps": how.get("steps"),

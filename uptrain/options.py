@@ -16,7 +16,6 @@ import click
 from gqa.checkpoint.console import Count, Precision
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf, option_field
-from gqa.convert.align.options import SAMPLER
 from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.schedule import Schedule
 
@@ -151,7 +150,6 @@ class TrainOptions:
     )
     distill: float = option_field(1.0, "The share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
     temperature: float = option_field(1.0, "The temperature of the predictions that are compared.", type=_ABOVE_ZERO)
-    sampler: Literal["transformers", "vllm"] = option_field("transformers", SAMPLER)
     cache_bits: int | None = option_field(
         None,
         "Train the model to read a KV cache of so many bits, as --cache-bits of gqa-eval measures it: keys and values "
@@ -250,8 +248,6 @@ class TrainOptions:
         if self.repeats and self.mask_documents:
             yield "--repeats makes blocks without documents, which --mask-documents would keep apart"
         if not any(map(is_self, self.data)):
-            if self.sampler == "vllm" and self.data:
-                yield "--sampler vllm writes the text of --data self, which is not asked for; leave it out"
             return
         if self.repeats is not None:
             yield "--repeats is for text of yours; --data self repeats itself, and self:plain does not"

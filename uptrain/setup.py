@@ -195,8 +195,6 @@ def _data(
 ) -> Dataloader:  # fmt: skip
     """What the model is trained on, where a teacher `writes` it too. Raises RefusedError and CorpusError."""
     processes = ranks().num_processes
-    if options.sampler == "vllm" and (targets or model.config.is_encoder_decoder):
-        raise RefusedError("--sampler vllm is for decoders whose teacher is not recorded; leave it out")
     if targets:
         return open_stored(options, targets, processes)
     if model.config.is_encoder_decoder:
@@ -215,7 +213,7 @@ def _written(
     load, plain = partial(_load, teacher, options, device=device), parse_self(options.data[0]).plain
     return sampled_blocks(
         load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write, together=True,
-        vllm=options.sampler == "vllm", trust_remote_code=options.trust_remote_code,
+        trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 
 

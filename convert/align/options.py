@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from gqa.corpus.recordings import Sound
 
 DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
-SAMPLER = "What writes the text of self; vllm: vLLM on all GPUs, where it is installed."
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
 
 
@@ -35,7 +34,7 @@ class CalibrationText:
     `length`; of an encoder-decoder, so many pairs of sources and targets of at most `length`. `field` is the column of
     text of files and data sets; `target_field` that of what its decoder writes, or `self`: it is to write it.
     `repeats`: half of the blocks repeat themselves (`gqa.corpus.repeats`), but those of `self:plain` and pairs.
-    `trust_remote_code`: tokenizer and model may be code that comes along. `sampler`: what writes the text of `self`.
+    `trust_remote_code`: tokenizer and model may be code that comes along.
     """
 
     sources: tuple[str, ...] = option_field(
@@ -69,15 +68,12 @@ class CalibrationText:
         **OF_TEXT,
     )
     trust_remote_code: bool = option_field(False, **OF_TEXT)
-    sampler: Literal["transformers", "vllm"] = option_field("transformers", SAMPLER, **OF_TEXT)
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
             raise RefusedError(
                 f"{self.tokens} tokens in blocks of {self.length}: give at least 1 token, and 2 in a block"
             )
-        if self.sampler == "vllm" and not any(map(is_self, self.sources)):
-            raise RefusedError("--sampler vllm writes the text of --data self, which is not asked for; leave it out")
 
     def check(self, config: Any, name: str, option: str = "--context") -> None:
         """Raises RefusedError where blocks are longer than an encoder-decoder takes; `option` is what they come from.
@@ -99,8 +95,6 @@ class CalibrationText:
             ids = self.blocks(checkpoint, device, watcher)
             self._say_fewer(len(ids), "blocks", watcher)
             return {"input_ids": ids}
-        if self.sampler == "vllm":
-            raise RefusedError(f"--sampler vllm is for decoders, {checkpoint.name} has an encoder too; leave it out")
         from gqa.convert.align.calibration_text import read_blocks
         from gqa.convert.align.pairs import PairMaker, reads_text
 
@@ -153,7 +147,7 @@ class CalibrationText:
         plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
         written = sampled_blocks(
             load, device, checkpoint, self.length, -(-tokens // self.length), seed, plain, watcher,
-            together=True, vllm=self.sampler == "vllm", trust_remote_code=trusted,
+            together=True, trust_remote_code=trusted,
         )  # fmt: skip
         return torch.stack([torch.as_tensor(written[index]["input_ids"]) for index in range(len(written))])
 

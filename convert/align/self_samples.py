@@ -32,7 +32,6 @@ from gqa.checkpoint.processes import main_first, of_all, wait_for_everyone
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.attention import registered
-from gqa.convert.align.vllm_sampler import AT_ONCE, VllmSampler, check_vllm
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import read_config
 from gqa.convert.maps_file import digest_of
@@ -88,7 +87,6 @@ def sampled_blocks(
     watcher: Watcher = SILENT,
     write: bool = True,
     together: bool = False,
-    vllm: bool = False,
     trust_remote_code: bool = False,
 ) -> SampledBlocks:
     """The first `n_blocks` of `size` tokens that the model of `checkpoint` writes at temperature 1. They begin with the
@@ -98,11 +96,8 @@ def sampled_blocks(
     `load(dtype=...)` gives the model on `device`; it is called if some of them are not there yet, with `device="auto"`
     where its weights do not fit there (`too_large`). Then the main process writes all, over all devices. Raises
     RefusedError where it cannot be sampled from. Unless it is to `write`, they are none that could be read. All
-    processes call it `together`, or one of them calls it. With `vllm` vLLM loads the model instead, and each sequence
-    has a seed of its own.
+    processes call it `together`, or one of them calls it.
     """
-    if vllm:
-        check_vllm()
     known = as_it_is(checkpoint)
     start = first_token(read_config(known.config, known.name).text, known.name)
     lead = 0 if _begins(checkpoint, start, trust_remote_code) else 1
@@ -112,16 +107,13 @@ def sampled_blocks(
     dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
     batch = _batch(known, size, dtype)
 
-    large = not vllm and too_large(known, dtype, device)
+    large = too_large(known, dtype, device)
     alone = together and any(of_all(large))
     together, how = together and not alone, {"device": "auto"} if large or alone else {}
     models, processes = list[Any](), ranks().num_processes if together else 1
 
     def begin(batches: int) -> int:
         watcher.stage(f"{checkpoint.name} writes", batches * batch * (size + lead - 1))
-        if vllm:
-            models.append(VllmSampler(checkpoint, dtype, start, size + lead, trust_remote_code))
-            return max(1, AT_ONCE // batch)
         models.append(load(dtype=str(dtype).removeprefix("torch."), **how))
         free = [free_memory(place) for place in {parameter.device for parameter in models[0].parameters()}]
         least = len(free) * min(of or 0 for of in free)
@@ -130,17 +122,12 @@ def sampled_blocks(
         return max(1, at_once(known, size, dtype, int(min(of_all(least) if together else [least]))) // batch)
 
     def written(numbers: range) -> Tensor:
-        if vllm:
-            rows = range(numbers[0] * batch, (numbers[-1] + 1) * batch)
-            found: Tensor = models[0].write([batch_seed(seed, row) for row in rows])
-            watcher.update(len(rows) * (size + lead - 1))
-            return found[:, lead:]
         seeds = [batch_seed(seed, number) for number in numbers]
         return samples(
             models[0], size + lead, seed=seeds, batch=batch, progress=lambda count: watcher.update(count * processes)
         )[:, lead:]
 
-    told = f"{content(checkpoint, trust_remote_code)} {start} {lead} {seed} {size} {batch} {dtype}{' vllm' * vllm}"
+    told = f"{content(checkpoint, trust_remote_code)} {start} {lead} {seed} {size} {batch} {dtype}"
     with main_first() if alone else nullcontext():  # the others find it done
         file = kept(told, size, batch, n_blocks, begin, written, together)
     told = f"self {file.stem} {'plain' if plain else MIX}"
