@@ -172,7 +172,7 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
 def positions(config: Any) -> int | None:
     """Positions that the model of transformers' `config` was made for; None where it states none."""
     text = config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")  # most, Whisper, MPT
+    names = ("max_position_embeddings", "max_target_positions")  # most, Whisper
     return next((found for name in names if (found := getattr(text, name, None))), None)
 
 

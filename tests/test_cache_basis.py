@@ -26,7 +26,7 @@ IDS = torch.arange(10, 40)[None]
 # Kinds of layouts, rotary embeddings, norms and biases.
 SOME = (
     "llama+bias", "llama+queries", "qwen3", "olmo2", "phi3", "falcon", "gpt_oss", "cohere", "stablelm", "glm", "gemma2",
-    "gqa_gpt2", "gqa_bloom", "gqa_t5", "gqa_bart",
+    "gqa_gpt2", "gqa_t5", "gqa_bart",
 )  # fmt: skip
 
 

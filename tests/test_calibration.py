@@ -61,11 +61,9 @@ def layer_errors(source: Path, groups: int = 2, **how: Any) -> list[float]:
     return [result.error for layer in range(calibrator.layers) for result in calibrator.run(layer)]
 
 
-@pytest.mark.parametrize(("name", "batch"), [("gpt_oss", 24), ("qwen2_vl_text", 24), ("gqa_mpt", 4)])
+@pytest.mark.parametrize(("name", "batch"), [("gpt_oss", 24), ("qwen2_vl_text", 24)])
 def test_batches_do_not_matter(name: str, batch: int, tmp_path: Path) -> None:
-    """Sums over batches, the last one smaller, with masks and positions for each size; MPT's slopes, one for each of 4
-    heads, are not of 4 blocks.
-    """
+    """Sums over batches, the last one smaller, with masks and positions for each size."""
     directory = write_checkpoint(build(TINY[name], 4), tmp_path / "source")
     assert layer_errors(directory) == pytest.approx(layer_errors(directory, batch=batch), rel=1e-4)
 
@@ -119,7 +117,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["diffllama", "qwen3_5_text", "molmo2_text", "mixtral", "gqa_gpt_neo", "gqa_bloom", "gqa_mpt"]
+    "name", ["diffllama", "qwen3_5_text", "molmo2_text", "mixtral", "gqa_opt"]
 )
 def test_refinement_lowers_the_error(name: str, tmp_path: Path, trained: list[tuple[float, float]]) -> None:
     """Of types without a known symmetry from the mean, of others from the closed form; and the result loads."""

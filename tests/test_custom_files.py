@@ -81,22 +81,20 @@ def test_files_need_nothing_else_and_name_no_other_model(name: str) -> None:
             assert {alias.asname or alias.name for alias in node.names} <= used
     assert len(text.splitlines()) < 130
     assert max(map(len, text.splitlines())) <= 120
-    # A file made of another's has its own model's name everywhere; only UMT5 runs T5's forward pass.
+    # A file made of another's has its own model's name everywhere.
     names = MODELS[name]
     classes = set(re.findall(r"\b(?:source\.|GQA)([A-Z]\w+)", text))
     assert classes
     assert all(found.startswith(names.classes) for found in classes)
     assert set(re.findall(r"([\w-]+)'s (?:own|config|attention|models)", text)) == {names.words}
-    modules = set(re.findall(r"(?:models\.|gqa_)(\w+)", text))
-    assert modules - {"t5" if name == "umt5" else ""} == {name}
+    assert set(re.findall(r"(?:models\.|gqa_)(\w+)", text)) == {name}
 
 
 def test_another_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before 5.15 T5 computed scores by itself: its forward pass on fewer heads would say nothing and be wrong."""
     monkeypatch.setattr(T5Attention, "forward", lambda self, hidden_states: hidden_states)
-    for name in ("t5", "umt5"):
-        with pytest.raises(ImportError, match=rf"transformers {version('transformers')} .*; install 5\.18 to 5\.24$"):
-            exec(compile(text_of(name), name, "exec"), {"__name__": modelling.__name__})
+    with pytest.raises(ImportError, match=rf"transformers {version('transformers')} .*; install 5\.18 to 5\.24$"):
+        exec(compile(text_of("t5"), "t5", "exec"), {"__name__": modelling.__name__})
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -40,7 +40,7 @@ from gqa.uptrain.setup import prepare
 from gqa.uptrain.summary import plan_record
 from gqa.uptrain.training_model import predictions
 
-_CUSTOM = ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper")
+_CUSTOM = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper")
 MODELS = [*(f"gqa_{name}" for name in _CUSTOM), "t5gemma"]
 LENGTHS = [(9, 7), (12, 3), (5, 11)]  # of sources and targets
 

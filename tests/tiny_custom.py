@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tiny_configs import EAGER, Tiny, tiny_model
+from tiny_configs import Tiny, tiny_model
 
 from gqa.checkpoint import modelling
 from gqa.checkpoint.modelling.text import MODELS
@@ -32,9 +32,6 @@ _T5: Mapping[str, Any] = {"d_ff": 64, "decoder_start_token_id": 1, "token_inputs
 SOURCES: tuple[Tiny, ...] = (
     _source("gpt2", "GPT2LMHeadModel"),
     _source("opt", "OPTForCausalLM", ffn_dim=64, word_embed_proj_dim=32),
-    _source("bloom", "BloomForCausalLM", attention=EAGER),
-    _source("gpt_neo", "GPTNeoForCausalLM", attention=EAGER, attention_types=[[["global", "local"], 1]], window_size=5),
-    _source("mpt", "MptForCausalLM", attention=EAGER, max_seq_len=64),
     _source("bart", "BartForConditionalGeneration", **_BART),
     _source("mbart", "MBartForConditionalGeneration", **_BART),
     _source("marian", "MarianMTModel", **_BART),
@@ -43,7 +40,6 @@ SOURCES: tuple[Tiny, ...] = (
                                                                     "decoder_layerdrop": 0.0}),
     _source("t5", "T5ForConditionalGeneration", **_T5),
     _source("mt5", "MT5ForConditionalGeneration", **_T5),
-    _source("umt5", "UMT5ForConditionalGeneration", **_T5),
     _source("whisper", "WhisperForConditionalGeneration", **_BART | {"token_inputs": {"decoder_input_ids": ()}},
             num_mel_bins=8, max_source_positions=8, max_target_positions=64, suppress_tokens=None,
             begin_suppress_tokens=None, float_inputs={"input_features": (8, 16)}),

@@ -39,9 +39,6 @@ class Names:
 MODELS = {
     "gpt2": Names("GPT-2", "GPT2"),
     "opt": Names("OPT", "OPT", "gpt2"),
-    "bloom": Names("BLOOM", "Bloom", "gpt2"),
-    "mpt": Names("MPT", "Mpt", "bloom"),
-    "gpt_neo": Names("GPT-Neo", "GPTNeo", "bloom"),
     "bart": Names("BART", "Bart", "gpt2"),
     "mbart": Names("mBART", "MBart", "bart"),
     "marian": Names("Marian", "Marian", "bart"),
@@ -50,7 +47,6 @@ MODELS = {
     "whisper": Names("Whisper", "Whisper", "bart"),
     "t5": Names("T5", "T5", "bart"),
     "mt5": Names("mT5", "MT5", "t5"),
-    "umt5": Names("UMT5", "UMT5", "t5"),
 }
 # Those whose class has one, but one for all layers: `attention(config, layer)` is all that their layers make of it.
 BY_LAYER = {

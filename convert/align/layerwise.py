@@ -356,8 +356,8 @@ class Layerwise:
 
 
 def is_by_block(value: Tensor, blocks: int, other: Tensor, others: int) -> bool:
-    """Whether an argument of so many blocks has rows for each, one or several (BLOOM's slopes, one a head): it is as
-    much longer than that of `others`. What is of all blocks has its own length, which may be any number (MPT's heads).
+    """Whether an argument of so many blocks has rows for each, one or several: it is as much longer than that of
+    `others`. What is of all blocks has its own length, which may be any number.
     """
     return value.ndim > 0 and blocks != others and len(value) * others == len(other) * blocks
 

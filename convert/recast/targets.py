@@ -44,8 +44,8 @@ _WHICH = {
     "gqa_m2m_100": "M2M-100, NLLB",
     "gqa_t5": "T5, Flan-T5",
 }
-# Masks that GPT-2 and GPT-Neo once stored, of which no class knows any more.
-_MASKS = ("*.attn.bias", "*.attn.masked_bias", "*.attn.attention.bias", "*.attn.attention.masked_bias")
+# Masks that GPT-2 once stored, of which no class knows any more.
+_MASKS = ("*.attn.bias", "*.attn.masked_bias")
 # Exact for any G: with as many heads as before our classes give the source's logits (tests/test_custom_code.py).
 _CUSTOM = tuple(
     Recasting(made.removeprefix(PREFIX), made, which=_WHICH.get(made, ""), note=family.note, dropped=_MASKS)

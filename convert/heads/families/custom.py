@@ -19,17 +19,6 @@ _OPT = Symmetry(
         lambda config: not config.do_layer_norm_before,
     ),
 )
-_MPT = Symmetry(
-    no_layer,
-    query=None,
-    output="out_proj",
-    norms=("norm_1",),
-    places=False,
-    unless=(
-        "where clip_qkv is set, values are clipped one dimension at a time",
-        lambda config: bool(config.attn_config.clip_qkv),
-    ),
-)
 
 
 def _odd_kinds(config: Any) -> str | None:
@@ -51,22 +40,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "separate k_proj and v_proj, custom modelling code",
-        {"gqa_opt": _OPT, "gqa_gpt_neo": Symmetry(no_layer, output="out_proj", norms=("ln_1",))},
-        attention=("self_attn", "attn.attention"),
-    ),
-    Family(
-        "queries, key and value per KV head, custom modelling code",
-        {"gqa_bloom": Symmetry(no_layer, query=None, output="dense", places=False)},
-        note="ALiBi's slopes stay with the query heads",
-        attention=("self_attention",),
-        rules=(Rule("query_key_value", Fused("grouped")),),
-    ),
-    Family(
-        "fused [Q | K | V], custom modelling code",
-        {"gqa_mpt": _MPT},
-        note="ALiBi's slopes stay with the query heads",
-        attention=("attn",),
-        rules=(Rule("Wqkv", Fused("stacked")),),
+        {"gqa_opt": _OPT},
     ),
     Family(
         "encoder-decoder, custom modelling code",
@@ -85,7 +59,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "encoder-decoder with relative positions, custom modelling code",
         dict.fromkeys(
-            ("gqa_mt5", "gqa_t5", "gqa_umt5"),
+            ("gqa_mt5", "gqa_t5"),
             Symmetry(no_layer, query="q", output="o", norms=("layer.0.layer_norm",), places=False),
         ),
         note="self- and cross-attention of the decoder, or as --attention says; positions stay with the query heads",
