@@ -116,9 +116,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["diffllama", "qwen3_5_text", "molmo2_text", "mixtral", "gqa_opt"]
-)
+@pytest.mark.parametrize("name", ["diffllama", "qwen3_5_text", "molmo2_text", "mixtral", "gqa_opt"])
 def test_refinement_lowers_the_error(name: str, tmp_path: Path, trained: list[tuple[float, float]]) -> None:
     """Of types without a known symmetry from the mean, of others from the closed form; and the result loads."""
     tiny = TINY[name]
