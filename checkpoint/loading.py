@@ -169,6 +169,30 @@ def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     return getattr(transformers, name, None) or default
 
 
+_PREDICTING = re.compile("CausalLM|Seq2SeqLM|LMHead|PreTraining|ImageTextToText|MultimodalLM")
+
+
+def predicts_tokens(config: Any, trust_remote_code: bool = False) -> bool:
+    """Whether the class that a config names reads token ids and has a head that predicts them."""
+    from transformers import GenerationMixin, PreTrainedModel
+
+    found = model_class(config, trust_remote_code)
+    if not issubclass(found, PreTrainedModel):  # an Auto class
+        return bool(_PREDICTING.search(found.__name__))
+    return issubclass(found, GenerationMixin) and found.main_input_name == "input_ids"
+
+
+def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = False) -> None:
+    """Raise RefusedError for a classifier, a reward model, a base class, a model of sound: nothing can be evaluated,
+    decoded or trained where no head predicts tokens of text.
+    """
+    if not predicts_tokens(config, trust_remote_code):
+        raise RefusedError(
+            f"{name} is a {model_class(config, trust_remote_code).__name__}, which does not predict tokens of text; "
+            "give a model with a language-model head, like one ForCausalLM"
+        )
+
+
 def positions(config: Any) -> int | None:
     """Positions that the model of transformers' `config` was made for; None where it states none."""
     text = config.get_text_config(decoder=True)

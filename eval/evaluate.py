@@ -54,6 +54,8 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     device = run_device(options)
     say_device(device, quiet)
     subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
+    for subject in subjects if options.data or options.decode or options.tasks else ():
+        subject.check_predicts_tokens()
     check_metrics(options.metrics or ())
     harness = Harness(subjects, options, quiet) if options.tasks else None
     results: dict[str, Any] = {
@@ -122,7 +124,7 @@ def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -
         return None
     context = choose_context(subjects, options.context, options.beyond_positions)
     try:
-        check_recall(subjects[0], context)
+        check_recall(subjects, context)
     except RefusedError as error:
         if options.recall:
             raise
@@ -325,9 +327,11 @@ class Probe:
         return as_text(self.tokenizer, shown)
 
 
-def check_recall(first: Subject, context: int) -> None:
+def check_recall(subjects: Sequence[Subject], context: int) -> None:
     """Raises RefusedError where a model cannot be asked about `context` tokens."""
-    least = 2 * DISTANCES[0]
+    first, least = subjects[0], 2 * DISTANCES[0]
+    for subject in subjects:
+        subject.check_predicts_tokens()
     if first.config.is_encoder_decoder:
         raise RefusedError(f"--recall is for decoders, and {first.name} is an encoder-decoder")
     if context < least:
@@ -339,7 +343,7 @@ def make_probe(first: Subject, text: Text | None, context: int, options: Evaluat
 
     Raises RefusedError.
     """
-    check_recall(first, context)
+    check_recall([first], context)
     tokenizer, windows = first.tokenizer, text.windows if text else ()
     prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if prefix is None:

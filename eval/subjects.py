@@ -17,7 +17,7 @@ from typing import Any
 
 from gqa.checkpoint.errors import RefusedError, explain, one_line
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import positions, read_auto_config
+from gqa.checkpoint.loading import check_predicts_tokens, positions, read_auto_config
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -92,6 +92,10 @@ class Subject:
     def reads(self, windows: Iterable[Window]) -> int:
         """Tokens of windows, those of their sources and positions of what is heard among them."""
         return sum(len(window.ids) + len(window.source) + self.heard for window in windows)
+
+    def check_predicts_tokens(self) -> None:
+        """Raises RefusedError for a model that can be neither scored nor decoded with."""
+        check_predicts_tokens(self.config, self.name, self.trust_remote_code)
 
     def check_reads_text(self, option: str) -> None:
         """Raises RefusedError for a model whose encoder is given sound."""

@@ -77,6 +77,17 @@ def test_refusals(line: str, message: str) -> None:
     assert message in refused(line)
 
 
+@pytest.mark.parametrize("line", ["--data TEXT", "--decode", "--recall"])
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_models_that_predict_no_tokens(tmp_path: Path, name: str, line: str) -> None:
+    """A base class, a classifier: also where it is only compared with. What needs no prediction is measured."""
+    path = copy_source(tmp_path, "headless")
+    edit_json(path / "config.json", lambda config: config.update(architectures=[name]))
+    for models in (f"{path}", f"SRC {path}"):
+        assert f"headless is a {name}, which does not predict tokens of text; give" in refused(f"{models} {line}")
+    assert "KV/token" in done(f"{path} --memory 1GB -o {tmp_path / 'report'}").out
+
+
 def test_positions_in_a_table_end(tmp_path: Path) -> None:
     tiny = TINY["gpt_bigcode"]
     options = dict(tiny.options) | {"vocab_size": 4096}

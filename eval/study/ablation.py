@@ -92,6 +92,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     training = replace(options.training, model=subject.path)
     options = replace(options, training=training)
     evaluate.usable_device(options.device)  # or refused
+    subject.check_predicts_tokens()
     if subject.hears:
         if options.decode or not training.target_field:
             raise RefusedError(
@@ -112,7 +113,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
         options.maps.text.check(subject.config, subject.name, "--calibration-context")
     text = _text(subject, options)
     if options.recall:
-        evaluate.check_recall(subject, text.context)
+        evaluate.check_recall([subject], text.context)
     steps, tokens, read = {}, {}, {}
     for alpha in filter(None, grid.alphas):
         one = replace(training, alpha=alpha)
