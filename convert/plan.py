@@ -12,7 +12,6 @@ from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.checkpoint.shards import shard_names
 from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.config import ConfigEdit, ModelConfig, edit_config, read_config, valid_groups
-from gqa.convert.heads.engines import engine_notes
 from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups, Layout, Rule
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
@@ -71,7 +70,6 @@ class Plan:
     cache_after: KVCache
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
-    engine_notes: tuple[str, ...] = ()
     why: str = ""  # the method was taken, where none was named and heads are merged
     for_cache_bits: bool = False  # heads get a basis in which a cache of few bits loses less (`cache_basis`)
 
@@ -168,7 +166,6 @@ def make_plan(
     outputs = _outputs(checkpoint, changes, merging, stored)
     new, edits = edit_config(config, groups, checkpoint.name, dtype)
     cached, kv_dtype = cached_layers(modules, config), modules[0].kv_dtype(config)
-    cache_after = kv_cache(new, cached, stored or kv_dtype)
     return Plan(
         checkpoint=checkpoint,
         config=config,
@@ -178,10 +175,9 @@ def make_plan(
         new_config=new.raw,
         config_edits=tuple(edits),
         cache_before=kv_cache(config, cached, kv_dtype),
-        cache_after=cache_after,
+        cache_after=kv_cache(new, cached, stored or kv_dtype),
         dtype=stored,
         warnings=tuple(_warnings(checkpoint, why if merges and not METHODS[method].aligns else "")),
-        engine_notes=engine_notes(new, cache_after),
         why=why if merges else "",
         for_cache_bits=for_cache_bits,
     )

@@ -131,7 +131,6 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             "bytes_at_context_after": after.bytes_at(context) if context else None,
         },
         "warnings": list(plan.warnings),
-        "engine_notes": list(plan.engine_notes),
     }
 
 
@@ -157,7 +156,7 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         *([f"basis       for a KV cache of few bits: {_of_basis(plan)}"] if plan.for_cache_bits else []),
         *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in told["config_edits"]),
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in told["shards"]),
-        *(f"note        {note}" for note in plan.engine_notes),
+        *([f"note        {plan.cache_after.remark}"] if plan.cache_after.remark else []),
     ]
     if plan.method == "none":
         lines.append("identity    these are the model's own key/value heads")

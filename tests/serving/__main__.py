@@ -102,7 +102,7 @@ def judge(expected: Expected, client: Client, outcome: tuple[int, float] | Excep
         return good, figures if good else f"{figures}, FAILED: allowed is {allowed:.0e}"
     if expected is None and difference > FAR * client.tolerance:
         return True, f"{figures}, misread as documented"
-    return False, f"{figures}, FAILED: not as docs/engines.md says any more; correct it, convert/engines.py and CASES"
+    return False, f"{figures}, FAILED: not as docs/engines.md says any more; correct it and CASES"
 
 
 def answers(
