@@ -1,4 +1,4 @@
-"""Where a model comes from: a local directory, an address for fsspec, or the hub through huggingface_hub."""
+"""Where a model comes from: a local directory, or the hub through huggingface_hub."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, explain
-from gqa.checkpoint.filesystems import OTHER_FORMATS, is_side_file, is_url, name_in, open_url, opened, remote_tensors
+from gqa.checkpoint.filesystems import OTHER_FORMATS, is_side_file, opened, remote_tensors
 from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import (
     INDEX,
@@ -41,16 +41,12 @@ def open_model(
     headers_only: bool = False,
     check: Callable[[Checkpoint], Path | None] = lambda checkpoint: None,
 ) -> Checkpoint:
-    """The checkpoint of a directory, an address or a hub id, of which `headers_only` fetches config and headers.
+    """The checkpoint of a directory or a hub id, of which `headers_only` fetches config and headers.
 
     `check` is called with what the headers say before any weights are fetched. It may refuse, or name a directory that
     they are fetched to when they are read (`Checkpoint.remote`); else those of a hub id are fetched into its cache.
     Raises RefusedError for whatever keeps the model from being fetched, OSError where this machine is the cause.
     """
-    if is_url(model):
-        if revision is not None:
-            raise RefusedError(f"--revision is for hub ids; {model} is an address")
-        return open_url(model, headers_only, check)
     if os.path.lexists(model):
         if revision is not None:
             raise RefusedError(f"--revision is for hub ids; {model} is a local path")
@@ -69,7 +65,7 @@ def beside(model: str, suffix: str) -> Path:
     if path.is_dir():
         path = path.resolve() if path.name in ("", "..") else path
         return path.with_name(path.name + suffix)
-    return Path(name_in(model) + suffix)
+    return Path(model.split("/")[-1] + suffix)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import threading
@@ -48,8 +47,6 @@ class OutputDirectory:
     """
 
     def __init__(self, out: Path, source: Path | None, overwrite: bool = False, resume: str = "") -> None:
-        if re.match(r"[a-z][\w.+-]+:/", str(out)):
-            raise RefusedError(f"the output {out} is an address, to which only gqa-convert -o writes; give a directory")
         named = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
         self.out = Path(os.path.realpath(out.parent), out.name) if named else out.resolve()
         self.work = self.sibling("partial")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.filesystems import is_url
 from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
@@ -81,8 +80,8 @@ def plan_conversion(
         max_shard_bytes: Of one output file; None for the base model's partition.
         target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
         output: From a plan, before weights are fetched, to where it is going to be written: for a hub id without the
-            space for all of it, and for an address, the files of the source are then fetched beside it as they are
-            read. To None for all of a hub id at once.
+            space for all of it, the files of the source are then fetched beside it as they are read. To None for all of
+            a hub id at once.
         for_cache_bits: Give heads the basis in which a KV cache of few bits loses less (docs/budget.md); any `groups`,
             the model's own number too.
 
@@ -140,8 +139,6 @@ def plan_within(
             OutputDirectory(Path(out), checkpoint.directory, overwrite)
         plan(checkpoint, uneven(checkpoint, share, ranks))
 
-    if is_url(os.fspath(model)):
-        raise RefusedError(f"--kv-budget runs the layers of {model}; copy it to a directory")
     source = open_model(os.fspath(model), revision, check=check)
     check(source)
     (heads,), losses = heads_within(source, [share], how, ranks, layers)

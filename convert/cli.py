@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +15,6 @@ import click
 from gqa.checkpoint import console
 from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Choice, Command, option, version_option, with_options
 from gqa.checkpoint.errors import RefusedError, one_line
-from gqa.checkpoint.filesystems import check_target, is_url, name_in, upload
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
 from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
@@ -72,8 +69,7 @@ _MERGING = [
     option("--kv-budget", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE",
            callback=_one_of_both, help="Instead of --groups: the share of the KV cache that is left, like 0.5. Each "
            "layer keeps as many heads as it needs, which is measured on text that the model writes."),
-    option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make, or an address for fsspec "
-           "(s3://, gs://): it is made in the working directory, copied there and deleted.  [default: "
+    option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
     option("--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a group become one: see "
            "below.", **only_for(lambda method: True)),
@@ -109,7 +105,7 @@ _WRITING = [
 @with_options(_MERGING, MAPS.decorators, TARGET, _WRITING)
 @version_option
 def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]:
-    """Rewrite the checkpoint MODEL (a directory, a hub id or an address like s3://) with G key/value heads.
+    """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
     the result loads with plain transformers and its KV cache shrinks with the number of heads. Without --method it is
@@ -131,7 +127,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
         main = share_work(options)
     else:
         console.check_alone()
-    options["address"] = _address(options)
     options |= {"model": model, "groups": groups}
     plan = _planned(options)
     options["forecast"] = _forecast(plan, options) if options["forecast"] else None
@@ -140,20 +135,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
         return _report(plan, None, options)
     _convert(plan, options, main)
     return {}
-
-
-def _address(options: dict[str, Any]) -> str | None:
-    """Where the result is copied, which is made below its last name first; None where the output is a directory."""
-    if not is_url(address := options["output"] or ""):
-        return None
-    options["output"] = name_in(address)
-    if not options["dry_run"]:
-        check_target(address, options["overwrite"])
-        if os.path.lexists(options["output"]):  # --overwrite is about the address
-            raise RefusedError(
-                f"the result for {address} is made in {options['output']} first, which exists; move it away"
-            )
-    return address
 
 
 def _planned(options: dict[str, Any]) -> Plan:
@@ -230,9 +211,6 @@ def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
         return
     if table := bar.table():
         _say(table, options)
-    if options["address"]:
-        upload(result.out, options["address"])
-        shutil.rmtree(result.out)
     _report(result.plan, result, options, time.monotonic() - start)
 
 
@@ -267,7 +245,7 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         _say(text, options)
     if result:
         _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
-        out = options["address"] or str(result.out)
+        out = str(result.out)
         record |= {"output": out, "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
     if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
@@ -300,7 +278,7 @@ def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -
         until = f"{best.method.name} or training" if best.method.reads_text else "training"
         doubt = "with few heads, above all of a rotary model, text is often not sensible"
         _say(f"expect      {doubt} before {until}", options)
-    if result and not options["address"] and best.method.name == plan.method:
+    if result and best.method.name == plan.method:
         words = ["gqa-uptrain", str(result.out)]
         _say(
             f"better      training it on text that the base model writes:\n            {shlex.join(words)}",

@@ -49,7 +49,7 @@ def convert_model(
     """A checkpoint with `kv_heads` key/value heads, made of `model`.
 
     Args:
-        model: A directory, a hub id, an address for fsspec (s3://), a result of another function, or a loaded model.
+        model: A directory, a hub id, a result of another function, or a loaded model.
             One that is loaded is written to a temporary directory first and stays as it is, its config too.
         kv_heads: G: a divisor of the model's own number (merging), or a multiple of it that divides the query heads.
             One for each layer in a list gives custom modelling code.

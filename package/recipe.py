@@ -23,7 +23,6 @@ import yaml
 
 from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, near, option, run, version_option
 from gqa.checkpoint.errors import RefusedError, explain, one_line
-from gqa.checkpoint.filesystems import is_url
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, asked, key_of
 from gqa.convert.estimate import duration
 from gqa.convert.summary import size
@@ -121,10 +120,6 @@ def make_steps(recipe: Mapping[str, Mapping[str, Any]], directory: Path, told: s
             before = {"baseline": made[0], "models": made[1:]} if name == "eval" else {"model": made[-1]}
             options = before | options
         options = {"output": str(directory / _STEPS[name][1])} | options
-        if is_url(str(options["output"])):
-            raise RefusedError(
-                f"{told}: {name}: output is {options['output']}; give a directory, where results are found"
-            )
         try:
             with command.make_context(f"gqa-{name}", words_of(command, options)) as ctx:
                 found = asked(ctx)[name]

@@ -1,4 +1,4 @@
-"""Models larger than the space beside their result, fetched file by file from a stand-in hub or by fsspec: the bytes,
+"""Models larger than the space beside their result, fetched file by file from a stand-in hub: the bytes,
 the space, and what a kill, a full disk or a missing package does to that.
 """
 
@@ -6,24 +6,20 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
-from checkpoints import INDEX, MERGED, check_refused, llama, run, weights
+from checkpoints import MERGED, check_refused, llama, weights
 from hub_server import Hub, Machine
 from test_hub import same_weights
 from training import Runs
 
-from gqa import convert_model
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.remote import Remote
 from gqa.convert import convert_checkpoint
-from gqa.convert.api import convert_plan, plan_conversion
 
 NAME = "lab/tiny-llama"
 OUT = "tiny-llama-gqa2-mean"
@@ -234,127 +230,3 @@ def test_a_fetch_that_fails_lets_go_of_its_place(tmp_path: Path) -> None:
         stopped.open(tmp_path / "place", ["config.json"])
         stopped.__exit__(kind, None, None)
         assert (tmp_path / "place/files/config.json").exists() == left
-
-
-def copied(directory: Path, url: str) -> str:
-    fs, root = fsspec.core.url_to_fs(url)
-    for path in directory.rglob("*"):
-        if path.is_file():
-            target = f"{root}/{path.relative_to(directory).as_posix()}"
-            fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            fs.put_file(str(path), target)
-    return url
-
-
-@pytest.fixture(params=["memory", "file"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An address with nothing below it; the working directory is empty too."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    yield "memory://bucket" if request.param == "memory" else f"file://{tmp_path}/bucket"
-    fsspec.filesystem("memory").store.clear()
-
-
-def below(url: str) -> dict[str, bytes]:
-    fs, root = fsspec.core.url_to_fs(url)
-    return {path[len(root) :].lstrip("/"): fs.cat_file(path) for path in fs.find(root)}
-
-
-WHOLE = ("calibrated", "--data", "data.jsonl", "--tokens", 256, "--context", 64, "--device", "cpu")
-
-
-@pytest.mark.parametrize("how", [("mean",), ("aligned",), WHOLE], ids=lambda how: how[0])
-def test_from_one_address_to_another(tmp_path: Path, bucket: str, place: Path, how: tuple[object, ...]) -> None:
-    """Whether the method takes files one by one or looks at all of them first: the same bytes, nothing left here."""
-    source = llama(tmp_path / "m", shards=2) if len(how) == 1 else place / "model"
-    Path("data.jsonl").write_text(
-        "".join(json.dumps({"text": f"def f{n}(x): return x + {n}"}) + "\n" for n in range(99))
-    )
-    words = ("--groups", 2, "--method", *how)
-    assert run(*words, source, "-o", tmp_path / "local").code == 0
-    result = run(*words, copied(source, f"{bucket}/tiny"), "-o", f"{bucket}/made/out")
-    assert result.code == 0, result
-    assert f"written {bucket}/made/out: " in " ".join(result.out.split())
-    ours, theirs = below(f"{bucket}/made/out"), below(f"file://{tmp_path}/local")
-    differ = {name for name in ours | theirs if ours.get(name) != theirs.get(name)}
-    assert differ <= {"gqa_conversion.json", "README.md"}
-    assert [path.name for path in Path.cwd().iterdir()] == ["data.jsonl"]
-    assert b"bucket" not in ours["README.md"]
-
-
-def test_what_is_at_the_address(tmp_path: Path, bucket: str) -> None:
-    """Kept, unless --overwrite says otherwise: then nothing of it is left beside the new one."""
-    source, out = in_order(tmp_path / "source"), f"{bucket}/out"
-    assert run(*MERGED, llama(tmp_path / "other", shards=2), "-o", out).code == 0
-    before = below(out)
-    check_refused(run(*MERGED, source, "-o", out), f"{out} exists; choose another output with -o")
-    assert run(*MERGED, source, "-o", out, "--dry-run").code == 0
-    assert below(out) == before
-    assert run(*MERGED, source, "-o", out, "--overwrite").code == 0
-    assert sorted(name for name in below(out) if "safetensors" in name) == sorted(
-        [INDEX, *(path.name for path in source.glob("*.safetensors"))]
-    )
-    mine = llama(Path("out"))
-    there = below(f"file://{mine.absolute()}")
-    check_refused(
-        run(*MERGED, source, "-o", out, "--overwrite"), f"the result for {out} is made in out first, which exists"
-    )
-    assert below(f"file://{mine.absolute()}") == there
-    for name in ("photos/cat.jpg", "photos/out/config.json", "photos/out/model.safetensors"):
-        with fsspec.open(f"{bucket}/{name}", "wb") as stream:
-            stream.write(b"mine")
-    before = below(f"{bucket}/photos")
-    refused = run(*MERGED, source, "-o", f"{bucket}/photos", "--overwrite")
-    check_refused(refused, f"{bucket}/photos holds no checkpoint: --overwrite will not remove it")
-    assert below(f"{bucket}/photos") == before
-    # From there file by file, into a directory.
-    served = run("--groups", 1, "--method", "mean", out, "-o", "again", "--checksums")
-    assert served.code == 0, served
-    assert run("--groups", 1, "--method", "mean", "../source", "-o", "direct").code == 0
-    assert (Path("again") / "config.json").read_bytes() == (Path("direct") / "config.json").read_bytes()
-
-
-@pytest.mark.parametrize("bucket", ["memory"], indirect=True)
-def test_a_forecast_leaves_nothing_behind(bucket: str, place: Path) -> None:
-    """Of a model at an address; and what refuses it does so before anything is fetched."""
-    url = copied(place / "model", f"{bucket}/tiny")
-    words = ("--method", "calibrated", "--data", "stdlib:heldout", "--tokens", 256, "--context", 64, "--dry-run")
-    told = run("--groups", 1, *words, "--forecast", url)
-    assert (told.code, "forecast    perplexity" in told.out) == (0, True), told
-    assert list(Path.cwd().iterdir()) == []
-    check_refused(run("--groups", 2, *words, "--forecast", url), "--forecast is about merging heads")
-    assert list(Path.cwd().iterdir()) == []
-
-
-class Slow(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """A file system whose package is not there."""
-
-    protocol = "slow"
-
-    def __init__(self, **options: Any) -> None:
-        raise ImportError("Install slowfs to access this")
-
-
-def test_addresses_that_cannot_be_used(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec.register_implementation("slow", Slow, clobber=True)
-    source = llama(tmp_path / "source", shards=2)
-    missing = "slow:// needs a package that is not installed (Install slowfs to access this); pip install it"
-    assert missing in run(*MERGED, "slow://bucket/tiny").err
-    assert missing in run(*MERGED, source, "-o", "slow://bucket/tiny").err
-    assert "nosuch" in check_refused(run(*MERGED, "nosuch://bucket/tiny"), "Protocol not known", advice="")
-    check_refused(run(*MERGED, f"{bucket}/nothing"), f"{bucket}/nothing has no config.json; give")
-    url = copied(source, f"{bucket}/tiny")
-    check_refused(run("--kv-budget", 0.5, url), f"--kv-budget runs the layers of {url}; copy it to a directory")
-    check_refused(run(*MERGED, "--revision", "main", url), "--revision is for hub ids")
-    evaluated = run(url, "--data", "stdlib", program="gqa-eval")
-    check_refused(evaluated, f"only gqa-convert reads {url}; copy it to a directory", program="gqa-eval")
-    with pytest.raises(RefusedError, match=r"the plan is of the headers of tiny; make it with headers_only=False"):
-        convert_plan(plan_conversion(url, 1, method="mean"), Path("x"))
-    with pytest.raises(RefusedError, match="to which only gqa-convert -o writes"):
-        convert_model(source, 2, "mean", out=f"{bucket}/x")
-    assert list(Path.cwd().iterdir()) == []
-    # A result that cannot be copied stays here.
-    monkeypatch.setattr(type(fsspec.core.url_to_fs(bucket)[0]), "put_file", lambda *words, **how: 1 / 0)
-    failed = run(*MERGED, source, "-o", f"{bucket}/out")
-    assert f"out is complete, but copying it to {bucket}/out failed: ZeroDivisionError" in failed.err
-    assert (Path("out") / "config.json").exists()

@@ -219,10 +219,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no options": ({"convert": 3}, "convert is 3; give options as NAME: VALUE"),
     "a list": ([1], "is no recipe; give steps (convert, uptrain, eval), each with its options"),
     "nothing": ({}, "is no recipe"),
-    "address": (
-        {"convert": {"model": "model", "groups": 1, "output": "s3://b/x"}},
-        "output is s3://b/x; give a directory",
-    ),
     "option twice": ("convert: {groups: 1, groups: 2}", "groups is there twice"),
     "step twice": ("convert: {}\nconvert: {}", "convert is there twice"),
     "in itself": ("convert: &a {model: *a}", "'MODEL': {'model': {...}} are options, and a value is meant"),
