@@ -167,7 +167,7 @@ class Option(click.Option):
 _HEADINGS = {
     "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers record-teacher kl "
     "recall metrics cache-bits decode memory tasks recommend dry-run forecast device",
-    "Quality": "grouping for-cache-bits ridge refine-steps refine-batch refine-learning-rate refine-precision "
+    "Quality": "grouping ridge refine-steps refine-batch refine-learning-rate refine-precision "
     "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature "
     "lora-rank precision calibration-precision eval-precision seed seeds kv-bytes max-loss-increase max-recall-loss "
     "baseline-cache baseline-mass protocol stride shots limit include-tasks tasks-engine decode-batches "

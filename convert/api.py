@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,6 @@ def plan_conversion(
     max_shard_bytes: int | None = None,
     target: Target = ANY,
     output: Callable[[Plan], OutputDirectory | None] = lambda plan: None,
-    for_cache_bits: bool = False,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -82,8 +81,6 @@ def plan_conversion(
         output: From a plan, before weights are fetched, to where it is going to be written: for a hub id without the
             space for all of it, the files of the source are then fetched beside it as they are read. To None for all of
             a hub id at once.
-        for_cache_bits: Give heads the basis in which a KV cache of few bits loses less (docs/budget.md); any `groups`,
-            the model's own number too.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -98,7 +95,7 @@ def plan_conversion(
         method, grouping = found.method, "contiguous"
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, found, target, for_cache_bits)
+        made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, found, target)
         searches(made, grouping)  # refuses
         return made
 
@@ -211,10 +208,6 @@ def convert_plan(
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
             if not ranks().is_main_process:  # which writes
                 return Conversion(out, plan, plan.warnings, {})
-        if plan.for_cache_bits:
-            from gqa.convert.cache_basis import cache_bases
-
-            plan = replace(plan, merging=replace(plan.merging, bases=cache_bases(plan)))
         resume = identity(plan, checksums) if plan.checkpoint.remote else ""
         output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite, resume))
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress, resume=resume)
@@ -255,11 +248,10 @@ def default_output(model: str, plan: Plan) -> Path:
     """`MODEL-gqa4-refined` beside a local model, in the working directory for a hub id.
 
     `MODEL-mqa-refined` for one head; `MODEL-gqa32` where none are merged; `MODEL-kv56-refined` where layers differ and
-    56 % of the KV cache is left. `-for-cache-bits` follows where that was asked for.
+    56 % of the KV cache is left.
     """
     suffix = "-mqa" if plan.groups == 1 else f"-gqa{plan.groups}"
     if isinstance(plan.groups, tuple):
         suffix = f"-kv{100 * sum(plan.groups) / len(plan.groups) / plan.config.main.kv:.0f}"
     suffix += f"-{plan.method}" if plan.method in METHODS else ""
-    suffix += "-for-cache-bits" if plan.for_cache_bits else ""
     return beside(model, suffix)

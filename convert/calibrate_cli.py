@@ -33,7 +33,7 @@ class MapsWords:
         flags = {name: f"--{prefix}{word}" for name, word in own.items()}
         flags |= {"repeats": f"--{prefix}repeats/--no-{prefix}repeats", "autocast": "--refine-precision"}
         flags |= {name: f"--refine-{name.replace('_', '-')}" for name in ("steps", "batch", "learning_rate")}
-        steps = ("steps", "batch", "learning_rate", "autocast", *([] if prefix else ["cache_bits"]))
+        steps = ("steps", "batch", "learning_rate", "autocast")
         self._text, self._refinement = OptionsOf(CalibrationText, **flags), OptionsOf(Refinement, steps, **flags)
         self._how = OptionsOf(MapsOptions, **flags)
         self.decorators = [

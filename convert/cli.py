@@ -77,8 +77,6 @@ _MERGING = [
            "wrote, instead of --method."),
 ]  # fmt: skip
 _WRITING = [
-    option("--for-cache-bits", is_flag=True, help="Give heads the basis in which a KV cache of 4 bits loses less; the "
-           "model computes what it did. Also with --groups of the model's own number."),
     option("--seed", help="The seed of random draws and samples.", **OF_DRAWS),
     option("--dtype", type=Choice(["float32", "float16", "bfloat16", "float64"]), help="Store all weights so.  "
            "[default: as they are]"),
@@ -141,7 +139,7 @@ def _planned(options: dict[str, Any]) -> Plan:
     """For --groups, or for --kv-budget; what is told of its heads is added to the options as `allotment`."""
     from gqa.convert.api import plan_conversion, plan_within
 
-    how = {name: options[name] for name in ("method", "seed", "dtype", "revision", "for_cache_bits")}
+    how = {name: options[name] for name in ("method", "seed", "dtype", "revision")}
     how |= {"max_shard_bytes": options["max_shard_size"], "target": read_target(options)}
     if options["groups"]:
         options["allotment"] = None

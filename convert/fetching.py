@@ -53,7 +53,7 @@ def fetched_beside(plan: Plan, output: OutputDirectory) -> Path | None:
         if free >= remote.missing + beside and shutil.disk_usage(place).free >= plan.total_bytes:
             return None
         if plan.looks_first:
-            other = f"with --method {instead(lambda method: False)}" if plan.lacks_maps else "without it"
+            other = f"with --method {instead(lambda method: False)}"
             raise OutputError(
                 f"no space left: {plan.looks_first} looks at the whole model: {remote.missing:,} bytes are fetched to "
                 f"{cache} (HF_HOME says where) and the result takes {plan.total_bytes:,}; {free:,} are free; free some "

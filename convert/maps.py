@@ -69,28 +69,6 @@ class HeadMaps:
         return changed
 
 
-@dataclass(frozen=True)
-class CacheBasis:
-    """Another basis of the heads of a result's attention layer, in which the model is the same.
-
-    value: (e, e) orthogonal R, `W_V'[j] = R @ W_V[j]` and `W_O'[i] = W_O[i] @ R^T`.
-    key: (G, d) factors s, `W_K'[j] = s[j] * W_K[j]` and `W_Q'[i] = W_Q[i] / s[j]` of its queries; None for 1.
-    """
-
-    value: Tensor
-    key: Tensor | None = None
-
-    def change(self, role: Role, heads: Tensor) -> Tensor:
-        """Heads (n, rows, *rest) of a projection or bias -> the same heads in this basis, in the same dtype."""
-        if role in ("value", "output"):  # heads of W_O are its transposed
-            rows = heads.flatten(2) if heads.ndim > 2 else heads[..., None]
-            return (self.value.to(rows) @ rows).view_as(heads)
-        if self.key is None:
-            return heads
-        scale = self.key if role == "key" else 1 / self.key.repeat_interleave(len(heads) // len(self.key), 0)
-        return heads * scale.to(heads).view(*scale.shape, *[1] * (heads.ndim - 2))
-
-
 def query_order(order: tuple[int, ...], heads: int) -> list[int]:
     """The same order for `heads` = r Hk query heads, r of which read each key/value head."""
     per_head = heads // len(order)

@@ -202,7 +202,7 @@ def _compute(job: _Job, change: Change) -> dict[str, Tensor]:
     """Merge in float32 (float64 for F64) and round once: to the stored dtype, or to that of --dtype.
 
     `HeadMaps` multiplies so and gives heads in the dtype that they had. What is rounded later is wide before: to the
-    dtype of --dtype, after sums in `join` (`ReadsValues`), or in another basis.
+    dtype of --dtype, or after sums in `join` (`ReadsValues`).
     """
     import torch
 
@@ -210,7 +210,7 @@ def _compute(job: _Job, change: Change) -> dict[str, Tensor]:
     # What is computed is written before the next tensor is read, so that nothing can still lie in the buffer.
     tensors = [read(sources[0], job.buffer(sources[0].nbytes))] + [read(spec) for spec in sources[1:]]
     precise = torch.float64 if change.sources[0].dtype == "F64" else torch.float32
-    if job.plan.dtype or not change.rule.projection or job.plan.for_cache_bits:
+    if job.plan.dtype or not change.rule.projection:
         tensors = [tensor.to(precise) for tensor in tensors]
 
     for part, heads in change.split(tensors).items():

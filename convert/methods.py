@@ -8,8 +8,8 @@ function pools the modules that have none (those of layers that predict further 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from gqa.convert.heads.layout import Role
     from gqa.convert.heads.modules import Change
-    from gqa.convert.maps import CacheBasis
     from gqa.convert.maps_file import MapsFile
 
 Pooling = Callable[[int, int], HeadMaps]
@@ -147,15 +146,12 @@ def instead(fits: Callable[[Method], bool]) -> str:
 
 @dataclass(frozen=True)
 class Merging:
-    """A method with its options, the maps that it found where it looks at the model, and another basis of the heads
-    that come of it, by the path of their module.
-    """
+    """A method with its options, and the maps that it found where it looks at the model."""
 
     method: str = "mean"
     seed: int = 0
     initializer_range: float = 0.02
     maps: MapsFile | None = None
-    bases: Mapping[str, CacheBasis] = field(default_factory=dict)
 
     @property
     def how(self) -> Method:
@@ -163,13 +159,10 @@ class Merging:
 
     def apply(self, change: Change, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What stored tensors become: split into heads, merged, joined. On meta tensors: the shapes of that."""
-        basis = self.bases.get(change.module) if change.rule.projection else None
         if self.maps and change.outputs[0] in self.maps.names:
-            made = [self.maps.tensor(name, tensors[0].is_meta) for name in change.outputs]
-        else:
-            generator = self._generator(change)
-            made = change.mapped(tensors, lambda role, heads: self.merge(change, role, heads, generator))
-        return change.after.mapped(made, basis.change) if basis else made
+            return [self.maps.tensor(name, tensors[0].is_meta) for name in change.outputs]
+        generator = self._generator(change)
+        return change.mapped(tensors, lambda role, heads: self.merge(change, role, heads, generator))
 
     def merge(self, change: Change, role: Role, heads: Tensor, generator: Generator) -> Tensor:
         """Keys or values (Hk, rows, *rest) -> (G, rows, *rest); queries and outputs (H, rows, *rest) -> the same.

@@ -71,7 +71,6 @@ class Plan:
     dtype: str | None = None
     warnings: tuple[str, ...] = ()
     why: str = ""  # the method was taken, where none was named and heads are merged
-    for_cache_bits: bool = False  # heads get a basis in which a cache of few bits loses less (`cache_basis`)
 
     @property
     def fewest(self) -> int:
@@ -89,7 +88,7 @@ class Plan:
     def changes_of(self, module: AttentionModule) -> list[Change]:
         """What happens to one attention module; nothing where its heads stay."""
         found = (t.change for t in self.tensors if t.change and t.name == t.change.outputs[0])
-        return [change for change in found if change.module == module.path and change.groups != change.heads.kv]
+        return [change for change in found if change.module == module.path]
 
     @property
     def total_bytes(self) -> int:
@@ -107,9 +106,7 @@ class Plan:
     @property
     def looks_first(self) -> str:
         """What looks at the whole model before anything is written, in words; nothing where files are read in turn."""
-        if self.lacks_maps:
-            return f"method {self.merging.method}"
-        return "--for-cache-bits" if self.for_cache_bits else ""
+        return f"method {self.merging.method}" if self.lacks_maps else ""
 
     @property
     def method(self) -> str:
@@ -127,7 +124,6 @@ def make_plan(
     max_shard_bytes: int | None = None,
     maps: MapsFile | None = None,
     target: Target = ANY,
-    for_cache_bits: bool = False,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
@@ -151,16 +147,14 @@ def make_plan(
             f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {config.not_layerwise}; "
             f"use --method {plainer}"
         )
-    beside = _rules_beside(config, method, for_cache_bits, checkpoint.name) if merges or for_cache_bits else ()
-    changes = [change for module in modules for change in module_changes(module, config, groups, beside)]
-    if not for_cache_bits:
-        changes = [change for change in changes if change.groups != change.heads.kv]
+    beside = _rules_beside(config, method, checkpoint.name) if merges else ()
+    found = (change for module in modules for change in module_changes(module, config, groups, beside))
+    changes = [change for change in found if change.groups != change.heads.kv]
     if maps:
         check_maps(maps, checkpoint, modules, groups)
         mapped = {module.path for module in modules if module.kind == "decoder-self" and module.layer < config.layers}
         shapes = {t.name: t.shape for t in _outputs(checkpoint, changes, Merging(), None)}
-        merged = (change for change in changes if change.module in mapped and change.groups != change.heads.kv)
-        check_shapes(maps, merged, shapes)
+        check_shapes(maps, (change for change in changes if change.module in mapped), shapes)
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
@@ -179,7 +173,6 @@ def make_plan(
         dtype=stored,
         warnings=tuple(_warnings(checkpoint, why if merges and not METHODS[method].aligns else "")),
         why=why if merges else "",
-        for_cache_bits=for_cache_bits,
     )
 
 
@@ -192,17 +185,13 @@ def _choose(checkpoint: Checkpoint, config: ModelConfig, modules: Sequence[Atten
     return found, f"what its layers are given can{'' if known else 'not'} be guessed from the weights"
 
 
-def _rules_beside(config: ModelConfig, method: str, for_cache_bits: bool, name: str) -> tuple[Rule, ...]:
-    """Rules of what a method or another basis of heads changes beside keys and values. Raises RefusedError where heads
-    cannot be changed so.
-    """
-    if not (for_cache_bits or METHODS[method].aligns):
+def _rules_beside(config: ModelConfig, method: str, name: str) -> tuple[Rule, ...]:
+    """Rules of what a method changes beside keys and values. Raises RefusedError where heads cannot be changed so."""
+    if not METHODS[method].aligns:
         return ()
     if isinstance(config.symmetry, Symmetry):
         return config.symmetry.rules
     heads = f"the heads of {name} ({config.text.model_type}): {config.symmetry}"
-    if for_cache_bits:
-        raise RefusedError(f"--for-cache-bits cannot change {heads}; leave it out")
     if not METHODS[method].refines:
         advised = instead(lambda other: other.refines)
         raise RefusedError(f"--method {method} cannot align {heads}; use --method {advised}")

@@ -26,7 +26,6 @@ from gqa.checkpoint.provenance import (
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.fetching import fetching_record
 from gqa.convert.heads.layout import Groups, groups_text
-from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.plan import Plan
 from gqa.convert.recast.parts import CUSTOM_CODE
 
@@ -153,7 +152,6 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         f"KV cache    {kv_line(plan)}",
         "parameters  {before:,} -> {after:,}".format(**told["parameters"])
         + (f" ({saved:,} saved)" if saved >= 0 else f" ({-saved:,} more)"),
-        *([f"basis       for a KV cache of few bits: {_of_basis(plan)}"] if plan.for_cache_bits else []),
         *(one_line("config      {key}: {before} -> {after}".format(**edit), 200) for edit in told["config_edits"]),
         *("shard       {file}: {bytes:,} bytes, {tensors} tensors".format(**shard) for shard in told["shards"]),
         *([f"note        {plan.cache_after.remark}"] if plan.cache_after.remark else []),
@@ -167,14 +165,6 @@ def plan_text(plan: Plan, tensors: bool) -> str:
         before = f"{several}{list(tensor.sources[0].shape)}"
         lines.append(f"tensor      {tensor.name}: {before} -> {list(tensor.shape)} {tensor.dtype}")
     return "\n".join(map(one_line, lines))
-
-
-def _of_basis(plan: Plan) -> str:
-    """What --for-cache-bits changes."""
-    assert isinstance(plan.config.symmetry, Symmetry)
-    if plan.config.symmetry.free_keys(plan.config.text):
-        return "values rotated, keys scaled; the same logits"
-    return "values rotated, the same logits; keys stay, a norm comes after them"
 
 
 def command(plan: Plan, method: str = "", model: str = "") -> str:
@@ -192,7 +182,6 @@ def command(plan: Plan, method: str = "", model: str = "") -> str:
     if plan.checkpoint.way == CUSTOM_CODE and isinstance(plan.groups, int):
         kinds = plan.new_config.get("grouped_attention")
         words += ["--remote-code", *(["--attention", ",".join(kinds)] if kinds else [])]
-    words += ["--for-cache-bits"] if plan.for_cache_bits else []
     words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
     words += ["--revision", plan.checkpoint.revision] if plan.checkpoint.revision else []
     return shlex.join([*words, model or plan.checkpoint.hub_id or plan.checkpoint.name])
@@ -215,7 +204,6 @@ def _calibration(told: Mapping[str, Any]) -> list[str]:
         "--refine-batch": how.get("batch"),
         "--refine-learning-rate": how.get("learning_rate"),
         "--refine-precision": {True: "bfloat16", False: "float32"}.get(how.get("autocast")),
-        "--cache-bits": how.get("cache_bits"),
     }
     words = [word for option, value in said.items() if value is not None for word in (option, str(value))]
     words += ["--no-repeats"] if text and not text.get("repeats") else []
@@ -254,7 +242,6 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Pat
             "method": plan.method,
             "seed": plan.merging.seed if plan.merging.how.redraws and plan.method == plan.merging.method else None,
             "dtype": plan.dtype,
-            "for_cache_bits": plan.for_cache_bits,
         },
         **{name: told[name] for name in ("heads", "config_edits")},
         "changed_tensors": [t.name for t in plan.changed],
@@ -324,7 +311,6 @@ def model_card(plan: Plan, name: str) -> str:
         code = "whose code is in this repository" if plan.checkpoint.way == CUSTOM_CODE else "a class of transformers"
         cannot = "have fewer key/value heads" if isinstance(plan.groups, int) else "have different numbers of them"
         lines.append(f"- Class: {target}, {code}; the source is {source}, which cannot {cannot}")
-    lines += [f"- Basis for a KV cache of few bits: {_of_basis(plan)}"] if plan.for_cache_bits else []
     lines += [*comparison(("base model", "this model"), rows), "", f"- Provenance: `{PROVENANCE}`"]
     if plan.fewest < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]

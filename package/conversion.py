@@ -43,7 +43,7 @@ def convert_model(
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None, revision: str | None = None,
-    for_cache_bits: bool = False, overwrite: bool = False, checksums: bool = False,
+    overwrite: bool = False, checksums: bool = False,
     verify_load: bool = False, jobs: int = DEFAULT_JOBS, tensor_parallel: int | None = None,
 ) -> ConvertedModel:  # fmt: skip
     """A checkpoint with `kv_heads` key/value heads, made of `model`.
@@ -67,7 +67,6 @@ def convert_model(
         seed: Of random draws and samples; where it is not 0 it takes the place of those in `options`.
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
         max_shard_bytes: Of one file; None for the model's partition. revision: Branch, tag or commit of a hub id.
-        for_cache_bits: Give heads the basis in which a KV cache of few bits loses less; the model computes what it did.
         overwrite: Replace a checkpoint that is at `out`, once the new one is complete.
         checksums: Compare every untouched byte and record the SHA-256 of all shards. jobs: Shards written at a time.
         verify_load: Load the result with transformers, too, and run it once.
@@ -85,7 +84,7 @@ def convert_model(
         own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
         how: dict[str, Any] = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
-        how |= {"method": method, "target": target, "for_cache_bits": for_cache_bits, "maps": maps}
+        how |= {"method": method, "target": target, "maps": maps}
         said = (data, options, seed) if kv_budget is None else None  # else layers are measured on them
         output = partial(_output, place, Path(own.name) if own else None, out, said)
         calibration, ranks = _with_text(options, data, seed), tensor_parallel or 1

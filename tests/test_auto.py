@@ -76,8 +76,8 @@ def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
 
 def test_what_is_better_is_a_result_that_is_else_alike(tmp_path: Path) -> None:
     model = llama(tmp_path / "m")
-    done = run("--groups", 2, "--dtype", "float16", "--for-cache-bits", model)
-    assert done.out.endswith(f" gqa-convert --groups 2 --method refined --for-cache-bits --dtype float16 {model}\n")
+    done = run("--groups", 2, "--dtype", "float16", model)
+    assert done.out.endswith(f" gqa-convert --groups 2 --method refined --dtype float16 {model}\n")
     t5 = write_checkpoint(build(next(each for each in SOURCES if each.name == "t5"), 4), tmp_path / "t5")
     done = run("--groups", 2, "--attention", "decoder-self", t5)
     how = "--method refined --remote-code --attention decoder-self"

@@ -18,8 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.cache_bits import quantise_cache, quantised_attention
-from gqa.convert.align.rounding import rounded
+from gqa.convert.align.cache_bits import quantise_cache, quantised_attention, rounded
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache, parts_of
 
 IDS = torch.arange(10, 40)[None]

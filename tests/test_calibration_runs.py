@@ -181,7 +181,6 @@ def resident(key: str) -> int:
     [
         ({"steps": 0}, "cannot be refined in 0 steps of 16 blocks; give at least 1"),
         ({"batch": 0}, "cannot be refined in 200 steps of 0 blocks"),
-        ({"cache_bits": 1}, "cannot be refined for a cache of 1 bits; give 2 to 8"),
     ],
 )
 def test_python_is_told_what_cannot_be_refined(how: dict[str, int], says: str) -> None:

@@ -19,7 +19,7 @@ USED = {  # by hand, once: the declarations beside the options must say the same
     "mean": {"--method"},
     "random": {"--method", "--seed"},
     "aligned": {"--method", "--grouping", "--device"},
-    "calibrated": OPTIONS.keys() - {name for name in OPTIONS if name.startswith("--refine")} - {"--cache-bits"},
+    "calibrated": OPTIONS.keys() - {name for name in OPTIONS if name.startswith("--refine")},
     "refined": OPTIONS.keys(),
 }
 

@@ -34,13 +34,11 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
     "context": (CALIBRATED, ("--context", 16)),
     "repeats": ((*CALIBRATED, "--context", 64), ("--no-repeats",)),
     "precision": (CALIBRATED, ("--precision", "bfloat16")),
-    "for_cache_bits": ((), ("--for-cache-bits",)),
     "grouping": (("--method", "aligned"), ("--grouping", "contiguous")),
     "ridge": (CALIBRATED, ("--ridge", 0.123456789)),
     "refine_steps": (REFINED, ("--refine-steps", 6)),
     "refine_batch": (REFINED, ("--refine-batch", 2)),
     "refine_learning_rate": (REFINED, ("--refine-learning-rate", 0.0123456789)),
-    "cache_bits": (REFINED, ("--cache-bits", 2)),
     "refine_precision": ((*REFINED, "--refine-precision", "float32"), ("--refine-precision", "bfloat16")),
 }
 # What is computed is the same with and without them, but for rounding on another device; `maps` are made by options

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from gqa.checkpoint.processes import main_first
-from gqa.convert.align.cache_bits import check_reads, layers_with_cache, quantised_attention
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
 from gqa.uptrain.lora import merged
@@ -78,12 +76,9 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
     options, accelerator, dataloader = setup.options, setup.accelerator, setup.dataloader
     set_seed(options.seed, device_specific=True)  # dropout differs between ranks
     training = setup.training
-    with _trackers(setup), quantised_attention([options.cache_bits] if options.cache_bits else []):
+    with _trackers(setup):
         with setup.memory_explained():
             model, optimizer = prepared(accelerator, training, make_optimizer(training, options))
-            if options.cache_bits and accelerator.is_fsdp2:  # before, it had no weights
-                ids = torch.zeros(1, 3, dtype=torch.long, device=accelerator.device)
-                check_reads(partial(model, input_ids=ids), layers_with_cache(setup.checkpoint), setup.checkpoint.name)
             progress = _resume(setup, model, optimizer) if options.resume else TrainingProgress()
         came = _evaluate(setup, model, progress) if progress.step == 0 and setup.heldout else {}
         log = Log(setup, progress.step, quiet, came.get("heldout_loss"))

@@ -150,11 +150,6 @@ class TrainOptions:
     )
     distill: float = option_field(1.0, "The share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
     temperature: float = option_field(1.0, "The temperature of the predictions that are compared.", type=_ABOVE_ZERO)
-    cache_bits: int | None = option_field(
-        None,
-        "Train the model to read a KV cache of so many bits, as --cache-bits of gqa-eval measures it: keys and values "
-        "are rounded, gradients go through. The teacher's are not.",
-    )
     seed: int = option_field(0, "The seed of the order of the data, and of what the teacher writes.")
     save_every: int | None = option_field(
         None, "Save a state after so many steps.", type=_FROM_ONE, metavar="STEPS", free=True

@@ -32,7 +32,6 @@ from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
-from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
 from gqa.convert.align.pairs import PairMaker, reads_text
 from gqa.convert.align.recordings import RecordingMaker
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks, seed_apart
@@ -304,9 +303,6 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
             enable({"use_reentrant": False})
         except ValueError as error:
             raise RefusedError(f"--checkpointing: {explain(error)}") from None
-    if options.cache_bits:
-        with quantised_attention([options.cache_bits]):
-            quantise_cache(model, options.cache_bits, layers_with_cache(checkpoint), checkpoint.name)
     if (wanted := options.of_torchao) and not dry:
         torchao_optim(wanted)
         _check_compiler(wanted)  # of its steps

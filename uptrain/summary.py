@@ -105,7 +105,6 @@ def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
         f"({options.train})",
         f"teacher     {setup.taught}" if options.teachers else f"no teacher  {setup.taught}",
         f"data        {', '.join(options.data)}: {record['data']}",
-        *([f"cache       of {options.cache_bits} bits, as the model reads it"] if options.cache_bits else []),
         f"steps       {record['steps']:,} of {options.batch_size} blocks = {record['tokens_per_step']:,} tokens "
         f"({record['processes']} process{several} x {forwards} x {setup.micro}), {record['tokens']:,} tokens in all",
         f"rate        {options.learning_rate:g} {options.optimizer}, {options.schedule}, "
@@ -207,7 +206,6 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
         rows["held-out perplexity"] = f"{math.exp(min(before, 99)):.4g}", f"{math.exp(min(after, 99)):.4g}"
         table = ["", *comparison(("before", "this model"), rows)]
     teacher = f", taught by `{record['teacher']}`" if record["teacher"] else ""
-    teacher += f", to read a KV cache of {bits} bits" if (bits := record["options"]["cache_bits"]) else ""
     share = f" (alpha {record['alpha']:g})" if record["alpha"] else ""
     told = (
         f"`{record['model']}` trained further{teacher}: {record['tokens']:,} tokens{share} of "

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gqa.convert.align.rounding import reading
-
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]
 
@@ -56,14 +54,12 @@ def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, 
 PLAIN: dict[str, tuple[Attend, Any]] = {"sdpa": (attend_sdpa, sdpa_mask), "eager": (attend_eager, eager_mask)}
 
 
-def watchable(always_masked: bool = False, bits: int | None = None) -> Any:
+def watchable(always_masked: bool = False) -> Any:
     """A context in which models may be made and run whose attention is called `gqa_sdpa` or `gqa_eager`;
-    `always_masked`: with a mask also where it hides nothing that attention would see. `bits`: attention that is not
-    watched reads a KV cache of so many.
+    `always_masked`: with a mask also where it hides nothing that attention would see.
     """
-    functions = {f"gqa_{name}": reading(attend, bits) if bits else attend for name, (attend, _) in PLAIN.items()}
     masks = {f"gqa_{name}": _unskipped(mask) if always_masked else mask for name, (_, mask) in PLAIN.items()}
-    return registered({name: _unless_watched(attend) for name, attend in functions.items()}, masks)
+    return registered({f"gqa_{name}": _unless_watched(attend) for name, (attend, _) in PLAIN.items()}, masks)
 
 
 def _unskipped(mask: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,13 @@
-"""Models whose attention reads a KV cache of few bits (`gqa.convert.align.rounding`), to be measured and trained so."""
+"""Models whose attention reads a KV cache of few bits, to be measured so.
+
+Each key and each value of a head is cut into equal parts of at most 64 numbers, of which the smallest and the step are
+kept in 16 bits, and every number as a multiple of the step (asymmetric rounding to nearest; KIVI, arXiv 2402.02750,
+section 3.1, with both by token). Engines round a little otherwise: this is what the bits cost, not what an engine does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -10,12 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.attention import PLAIN, Attend, registered
-from gqa.convert.align.rounding import reading
+from gqa.convert.heads.kv_cache import parts_of
 from gqa.convert.recast.targets import checkpoint_cache
+
+
+def rounded(heads: Tensor, bits: int) -> Tensor:
+    """(..., d) keys or values -> the same as a cache of `bits` for each number gives them back."""
+    grouped = heads.float().unflatten(-1, (parts_of(heads.shape[-1]), -1))
+    least, most = (edge.half().float() for edge in (grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)))
+    step = ((most - least) / (2**bits - 1)).half().float().clamp_min(2.0**-24)  # the smallest number of 16 bits
+    codes = ((grouped - least) / step).round().clamp(0, 2**bits - 1)
+    numbers: Tensor = (codes * step + least).flatten(-2).to(heads.dtype)
+    return numbers
 
 
 def layers_with_cache(checkpoint: Checkpoint) -> int:
@@ -32,50 +48,39 @@ def layers_with_cache(checkpoint: Checkpoint) -> int:
 def quantised_attention(bits: Iterable[int]) -> Iterator[None]:
     """Meanwhile models may have caches of these bits (`quantise_cache`)."""
     named = {f"gqa_cache{each}_{name}": (each, name) for each in bits for name in PLAIN}
-    functions = {own: partial(_counted, reading(PLAIN[name][0], each)) for own, (each, name) in named.items()}
+    functions = {own: partial(_attend_rounded, PLAIN[name][0], each) for own, (each, name) in named.items()}
     with registered(functions, {own: PLAIN[name][1] for own, (_, name) in named.items()}):
         yield
 
 
+@torch.no_grad()
 def quantise_cache(model: PreTrainedModel, bits: int, layers: int, name: str) -> None:
-    """From now on the attention of a model reads a cache of `bits`; inside `quantised_attention`. Gradients go through
-    the rounding as if it were not there.
+    """From now on the attention of a model reads a cache of `bits`; inside `quantised_attention`.
 
-    Raises RefusedError where it cannot: another implementation of attention, or less than `layers` calls of it. A model
-    without weights cannot be run, and is left to `check_reads`.
+    Raises RefusedError where it cannot: another implementation of attention, or less than `layers` calls of it.
     """
     plain = model.config._attn_implementation
     if plain not in PLAIN:
         raise RefusedError(f"--cache-bits goes with sdpa and eager attention, {name} has {plain}; give one of them")
-    model.set_attn_implementation(f"gqa_cache{bits}_{plain}")
-    if model.device.type != "meta":
-        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        check_reads(partial(model, input_ids=ids, use_cache=False), layers, name)
+    model.set_attn_implementation(implementation := f"gqa_cache{bits}_{plain}")
+    attend, calls = ALL_ATTENTION_FUNCTIONS[implementation], 0
 
+    def count(*given: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return attend(*given, **options)
 
-@torch.no_grad()
-def check_reads(run: Callable[[], Any], layers: int, name: str) -> None:
-    """Raises RefusedError where to run a model takes less than `layers` calls of the attention that was chosen."""
-    calls: list[Tensor] = []
-    _SEEN.append(calls)
-    try:
-        run()
-    finally:
-        _SEEN.remove(calls)
-    if len(calls) < layers:
+    with registered({implementation: count}):
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    if calls < layers:
         raise RefusedError(
-            f"--cache-bits: {len(calls)} of {layers} layers of {name} call transformers' attention functions; leave it "
-            "out for this model"
+            f"--cache-bits: {calls} of {layers} layers of {name} call transformers' attention functions; leave it out "
+            "for this model"
         )
 
 
-_SEEN: list[list[Tensor]] = []  # who counts calls
-
-
-def _counted(
-    attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
-    **options: Any,
+def _attend_rounded(
+    attend: Attend, bits: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    for calls in _SEEN:
-        calls.append(query)
-    return attend(module, query, key, value, attention_mask, **options), None
+    return attend(module, query, rounded(key, bits), rounded(value, bits), attention_mask, **options), None

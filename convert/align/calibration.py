@@ -76,12 +76,12 @@ class Calibrator:
             self.streams = pair.decode(self._inputs, pair.encode(self._inputs, self.streams))
         streams, modules, own = self.streams, pair.modules_of(layer), pair.original(layer)
         if not modules:
-            same = not pair.bits and torch.equal(streams.source.hidden, streams.converted.hidden)
+            same = torch.equal(streams.source.hidden, streams.converted.hidden)
             own.pass_through(streams.source)
-            if same:  # so far, as in the encoder of Whisper, which costs most of the time
+            if same:  # nothing was merged so far
                 streams.converted.hidden.copy_(streams.source.hidden)
             else:
-                replace(own, bits=pair.bits).pass_through(streams.converted)
+                own.pass_through(streams.converted)
             check_finite(layer, streams.source.hidden, streams.converted.hidden)
             pair.source.release(layer)
             return []
@@ -172,8 +172,6 @@ class Calibrator:
         merged = task.merged(found.maps)
         attention = merged.attention
         assert attention
-        if merged.bits:
-            next(merged.observe(task.streams.converted, "heads"))  # refuses a module that would not read rounded ones
         names = self.pair.trainable(found.module, attention)
         start = {name: attention.get_parameter(name).detach() for name in names}
         calls, how = Calls.of(merged, task.streams.converted), self.pair.options.training

@@ -23,7 +23,6 @@ from gqa.checkpoint.processes import main_first, place_of, total, wait_for_every
 from gqa.checkpoint.provenance import asked
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.checkpoint.write import OutputDirectory, write_tensor
-from gqa.convert.align.cache_bits import layers_with_cache
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.pair import Inputs
@@ -75,8 +74,6 @@ def _found(plan: Plan, output: Path, options: MapsOptions, watcher: Watcher, ove
     """The work beside `output` with what all layers gave; gone once the block has made something of it."""
     search, watcher = searches(plan, options.grouping), watcher if ranks().is_main_process else SILENT
     work, how, blocks = _Work(output, describe(plan, options), overwrite), plan.merging.how, None
-    if how.refines and options.refinement.cache_bits:
-        layers_with_cache(plan.checkpoint)  # refuses
     if how.reads_text and not work.complete:
         blocks = options.text.inputs(plan.checkpoint, options.device, watcher)
     with work.held():

@@ -87,7 +87,7 @@ class Stream:
 @dataclass(frozen=True)
 class Layer:
     """The layer of number `index` with its weights, `whole`; its `attention`, where that is looked at, and what in it
-    multiplies by W_O, `output`, where that is known. Attention reads a KV cache of `bits`, or what was not rounded.
+    multiplies by W_O, `output`, where that is known.
     """
 
     index: int
@@ -95,13 +95,12 @@ class Layer:
     device: torch.device
     attention: nn.Module | None = None
     output: nn.Module | None = None
-    bits: int | None = None
 
     @torch.no_grad()
     def run(self, hidden: Tensor, given: Given) -> Tensor:
         """What it makes of some blocks (B, T, D)."""
         args, kwargs = send(given, self.device)
-        with watchable(bits=self.bits):
+        with watchable():
             output = self.whole(hidden.to(self.device), *args, **kwargs)
         return output if isinstance(output, Tensor) else output[0]
 

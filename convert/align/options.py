@@ -257,12 +257,6 @@ class Refinement:
         type=Precision("float32", "bfloat16"),
         **OF_REFINED,
     )
-    cache_bits: int | None = option_field(
-        None,
-        "Train layers that read a KV cache of so many bits: keys and values are rounded, gradients go through. For "
-        "engines that have one.",
-        **OF_REFINED,
-    )
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -270,8 +264,6 @@ class Refinement:
             raise RefusedError(
                 f"layers cannot be refined in {self.steps} steps of {self.batch} blocks; give at least 1"
             )
-        if self.cache_bits not in (None, *range(2, 9)):
-            raise RefusedError(f"layers cannot be refined for a cache of {self.cache_bits} bits; give 2 to 8")
 
 
 @dataclass(frozen=True)

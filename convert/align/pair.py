@@ -45,8 +45,7 @@ class Streams:
 
 
 class Pair:
-    """The source and the converted model, one layer at a time, and how to get from one to the other. The converted one
-    reads a KV cache of `bits`, where it is refined for one.
+    """The source and the converted model, one layer at a time, and how to get from one to the other.
 
     Layers are counted through both stacks of an encoder-decoder, the encoder's first.
     """
@@ -59,7 +58,6 @@ class Pair:
         self._modules = sorted((m for m in modules if m.kind in kinds), key=lambda m: KINDS.index(m.kind))
         path = self._modules[0].path
         self.plan, self.options = plan, options
-        self.bits = options.refinement.cache_bits if plan.merging.how.refines else None
         self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
         self.source = Layerwise(checkpoint, own, path, dtype, options.device)
         self.target = Layerwise(checkpoint, transformers_config(plan.new_config), path, dtype, options.device)
@@ -107,7 +105,7 @@ class Pair:
             if not any(name in changed for change in self.plan.changes_of(other) for name in change.outputs):
                 found |= self.mapped(other, self.mean(other))
         whole = self.target.load(layer, found | dict(changed))
-        return self.looking_at(module, Layer(layer, whole, self.target.device, bits=self.bits), self.target)
+        return self.looking_at(module, Layer(layer, whole, self.target.device), self.target)
 
     def mean(self, module: AttentionModule) -> HeadMaps:
         """The maps of the plainest method."""

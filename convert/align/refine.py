@@ -35,14 +35,13 @@ class Calls:
     """What a module, or the layer that it is in, is called with: hidden states (N, T, D), and the other arguments, in
     which `Rows` stand for what is of single blocks.
 
-    inside: What the layer then calls the module with. bits: Of the KV cache that the module reads, if it is rounded.
+    inside: What the layer then calls the module with.
     """
 
     hidden: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inside: Callable[[Tensor, Given], Given]
-    bits: int | None = None
 
     @classmethod
     def of(cls, layer: Layer, stream: Stream) -> Calls:
@@ -51,7 +50,7 @@ class Calls:
         other, others = stream.other
         sizes = [rows.stop - rows.start for rows, _ in batches]
         args, kwargs = _by_row([given for _, given in batches], sizes, other[layer.index], others)
-        return cls(stream.hidden, args, kwargs, layer.called, layer.bits)
+        return cls(stream.hidden, args, kwargs, layer.called)
 
     def given(self, rows: Tensor, device: torch.device) -> Given:
         """What the module is called with for some of the blocks."""
@@ -63,12 +62,12 @@ class Calls:
         return self.inside(self.hidden[rows].to(device), tree_map_only(Rows, fit, (self.args, self.kwargs)))
 
 
-def called(module: nn.Module, weights: Mapping[str, Tensor], given: Given, bits: int | None = None) -> Tensor:
-    """The output (B, T, D) with other weights, of a module that reads a KV cache of `bits`."""
+def called(module: nn.Module, weights: Mapping[str, Tensor], given: Given) -> Tensor:
+    """The output (B, T, D) of a module with other weights."""
     args, kwargs = given
     hidden = args[0] if args else kwargs["hidden_states"]
     own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
-    with watchable(bits=bits):
+    with watchable():
         output = torch.func.functional_call(module, own, args, kwargs)
     return output if isinstance(output, Tensor) else output[0]
 
@@ -117,7 +116,7 @@ def refine(
         for part in mine.split(max(1, AT_ONCE // length)):
             given = calls.given(part, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
-                output = called(module, weights, given, calls.bits)
+                output = called(module, weights, given)
             missed = (output.float() - targets[part].to(device).float()).square().mean(-1)
             yield (missed * counts[part].to(device)).mean() / scale * (len(part) / len(rows))
 
