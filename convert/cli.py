@@ -18,11 +18,11 @@ from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
 from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
-from gqa.convert.method_option import OF_DRAWS, OF_TEXT, is_given, only_for, refuse_unused
+from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
 from gqa.convert.methods import ALIGNING, AUTO, AUTOMATIC, LAYERWISE, MEASURING, METHODS
 
 if TYPE_CHECKING:
-    from gqa.convert.align.allot import Forecast, Losses
+    from gqa.convert.align.allot import Losses
     from gqa.convert.api import Conversion, Plan
     from gqa.convert.heads.layout import Groups
 
@@ -83,8 +83,6 @@ _WRITING = [
     option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]"),
     option("--revision"),
     option("--dry-run", help="Print the plan and write nothing; of a hub id only headers are fetched."),
-    option("--forecast", is_flag=True, help="With --dry-run: run the layers on a part of the text, and say what to "
-           "expect of the result.", **OF_TEXT),
     option("--json", "as_json"),
     option("--overwrite", help="Replace the checkpoint at DIR once the new one is complete."),
     option("--checksums", is_flag=True, help="Compare every untouched byte; record SHA-256 of all shards."),
@@ -116,8 +114,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
         asked = (*asked, MEASURING)
         options["method"] = MEASURING if options["method"] == AUTO else options["method"]
     refuse_unused(asked, f"--method {options['method']}")
-    if options["forecast"] and not options["dry_run"]:
-        raise RefusedError("--forecast goes with --dry-run, which converts nothing; give both or neither")
     main = True
     if options["method"] in LAYERWISE and not (options["maps"] or options["dry_run"]):
         from gqa.checkpoint.processes import share_work
@@ -127,7 +123,6 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
         console.check_alone()
     options |= {"model": model, "groups": groups}
     plan = _planned(options)
-    options["forecast"] = _forecast(plan, options) if options["forecast"] else None
     _announce(plan, options)
     if options["dry_run"]:
         return _report(plan, None, options)
@@ -145,7 +140,7 @@ def _planned(options: dict[str, Any]) -> Plan:
         options["allotment"] = None
         return plan_conversion(
             options["model"], options["groups"], maps=options["maps"], grouping=options["grouping"],
-            headers_only=options["dry_run"] and not options["forecast"], output=partial(_place, options), **how,
+            headers_only=options["dry_run"], output=partial(_place, options), **how,
         )  # fmt: skip
     for other in ("maps", "dry_run"):
         if options[other]:
@@ -164,24 +159,14 @@ def _planned(options: dict[str, Any]) -> Plan:
 
 def _allotment(heads: Sequence[int], losses: Losses, options: dict[str, Any]) -> dict[str, Any]:
     """What is told of the heads of every layer by --kv-budget, once it is said."""
-    from gqa.convert.align.allot import forecast
-    from gqa.convert.summary import allotment_text, forecast_text
+    from gqa.convert.summary import allotment_text
 
     _say(allotment_text(heads, losses), options)
-    told = {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
-    if together := METHODS[options["method"]].together:
-        found = forecast(sum(layer[kept] for kept, layer in zip(heads, losses, strict=True)), together)
-        _say(forecast_text(found), options)
-        told["forecast"] = found._asdict()
-    return told
+    return {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
 
 
 def _place(options: dict[str, Any], plan: Plan) -> OutputDirectory:
     """Where a plan is going to be written, if it can be."""
-    if options["forecast"]:
-        from gqa.convert.align.allot import check_forecast
-
-        check_forecast(plan, read_maps(options))
     return OutputDirectory(_output(plan, options), None, options["overwrite"])
 
 
@@ -246,60 +231,52 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         out = str(result.out)
         record |= {"output": out, "warnings": list(result.warnings), "sha256": result.checksums}
         _say(f"written     {out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
-    if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
-        record["estimates"] = _estimates(plan, result, options)
-    if forecast := options["forecast"]:
-        from gqa.convert.summary import forecast_text
-
-        _say(forecast_text(forecast), options)
-        record["forecast"] = forecast._asdict()
-    if not result:
+        if plan.method in METHODS and not options["quiet"]:
+            _say_next(plan, result, options)
+    else:
+        if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
+            record["estimates"] = _estimates(plan, options)
         _say("dry run     nothing was written", options)
     if options["as_json"]:
         click.echo(json.dumps(record | {"dry_run": result is None}))
     return record
 
 
-def _estimates(plan: Plan, result: Conversion | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Says what every method would take here, or after a conversion what a better one would; all of it by method."""
+def _estimates(plan: Plan, options: dict[str, Any]) -> dict[str, Any]:
+    """Print time and memory of every method that the model allows, and return them by method."""
     from gqa.convert.estimate import duration, estimates
-    from gqa.convert.summary import command as command_of
     from gqa.convert.summary import size
 
-    how = read_maps(options)
-    device, found = how.device, estimates(plan, how)
-    for each in found if result is None else []:
-        takes = f"{duration(each.seconds)} on {device}, {size(each.memory)} of memory, {size(each.disk)} of disk"
-        _say(f"estimate    {each.method.name:12}{takes}", options)
-    best = found[-1]
-    if result and not plan.merging.how.reads_text:
-        until = f"{best.method.name} or training" if best.method.reads_text else "training"
+    maps = read_maps(options)
+    record = {}
+    for each in estimates(plan, maps):
+        cost = f"{duration(each.seconds)} on {maps.device}, {size(each.memory)} of memory"
+        _say(f"estimate    {each.method.name:12}{cost}", options)
+        record[each.method.name] = {"seconds": round(each.seconds, 1), "memory_bytes": each.memory}
+    return record
+
+
+def _say_next(plan: Plan, result: Conversion, options: dict[str, Any]) -> None:
+    """Print what improves the result: the best method that the model allows, or training. Nothing about a model without
+    a head that predicts tokens.
+    """
+    from gqa.checkpoint.loading import predicts_tokens
+    from gqa.convert.estimate import allowed
+    from gqa.convert.heads.config import transformers_config
+    from gqa.convert.summary import command as command_of
+
+    if not predicts_tokens(transformers_config(plan.new_config)):
+        return
+    *_, best = allowed(plan)
+    if not plan.merging.how.reads_text:
+        until = f"{best.name} or training" if best.reads_text else "training"
         doubt = "with few heads, above all of a rotary model, text is often not sensible"
         _say(f"expect      {doubt} before {until}", options)
-    if result and best.method.name == plan.method:
-        words = ["gqa-uptrain", str(result.out)]
-        _say(
-            f"better      training it on text that the base model writes:\n            {shlex.join(words)}",
-            options,
-        )
-    elif result:
-        again = command_of(plan, best.method.name, str(options["model"]))
-        about = f"about {duration(best.seconds)} on {device}"
-        _say(f"better      {best.method.name}, {best.method.result}: {about}:\n            {again}", options)
-    return {
-        each.method.name: {"seconds": round(each.seconds, 1), "memory_bytes": each.memory, "disk_bytes": each.disk}
-        for each in found
-    }
-
-
-def _forecast(plan: Plan, options: dict[str, Any]) -> Forecast:
-    from gqa.convert.align.allot import forecast_of
-    from gqa.convert.fetching import fetched
-
-    how = read_maps(options)
-    console.say_device(how.device, options["quiet"])
-    with fetched(plan, whole=True), Bar(options["quiet"]) as bar:
-        return forecast_of(plan, how, bar)
+    if best.name == plan.method:
+        what, words = "distil from the base model", shlex.join(["gqa-uptrain", str(result.out)])
+    else:
+        what, words = f"{best.name} ({best.cost}): {best.result}", command_of(plan, best.name, str(options["model"]))
+    _say(f"next        {what}:\n            {words}", options)
 
 
 def main() -> None:

@@ -38,12 +38,11 @@ _MUON = 5  # iterations for each matrix and step
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one method takes: seconds, and at the most bytes of memory above what imports take, and bytes on disk."""
+    """What one method takes: seconds, and at the most bytes of memory above what imports take."""
 
     method: Method
     seconds: float
     memory: int
-    disk: int
 
 
 def duration(seconds: float) -> str:
@@ -68,14 +67,13 @@ def allowed(plan: Plan) -> Iterator[Method]:
 
 
 def estimates(plan: Plan, how: MapsOptions) -> list[Estimate]:
-    """Of every method that the model allows; half a second is spent on finding out how fast the device is."""
-    width, written = int(plan.config.text.hidden_size), plan.total_bytes
-    speed, found = products_a_second(how.device, width), []
-    for method in allowed(plan):
-        seconds = operations(plan, method, how) / speed + written / _BYTES_A_SECOND
-        kept = 8 * width * (how.text.taken if method.reads_text else width if method.guesses else 0)  # to go on with
-        found.append(Estimate(method, seconds, memory(plan, method, how), written + kept))
-    return found
+    """Time and memory of every method that the model allows; half a second goes into timing the device."""
+    speed = products_a_second(how.device, int(plan.config.text.hidden_size))
+    writing = plan.total_bytes / _BYTES_A_SECOND
+    return [
+        Estimate(method, operations(plan, method, how) / speed + writing, memory(plan, method, how))
+        for method in allowed(plan)
+    ]
 
 
 def forward(parameters: int, config: Any, length: int) -> float:

@@ -37,8 +37,6 @@ class Method:
     redraws: Whether projections are drawn at random instead.
     guesses: Whether it supposes that what layers are given can be guessed (`heads/blocks.py`).
     refines: Whether layers are trained after the closed form, so that whole tensors replace those of the model.
-    together: What layers lose together that lose `alone` nats a token one by one: a and b of a * alone ** b, and the
-        factor within which it is expected (`benchmarks/forecast.py` has the points that docs/budget.md fits it to).
     finder: `module:function` that finds the maps of what looks at `weights`, loaded when it is called for: see `find`.
     """
 
@@ -50,7 +48,6 @@ class Method:
     redraws: bool = False
     guesses: bool = False
     refines: bool = False
-    together: tuple[float, float, float] | None = None
     finder: str = ""
 
     @property
@@ -120,9 +117,9 @@ register("procrustes", "weights", "seconds", "rotated to agree, then the mean", 
 _EXPECTED = "the closed form on inputs guessed from weights"
 register("aligned", "weights", "minutes", _EXPECTED, guesses=True, finder=_FROM_WEIGHTS)(mean)
 _FITTED = "the closed form on inputs from text"
-register("calibrated", "text", "three forward passes", _FITTED, together=(1.12, 1.03, 1.26))(mean)
+register("calibrated", "text", "three forward passes", _FITTED)(mean)
 _TRAINED = "calibrated, then trained layer by layer"
-register("refined", "text", "minutes a layer", _TRAINED, refines=True, together=(0.184, 0.846, 2.41))(mean)
+register("refined", "text", "minutes a layer", _TRAINED, refines=True)(mean)
 
 MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
 AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be

@@ -4,13 +4,12 @@ model card for people and a provenance file for programs.
 
 import hashlib
 import json
-import math
 import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.provenance import (
@@ -28,9 +27,6 @@ from gqa.convert.fetching import fetching_record
 from gqa.convert.heads.layout import Groups, groups_text
 from gqa.convert.plan import Plan
 from gqa.convert.recast.parts import CUSTOM_CODE
-
-if TYPE_CHECKING:
-    from gqa.convert.align.allot import Forecast
 
 _ATTENTION_TAGS = {"multi-head-attention", "grouped-query-attention", "multi-query-attention", "gqa-convert"}
 
@@ -68,15 +64,6 @@ def allotment_text(heads: Sequence[int], losses: Sequence[Mapping[int, float]]) 
     alone = sum(layer[kept] for kept, layer in zip(heads, losses, strict=True))
     sums = f"\nin sum      {alone:.3f} nats a token that layers of these heads lose alone; together by calibrated, more"
     return title + "\n".join("            " + "  ".join(row) for row in rows) + sums
-
-
-def forecast_text(found: "Forecast") -> str:
-    """What a conversion is to lose."""
-    ratio, low, high = (f"x{math.exp(nats):.3g}" for nats in (found.nats, found.low, found.high))
-    return (
-        f"forecast    perplexity {ratio} ({low} to {high}) on text like the model's own:\n"
-        f"            {found.nats:.3f} nats a token, where layers alone lose {found.alone:.3f} in sum"
-    )
 
 
 def tensor_parallel(groups: Groups, query: int, ranks: int) -> tuple[bool, str]:

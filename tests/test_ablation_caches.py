@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from checkpoints import run
-from studies import PLAINLY, SAME, ablate, copied, measured, place, study
+from studies import PLAINLY, SAME, copied, measured, place, study
 from test_ablation import by_cell, command, evaluated
 from training import words_for
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.allot import forecast_of, heads_within
+from gqa.convert.align.allot import heads_within
 from gqa.convert.align.options import CalibrationText, MapsOptions
-from gqa.convert.plan import make_plan
 from gqa.eval.study import ablation
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import commands, points
@@ -78,18 +77,3 @@ def test_a_study_of_before_grows_by_bits(tmp_path: Path) -> None:
     before, after = (json.loads((where / "speeds.json").read_text()) for where in (study(), out))
     assert after.items() >= before.items()
     assert after.keys() - before.keys() == {"1-int2", "4-int2"}
-
-
-def test_a_dry_run_says_what_to_expect(tmp_path: Path) -> None:
-    """Of heads that are merged by calibrated and refined, untrained, what gqa-convert says; of others nothing."""
-    how = HOW | {"groups": "4,1", "methods": "mean,calibrated,refined", "alphas": "0,0.1", "forecast": True}
-    result = ablate(tmp_path / "study", **how, dry_run=True)
-    assert (result.code, "what --kv-budgets measures" in result.out) == (0, True), result
-    costs, expected = (part.splitlines() for part in result.out.split("\nForecast\n"))
-    assert [line.split()[1] for line in costs if line.startswith("refined")] == ["1", "1", "2.5", "2.5"]
-    assert len([line for line in expected if line.startswith(("calibrated", "refined", "mean"))]) == 2
-    for method in ("calibrated", "refined"):
-        plan = make_plan(read_checkpoint(place() / "model"), 1, method)
-        alone, *numbers = (f"{number:.3f}" for number in forecast_of(plan, options()))
-        told = " ".join((method, "1", alone, numbers[0], numbers[1], "-", numbers[2]))
-        assert told in [" ".join(line.split()) for line in expected]

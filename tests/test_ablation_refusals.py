@@ -47,7 +47,6 @@ REFUSED = {
     "bytes and recall": ({"kv_bytes": 512, "max_recall_loss": 1}, ["--kv-bytes asks for what loses least within it"]),
     "the whole cache": ({"kv_budgets": 1}, ["'--kv-budgets': 1.0 is not in the range 0<x<1"]),
     "less than a head": ({"kv_budgets": 0.2}, ["--kv-budgets 0.2 is not possible for the 4 key", "least is 0.25"]),
-    "a forecast of what is measured": ({"forecast": True}, ["--forecast goes with a MODEL and --dry-run"]),
 }
 
 

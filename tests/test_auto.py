@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import llama, run, weights
+from checkpoints import edit_json, llama, run, weights
 from safetensors.torch import save_file
 from test_families import write_checkpoint
 from tiny_custom import SOURCES
@@ -62,7 +62,7 @@ def test_the_result_is_that_of_the_method_and_says_so(tmp_path: Path) -> None:
     done = run("--groups", 2, model)
     lines = done.said.splitlines()
     assert lines[0] == "method      aligned (--method auto): what its layers are given can be guessed from the weights"
-    assert lines[-1].startswith("better      refined, calibrated, then trained layer by layer: about ")
+    assert lines[-1].startswith("next        refined (minutes a layer): calibrated, then trained layer by layer: ")
     assert done.out.endswith(f":\n            gqa-convert --groups 2 --method refined {model}\n"), "to copy"
     named = convert_checkpoint(model, 2, tmp_path / "named", method="aligned").out
     record, other = (
@@ -94,6 +94,16 @@ def test_what_was_merged_without_text_says_what_to_expect(method: str, tmp_path:
     said = " ".join(run("--groups", 2, "--method", method, *text, *steps, model).out.split())
     assert ("text is often not sensible before refined or training" in said) != METHODS[method].reads_text
     assert "not sensible" not in run("--groups", 2, "--method", method, "--overwrite", "--dry-run", model).out
+
+
+@pytest.mark.parametrize("head", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(head: str, tmp_path: Path) -> None:
+    """It can be neither trained nor evaluated as a language model; the control with its head is above."""
+    model = tiny_checkpoint(tmp_path / "m", kv_heads=4)
+    edit_json(model / "config.json", lambda config: config.update(architectures=[head]))
+    said = run("--groups", 2, "--method", "mean", model).out
+    assert "written     " in said
+    assert not {"next", "expect", "gqa-uptrain"} & {*said.split()}
 
 
 def test_the_last_resort_warns_first(tmp_path: Path) -> None:
@@ -143,7 +153,6 @@ def test_a_dry_run_estimates_every_method_that_the_model_allows(
     longer = run("--groups", 2, "--dry-run", "--json", "--method", "calibrated", "--tokens", "128k", model)
     wider = json.loads(longer.out)["estimates"]["calibrated"]
     assert wider["memory_bytes"] > 1.5 * memory["calibrated"]
-    assert wider["disk_bytes"] > 1.9 * told["calibrated"]["disk_bytes"]
     own = run("--groups", 2, "--dry-run", "--json", "--method", "calibrated", "--data", "self:128k", model)
     assert json.loads(own.out)["estimates"]["calibrated"] == wider, "as much as its sources say"
     unaligned = run("--groups", 2, "--dry-run", "--json", tiny("doge", tmp_path / "d"))
@@ -158,12 +167,11 @@ def test_durations(seconds: float, text: str) -> None:
     assert estimate.duration(seconds) == text
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "blt", "falcon", "mllama", "canary", "cohere_asr"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "blt", "falcon", "mllama"])
 def test_what_is_advised_is_possible(name: str, tmp_path: Path) -> None:
     """As it is printed, whatever is in a path; and so is every method that is estimated."""
     model = write_checkpoint(build(TINY[name], 4), tmp_path / "a model")
-    loads = ["--verify-load"] if name in ("canary", "cohere_asr") else []
-    done = run("--groups", 2, *loads, "-o", tmp_path / "its result", model)
+    done = run("--groups", 2, "-o", tmp_path / "its result", model)
     assert done.code == 0, done.err
     program, *words = shlex.split(done.said.splitlines()[-1].rsplit(": ", 1)[1])
     assert program == ("gqa-convert" if name in ("llama", "mixtral") else "gqa-uptrain")

@@ -9,15 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import check_refused, contents, edit_json, llama, load, refusal, run, snapshot
-from safetensors.torch import load_file, save_file
+from checkpoints import check_refused, contents, edit_json, llama, load, refusal, run
+from safetensors.torch import save_file
 from test_families import error, write_checkpoint
 from tiny_custom import SOURCES
 from tiny_models import QUERY_HEADS, TINY, build
@@ -31,9 +30,8 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.allot import _text, allotted, forecast, heads_within, losses_alone
+from gqa.convert.align.allot import _text, allotted, heads_within, losses_alone
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
-from gqa.convert.methods import METHODS
 from gqa.convert.plan import make_plan
 from gqa.eval.subjects import Subject
 
@@ -291,35 +289,6 @@ def test_heads_go_where_they_are_missed(uneven: Path) -> None:
     assert set(even) <= {2, 4}
 
 
-def test_a_forecast_is_of_what_layers_lose_alone(uneven: Path, tmp_path: Path) -> None:
-    """By a dry run, which writes nothing. A model whose heads are all equal is to lose nothing."""
-    equal = tmp_path / "equal"
-    shutil.copytree(uneven, equal)
-    tensors = load_file(equal / "model.safetensors")
-    for name in tensors:
-        if "k_proj" in name or "v_proj" in name:
-            tensors[name] = tensors[name][: len(tensors[name]) // QUERY_HEADS].repeat(QUERY_HEADS, 1)
-    save_file(tensors, equal / "model.safetensors", {"format": "pt"})
-    words = ("--groups", 1, "--method", "refined", "--tokens", 512, "--context", 16, "--dry-run", "--json")
-    before = snapshot(tmp_path)
-    found = {}
-    for model in (uneven, equal):
-        done = run(model, *words, "--forecast")
-        assert done.code == 0, done.err
-        found[model] = json.loads(done.out)["forecast"]
-    how = small_options()
-    blocks = how.text.blocks(read_checkpoint(uneven), "cpu", watcher())
-    alone = losses_alone(make_plan(read_checkpoint(uneven), 1, "calibrated"), blocks[:-4], blocks[-4:], how)
-    scale, power, factor = METHODS["refined"].together or ()
-    assert found[uneven]["alone"] == pytest.approx(sum(alone), rel=0.5)  # of other samples
-    assert found[uneven]["nats"] == pytest.approx(scale * found[uneven]["alone"] ** power)
-    assert found[uneven]["high"] == pytest.approx(factor**2 * found[uneven]["low"])
-    assert found[equal]["high"] < 1e-5 < found[uneven]["low"]
-    assert forecast(-1e-9, (scale, power, factor)).high == 0  # as rounding leaves it where nothing is lost
-    assert snapshot(tmp_path) == before
-    assert "forecast" not in json.loads(run(uneven, *words).out)
-
-
 def test_the_command_leaves_the_share_that_was_asked_for(uneven: Path, tmp_path: Path) -> None:
     """And says what it took; --groups with those numbers gives the same bytes."""
     words = ("--method", "calibrated", "--tokens", 512, "--context", 16, "--json")
@@ -379,13 +348,6 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
         (("--kv-budget", "0.5", "--tensor-parallel", "3"), "none is a multiple of 3"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs none"),
         (("--kv-budget", "1"), "1.0 is not in the range"),
-        (("--groups", "1", "--method", "refined", "--forecast"), "--forecast goes with --dry-run"),
-        (("--groups", "1", "--dry-run", "--forecast"), "--forecast is not used by --method auto"),
-        (("--groups", "4", "--method", "refined", "--dry-run", "--forecast"), "--forecast is about merging heads"),
-        (
-            ("--groups", "1", "--method", "refined", "--dry-run", "--forecast", "--refine-steps", "3"),
-            "--forecast knows method refined as it is without options of its own",
-        ),
         (("--groups", "1,4,1,4", "--no-remote-code"), "--no-remote-code"),
     ],
 )

@@ -144,12 +144,11 @@ def made_small(program: str, words: list[str]) -> list[str]:
     if program == "gqa-ablate" and "stdlib:train" in words and "--heldout" not in words:
         found += ["--heldout", "heldout.jsonl"]  # stdlib:train brings it along
     study_of_old = program == "gqa-ablate" and "--data" not in words
-    planned = {"--maps", "--dry-run"} & {*words} and "--forecast" not in words
+    planned = {"--maps", "--dry-run"} & {*words}
     told = planned or study_of_old
     for name, extras in ADDED.items():
         if not told and {program, *words}.issuperset(name.split()):
             left = LENGTHS if program == "gqa-uptrain" and LENGTHS & {*words} else set()
-            left = left | {"--refine-steps"} if "--forecast" in words else left
             left = left | ({"--heldout-tokens"} if {"--teacher", "targets"} <= {*words} else set())  # it has its own
             left = left | ({"--no-recall"} if "--recall" in words else set())
             found += [one for key, value in extras.items() if key not in {*words, *left} for one in (key, value) if one]

@@ -59,7 +59,7 @@ def test_maps_leave_no_method_to_choose(tmp_path: Path) -> None:
 
 def test_the_other_commands_refuse_the_same(tmp_path: Path) -> None:
     options = {option.opts[0] for option in command.params if isinstance(option, MethodOption)}
-    assert options == OPTIONS.keys() - {"--method", "--forecast"}
+    assert options == OPTIONS.keys() - {"--method"}
     calibrate = ("--groups", 2, "-o", tmp_path / "maps", "--method", "aligned", "--ridge", 1, tmp_path / "nothing")
     assert "--ridge is not used by --method aligned" in run(*calibrate, program="gqa-calibrate").err
     study = ("--data", "text", "-o", tmp_path / "study", "--methods", "mean,aligned", "--refine-batch", 2, "nothing")

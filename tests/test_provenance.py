@@ -45,7 +45,6 @@ CASES: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
 # that are told, `revision`, trust and the two about the class are held against their own tests.
 OTHERS = {
     "kv_budget",  # the record names the heads that it gave
-    "forecast",  # of a dry run
     *("field", "target_field"),  # of data sets, which tests/test_pairs.py reads
     *("model", "output", "maps", "device", "remote_code", "attention", "max_shard_size", "revision", "dry_run"),
     *(

@@ -244,7 +244,6 @@ def test_command(source: Path, tmp_path: Path) -> None:
     plan, record = json.loads(dry.out), json.loads(done.out)
     assert (plan["dry_run"], record["dry_run"], record["warnings"]) == (True, False, [])
     assert record["heads"] == {"query": QUERY, "kv_before": KV, "kv_after": 1}
-    assert record["estimates"].keys() == plan["estimates"].keys()  # how fast this device is just now
     same = plan.keys() - {"dry_run", "estimates"}
     assert {key: record[key] for key in same} == {key: plan[key] for key in same}
     assert {t["name"] for t in record["changed_tensors"]} == kv_names()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,70 +20,16 @@ from gqa.checkpoint.processes import own_share, total
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.layerwise import Stream
-from gqa.convert.align.options import MapsOptions, Refinement
+from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.heads.config import ModelConfig, read_config, read_top, valid_groups
-from gqa.convert.methods import MEASURING, METHODS
+from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
+from gqa.convert.methods import MEASURING
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is
 
 FITTED, MEASURED = 16_384, 4_096  # tokens at the most that a layer is fitted to, and whose distributions are compared
 
 Losses = Sequence[Mapping[int, float]]  # of each layer: heads that it may keep -> nats a token that are lost by it
-
-
-class Forecast(NamedTuple):
-    """What a conversion is expected to lose, in nats a token of text like the model's own, and an interval."""
-
-    alone: float  # the sum of what each layer loses alone
-    nats: float
-    low: float
-    high: float
-
-
-def forecast(alone: float, together: tuple[float, float, float]) -> Forecast:
-    """What layers lose together which alone lose `alone` nats a token in sum; `together` is that of a method."""
-    scale, power, factor = together
-    nats = scale * max(alone, 0.0) ** power  # where nothing is lost, rounding may make it less
-    return Forecast(alone, nats, nats / factor, nats * factor)
-
-
-def check_forecast(plan: Plan, options: MapsOptions) -> tuple[float, float, float]:
-    """What layers lose together by the method of a plan (`Method.together`). Raises RefusedError where that is not
-    known.
-    """
-    _check_measurable(plan)
-    if not (together := METHODS[plan.method].together if plan.method in METHODS else None):
-        raise RefusedError(f"--forecast is about merging heads, {plan.checkpoint.name} keeps its own; leave it out")
-    if METHODS[plan.method].refines and replace(options.refinement, seed=0) != Refinement():
-        raise RefusedError(
-            f"--forecast knows method {plan.method} as it is without options of its own; leave out --refine-... and "
-            "--cache-bits, or --forecast"
-        )
-    return together
-
-
-def forecast_of(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> Forecast:
-    """What a plan by a method that reads text is expected to lose. Raises RefusedError."""
-    together = check_forecast(plan, options)
-    return forecast(sum_alone(plan, options, watcher), together)
-
-
-def _check_measurable(plan: Plan) -> None:
-    name = plan.checkpoint.name
-    if read_top(plan.checkpoint.config, name).is_encoder_decoder or isinstance(plan.config.symmetry, str):
-        raise RefusedError(f"--forecast is for decoders whose heads can be aligned, {name} is none; leave it out")
-
-
-def sum_alone(plan: Plan, options: MapsOptions, watcher: Watcher = SILENT) -> float:
-    """Nats a token that layers lose alone with the heads of a plan, in sum. Runs every layer of the model, on at most
-    FITTED + MEASURED tokens of the text of `options`. Raises RefusedError.
-    """
-    _check_measurable(plan)
-    fitted, measured = _text(plan.checkpoint, options, watcher)
-    watcher.stage("measuring layers", plan.config.layers, "layer")
-    alone = replace(plan, merging=replace(plan.merging, method=MEASURING))
-    return sum(losses_alone(alone, fitted, measured, options, lambda: watcher.update(1)))
 
 
 def _text(checkpoint: Checkpoint, options: MapsOptions, watcher: Watcher) -> tuple[Tensor, Tensor]:

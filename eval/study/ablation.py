@@ -16,7 +16,7 @@ import numpy as np
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.provenance import asked, without_place
-from gqa.convert.align.allot import forecast, heads_within, sum_alone, uneven
+from gqa.convert.align.allot import heads_within, uneven
 from gqa.convert.estimate import TRAINING, operations
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.layout import Groups
@@ -347,24 +347,6 @@ def forward_rate(study: Study) -> float:
         score(head, windows, batch_size=options.eval_batch)
         seconds.append(time.perf_counter() - start)
     return study.subject.reads(windows) / min(seconds[1:])
-
-
-def forecast_table(study: Study) -> Table:
-    """What untrained conversions are expected to lose by what layers lose alone, which is measured, where all layers
-    have as many heads. Raises RefusedError.
-    """
-    alone, records = dict[float, float](), []
-    for method, groups in dict.fromkeys((cell.method, cell.groups) for cell in study.cells if not cell.budget):
-        if together := METHODS[method].together if method in METHODS else None:
-            if groups not in alone:
-                plan = make_plan(study.subject.checkpoint, int(groups), method)
-                alone[groups] = sum_alone(plan, study.options.maps_of(study.cells[0]))
-            records.append({"method": method, "groups": groups} | forecast(alone[groups], together)._asdict())
-    columns = {
-        "method": "{method}", "KV heads": "{groups}", "layers alone, in sum": "{alone:.3f}",
-        "expected above base": "{nats:.3f}", "interval": "{low:.3f} - {high:.3f}",
-    }  # fmt: skip
-    return table("Forecast", columns, records, "nats a token of text like the model's own")
 
 
 def cost_table(study: Study) -> Table:

@@ -70,8 +70,6 @@ _RUN = [
     option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
            "that MODEL gets right and the result does not, where MODEL recalls them."),
     option("--dry-run", help="List the cells and what they would cost, and stop."),
-    option("--forecast", is_flag=True, help="With --dry-run: run the layers on a part of the text, and say what "
-           "calibrated and refined are expected to lose, in nats a token."),
     option("--overwrite", help="Remove the study at DIR first."),
     option("--verbose"),
     option("--quiet"),
@@ -91,14 +89,12 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     """
     import transformers
 
-    from gqa.eval.study.ablation import cost_table, forecast_table, open_study
+    from gqa.eval.study.ablation import cost_table, open_study
     from gqa.eval.study.directory import forget
     from gqa.uptrain.loop import StoppedError
 
     transformers.utils.logging.set_verbosity_error()
     failed, bounds = 0, read_bounds(options)
-    if options["forecast"] and not (model and options["dry_run"]):
-        raise RefusedError("--forecast goes with a MODEL and --dry-run, which measures no cell; give both or neither")
     if model is None:
         _refuse_without_model()
     else:
@@ -111,8 +107,6 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
                 click.echo(one_line(f"without {method}: {reason}"), err=True)
         if options["dry_run"]:
             click.echo(cost_table(study).text())
-            if options["forecast"]:
-                click.echo("\n" + forecast_table(study).text())
             return
         try:
             say_device(study.options.run_device, quiet)
