@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +41,6 @@ class TopPredictions:
         kept = (before < mass) | (mass >= 1)
         rest = logs.masked_fill(kept, -torch.inf).logsumexp(-1)
         return TopPredictions(kept.sum(-1), ids[kept], logs[kept].clamp_min(_NOTHING), rest.clamp_min(_NOTHING))
-
-    @staticmethod
-    def in_batch(batch: Mapping[str, Tensor]) -> TopPredictions | None:
-        """Those of a batch of blocks, as `gqa.uptrain.targets` has them; None where it has none."""
-        if "top_ids" not in batch:
-            return None
-        logs, rest = (batch[name].view(torch.float16) for name in ("top_logs", "top_rest"))
-        return TopPredictions(batch["top_counts"].flatten(), batch["top_ids"], logs, rest.flatten())
 
     def __getitem__(self, piece: slice) -> TopPredictions:
         begin, end = (int(self.counts[:at].sum()) for at in (piece.start, piece.stop))

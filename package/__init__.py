@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from .conversion import calibrate, convert_model
     from .measuring import ablate, evaluate
-    from .results import ConvertedModel, Evaluation, FoundMaps, RecordedTeacher, Study, TrainedModel
-    from .training import record_teacher, uptrain_model
+    from .results import ConvertedModel, Evaluation, FoundMaps, Study, TrainedModel
+    from .training import uptrain_model
 
     __version__: str
 
@@ -37,13 +37,13 @@ _HOMES = {
     "gqa.uptrain.options": ("TrainOptions",),
     "gqa.conversion": ("calibrate", "convert_model"),
     "gqa.measuring": ("ablate", "evaluate"),
-    "gqa.results": ("ConvertedModel", "Evaluation", "FoundMaps", "RecordedTeacher", "Study", "TrainedModel"),
-    "gqa.training": ("record_teacher", "uptrain_model"),
+    "gqa.results": ("ConvertedModel", "Evaluation", "FoundMaps", "Study", "TrainedModel"),
+    "gqa.training": ("uptrain_model",),
 }
 _FOUND_IN = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - functions, what they give, what they take, what they raise
-    "convert_model", "uptrain_model", "evaluate", "ablate", "calibrate", "record_teacher", "plan_conversion",
-    "ConvertedModel", "TrainedModel", "Evaluation", "Study", "FoundMaps", "RecordedTeacher", "Plan",
+    "convert_model", "uptrain_model", "evaluate", "ablate", "calibrate", "plan_conversion",
+    "ConvertedModel", "TrainedModel", "Evaluation", "Study", "FoundMaps", "Plan",
     "MapsOptions", "CalibrationText", "Refinement", "Target", "TrainOptions", "EvaluateOptions",
     "RefusedError", "CorruptError", "CorpusError", "OutputError", "DivergedError", "StoppedError",
     "__version__",

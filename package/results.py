@@ -166,19 +166,6 @@ class TrainedModel(_Checkpoint):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class RecordedTeacher(_Written):
-    """What `record_teacher` wrote: a directory that `uptrain_model` takes as `teacher`. `record` says what is in it."""
-
-    record: Mapping[str, Any]
-
-    def __repr__(self) -> str:
-        return f"<RecordedTeacher {self.path}: {self.record['blocks']:,} blocks, {self.record['kept_mass']:.2%} kept>"
-
-    def _repr_html_(self) -> str:
-        return html_table(repr(self)[1:-1], [(name, str(value)) for name, value in self.record.items()])
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
 class FoundMaps(_Written):
     """What `calibrate` wrote: a file that `convert_model` takes as `maps`."""
 

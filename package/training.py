@@ -9,18 +9,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gqa.checkpoint.errors import RefusedError
-
 from .given import Model, asked, in_memory, name_of, scratch, stored, undisturbed
-from .results import RecordedTeacher, TrainedModel
+from .results import TrainedModel
 
 if TYPE_CHECKING:
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.setup import Setup
 
-_OF_TERMINALS = (
-    "output", "quiet", "verbose", "as_json", "dry_run", "record_teacher", "record_mass",
-)  # fmt: skip
+_OF_TERMINALS = ("output", "quiet", "verbose", "as_json", "dry_run")
 
 
 def uptrain_model(
@@ -71,45 +67,10 @@ def uptrain_model(
     return TrainedModel(path=goal, record=record, _kept=kept)
 
 
-def record_teacher(
-    model: Model,
-    out: str | os.PathLike[str],
-    data: str | Sequence[str] | None = None,
-    teacher: Model | None = None,
-    progress: bool = True,
-    *,
-    mass: float = 0.99,
-    tokenizer: Any = None,
-    **options: Any,
-) -> RecordedTeacher:
-    """Keep what the teacher predicts for the text of a run in the directory `out`, which `uptrain_model` takes as
-    `teacher` (gqa-uptrain --record-teacher).
-
-    Args:
-        mass: How much of each prediction is kept, the most probable tokens first.
-
-    The other arguments are those of `uptrain_model`. A recording that was stopped goes on when it is called again.
-    Raises RefusedError, TypeError and OutputError as that does.
-    """
-    from gqa.checkpoint.hub import beside
-    from gqa.convert.align.watcher import Bar
-    from gqa.uptrain.recording import record_teacher as record
-
-    if not 0 < mass <= 1:
-        raise RefusedError(f"mass is {mass!r}; give a share above 0, at most 1")
-    goal = beside(name_of(model), "-uptrained")  # of a run that would train: nothing is written there
-    given = {"data": data, **options}
-    prepared = _prepared(model, teacher, goal, progress, tokenizer, given, recording=Path(out))
-    with undisturbed(progress), prepared as (setup, _), Bar(not progress) as bar:
-        found = record(setup, Path(out), mass, bar)
-    return RecordedTeacher(path=Path(out), record=found)
-
-
 @contextmanager
 def _prepared(
-    model: Model, teacher: Model | None, goal: Path, progress: bool, tokenizer: Any, options: Mapping[str, Any],
-    recording: Path | None = None,
-) -> Iterator[tuple[Setup, list[str]]]:  # fmt: skip
+    model: Model, teacher: Model | None, goal: Path, progress: bool, tokenizer: Any, options: Mapping[str, Any]
+) -> Iterator[tuple[Setup, list[str]]]:
     """A run that is ready to start, and the words of the command that would have said it."""
     from gqa.convert.align.watcher import Bar
     from gqa.uptrain.cli import command
@@ -124,7 +85,7 @@ def _prepared(
             places["teacher"] = stack.enter_context(stored(teacher, tokenizer))
         stack.enter_context(_own_accelerator())
         with Bar(not progress) as bar:
-            setup = prepare(TRAINING.read(context.params, output=goal, **places), watcher=bar, recording=recording)
+            setup = prepare(TRAINING.read(context.params, output=goal, **places), watcher=bar)
         yield setup, words
 
 

@@ -256,31 +256,6 @@ def test_evaluation_options_say_everything(place: Path, tmp_path: Path) -> None:
             gqa.evaluate(place / "teacher", options=told, **beside)
 
 
-def test_a_teacher_is_recorded_and_taught_from(place: Path, loaded: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """The same as what the command records; a run from it learns what one with the teacher beside it learns."""
-    how: dict[str, Any] = {"steps": 2, "batch_size": 2, "block_size": 32, "progress": False}
-    how["teacher"] = place / "teacher"
-    data = str(place / "data.jsonl")
-    with fresh_accelerator():
-        recorded = gqa.record_teacher(place / "model", tmp_path / "a", data, mass=1.0, **how)
-        words = ("--data", data, "--steps", 2, "--batch-size", 2, "--context", 32, "--record-mass", 1.0)
-        words += ("--teacher", place / "teacher", "--record-teacher", tmp_path / "b", "-q")
-    with fresh_accelerator():
-        assert run(place / "model", *words, program="gqa-uptrain").code == 0
-    assert contents(recorded.path).keys() == contents(tmp_path / "b").keys()
-    assert recorded.record["kept_mass"] > 0.99
-    assert f"{recorded.record['blocks']} blocks" in repr(recorded)
-    assert str(recorded.record["bytes"]) in recorded._repr_html_()
-    with fresh_accelerator():
-        taught = gqa.uptrain_model(place / "model", out=tmp_path / "t", **{**how, "teacher": recorded})
-        live = gqa.uptrain_model(place / "model", data, out=tmp_path / "l", **how)
-    assert taught.record["losses"]["training"] == pytest.approx(live.record["losses"]["training"], rel=1e-2)
-    with pytest.raises(gqa.RefusedError, match="mass is 0; give a share above 0, at most 1"):
-        gqa.record_teacher(place / "model", tmp_path / "c", data, mass=0)
-    with pytest.raises(TypeError, match="'record_mass' is no option"):
-        gqa.uptrain_model(place / "model", data, record_mass=0.5)
-
-
 def test_ranks_share_the_heads_that_a_budget_leaves(place: Path, tmp_path: Path) -> None:
     made = gqa.convert_model(place / "teacher", 2, "mean", out=tmp_path / "two", tensor_parallel=4, progress=False)
     assert "4: the 2 KV heads are replicated" in made.facts()["tensor parallel"]

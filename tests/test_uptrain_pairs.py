@@ -319,7 +319,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bart", {"context": 65}, "--context 65 is more than the 64 positions of bart"),
     ("t5", PAIRS | {"alpha": 0.001, "steps": None}, "--alpha 0.001 of 79 pairs is none; give more"),
     ("t5", PAIRS | {"alpha": 1, "steps": None, "batch_size": 99}, "76 pairs to train on, less than one batch of 99"),
-    ("t5", {"record_teacher": "kept"}, "--record-teacher is for decoders, t5 is an encoder-decoder"),
     ("whisper", {}, "the encoder of whisper-base is given sound: it takes recordings, and"),
     ("whisper", {"data": None}, "it takes recordings, and self names none; give WAV files with --data 'speech/*.wav'"),
     ("whisper", PAIRS, "0 in words is one cannot be read: No such file or directory"),

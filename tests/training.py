@@ -154,7 +154,7 @@ class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        warm = "import datasets.io.generator, gqa.cli, gqa.uptrain.cli, gqa.uptrain.recording, gqa.uptrain.run"
+        warm = "import datasets.io.generator, gqa.cli, gqa.uptrain.cli, gqa.uptrain.run"
         more = "import peft, processes, scipy.io, training"
         classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
         converted = f"training.warm({str(directory)!r})"
@@ -572,25 +572,3 @@ def tell_hashes(file: str) -> None:
         return describe(path)
 
     module._describe = told
-
-
-def kill_in_part(number: int) -> None:
-    """SIGKILL while the part of that number of a recording is written."""
-    import gqa.uptrain.recording as module
-
-    open_part = module.writing
-
-    @contextmanager
-    def fatal(path: Path) -> Iterator[Any]:
-        with open_part(path) as write:
-            rows: list[Any] = []
-
-            def until(row: Any) -> None:
-                if int(path.stem[-6:]) == number and len(rows) == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                rows.append(row)
-                write(row)
-
-            yield until
-
-    module.writing = fatal

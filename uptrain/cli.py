@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -20,7 +19,6 @@ from gqa.checkpoint.console import (
     version_option,
     with_options,
 )
-from gqa.checkpoint.errors import RefusedError
 from gqa.uptrain.options import TRAINING
 
 _EPILOG = """\b
@@ -32,17 +30,6 @@ Examples:
 """
 _HOW = [
     option("--dry-run", help="Print what would be trained on what, and stop."),
-    option(
-        "--record-teacher",
-        type=click.Path(path_type=Path, file_okay=False),
-        metavar="DIR",
-        help="Keep what the teacher predicts for the text of this run in DIR, and stop: --teacher DIR trains from it.",
-    ),
-    option(
-        "--record-mass",
-        type=click.FloatRange(0, 1, min_open=True),
-        help="How much of each prediction --record-teacher keeps, the most probable tokens first.  [default: 0.99]",
-    ),
     option("--json", "as_json"),
     option("--verbose"),
     option("--quiet"),
@@ -53,10 +40,7 @@ _HOW = [
 @click.argument("model", metavar="MODEL")
 @with_options(TRAINING.decorators(), _HOW)
 @version_option
-def command(
-    model: str, dry_run: bool, record_teacher: Path | None, record_mass: float | None,
-    as_json: bool, quiet: bool, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> dict[str, Any]:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     Without options it learns the predictions of the base model that it was converted from, on text that this one writes
@@ -70,18 +54,15 @@ def command(
     from gqa.checkpoint.loading import ranks
     from gqa.convert.align.watcher import Bar
     from gqa.uptrain.loop import DivergedError, StoppedError
-    from gqa.uptrain.recording import record_teacher as record_predictions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare
-    from gqa.uptrain.summary import estimate, plan_record, plan_text, recorded_text, result_text
+    from gqa.uptrain.summary import estimate, plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
     main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
-    if record_mass and not record_teacher:
-        raise RefusedError("--record-mass needs --record-teacher; give both or leave it out")
     with Bar(quiet or not main) as bar:
         chosen = TRAINING.read(options, model=model, output=output)
-        setup = prepare(chosen, watcher=bar, dry=dry_run, recording=record_teacher)
+        setup = prepare(chosen, watcher=bar, dry=dry_run)
 
     def say(text: str) -> None:
         if main and not quiet:
@@ -90,13 +71,7 @@ def command(
     say_device(setup.accelerator.device, quiet or not main)
     record = plan_record(setup) | (estimate(setup) if dry_run else {})
     say(plan_text(setup, record))
-    if dry_run:
-        pass
-    elif record_teacher:
-        with Bar(quiet or not main) as bar:
-            record = record_predictions(setup, record_teacher, record_mass or 0.99, bar)
-        say(recorded_text(record, record_teacher))
-    else:
+    if not dry_run:
         try:
             progress, record = uptrain(setup, quiet=quiet, words=sys.argv[1:])
         except StoppedError as stopped:

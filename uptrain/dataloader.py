@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -21,7 +21,6 @@ from gqa.corpus.streamed import StreamedBlocks
 from gqa.corpus.tokens import Block, Blocks, TokenisedText, concatenate, tokenise
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
-from gqa.uptrain.targets import StoredTargets
 from gqa.uptrain.training_model import Batch
 
 _ENDLESS = 2**62  # tokens of a stream
@@ -43,7 +42,7 @@ class Dataloader:
     """
 
     options: TrainOptions
-    blocks: Blocks | StreamedBlocks | SampledBlocks | StoredTargets
+    blocks: Blocks | StreamedBlocks | SampledBlocks
     steps: int
     fingerprint: str
     summary: str
@@ -89,13 +88,11 @@ class Dataloader:
 
 def stack(blocks: list[Block]) -> Batch:
     """B blocks of T tokens as tensors (B, T). Shorter ones are filled up at the end: of pairs, which have masks, and
-    whose labels do not count there. Tokens that a teacher predicted stand one after the other.
+    whose labels do not count there.
     """
 
     def joined(name: str) -> torch.Tensor:
         parts = [torch.tensor(block[name]) for block in blocks]
-        if name in ("top_ids", "top_logs"):
-            return torch.cat(parts)
         return pad_sequence(parts, True, -100 if name == "labels" else 0)
 
     return {name: joined(name) for name in blocks[0]}
@@ -175,24 +172,6 @@ def open_sampled(
     told = f"{count:,} blocks of {options.block:,} that {without_place(options.teacher)} writes"
     heldout = [blocks[number] if blocks.fingerprint else {} for number in range(first)]
     return Dataloader(options, blocks, steps, blocks.fingerprint, told, heldout, first)
-
-
-def open_stored(options: TrainOptions, targets: StoredTargets, ranks: int = 1) -> Dataloader:
-    """Blocks that were recorded with what a teacher predicts for them, as `open_dataloader` has others; `options` are
-    `settled` by the targets. Raises RefusedError.
-    """
-    have, size = len(targets) - targets.heldout, targets.block_size
-    options = settle_steps(options, have * size, size, ranks)
-    n_blocks = n_blocks_for(have * size, size, **_length(options))
-    if n_blocks > have:
-        raise RefusedError(
-            f"{n_blocks:,} blocks of training are more than the {have:,} that {targets.directory} was recorded for; "
-            "train for less, or record more"
-        )
-    told = f"{have:,} blocks of {size:,} with what {targets.record['teacher']} predicts, from {targets.directory}"
-    heldout = [targets[number] for number in range(targets.heldout)]
-    options = replace(options, repeats=None)  # they do where they were recorded so
-    return Dataloader(options, targets, _steps(n_blocks, options), targets.fingerprint, told, heldout, targets.heldout)
 
 
 def _length(options: TrainOptions) -> dict[str, Any]:

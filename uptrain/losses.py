@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from gqa.corpus.likelihood import chunks, nats
-from gqa.corpus.predictions import TopPredictions
 
 # (rows (n, D) with gradient, their slice) -> (loss to descend, numbers to report), both summed over the rows.
 SliceLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -85,7 +84,7 @@ def distillation(student: Tensor, teacher: Tensor, temperature: float) -> Tensor
 def next_token_loss(
     logits: Tensor,
     targets: Tensor,
-    teacher: Tensor | TopPredictions | None = None,
+    teacher: Tensor | None = None,
     weight: float = 1.0,
     temperature: float = 1.0,
     counted: Tensor | None = None,
@@ -95,7 +94,7 @@ def next_token_loss(
     Args:
         logits: (n, V) of the student, any dtype; computed in float32.
         targets: (n,) ids.
-        teacher: (n, V), or what is kept of them, or None: then the loss is the cross-entropy.
+        teacher: (n, V) of the teacher, or None: then the loss is the cross-entropy.
         counted: (n,) booleans, which rows are summed; None for all.
     """
 
@@ -106,9 +105,6 @@ def next_token_loss(
     likelihood = summed(nats(logits, targets))
     if teacher is None:
         return likelihood, torch.stack([likelihood, likelihood.new_zeros(())])
-    if isinstance(teacher, TopPredictions):
-        divergence = summed(teacher.divergence(logits, temperature))
-    else:
-        divergence = summed(distillation(logits, teacher.float(), temperature))
+    divergence = summed(distillation(logits, teacher.float(), temperature))
     loss = divergence if weight == 1 else (1 - weight) * likelihood + weight * divergence
     return loss, torch.stack([likelihood, divergence])

@@ -41,7 +41,7 @@ from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.recordings import Hearing
 from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
-from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled, open_stored
+from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
 from gqa.uptrain.defaults import settle
 from gqa.uptrain.optimizer import torchao_optim
 from gqa.uptrain.options import TrainOptions
@@ -49,7 +49,6 @@ from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.scope import choose, unreached
 from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
-from gqa.uptrain.targets import StoredTargets, check_teacher, find_targets, tokenizer_digest
 from gqa.uptrain.training_model import TrainingModel
 
 _LESS_MEMORY = ", or give --checkpointing, --train lora or --optimizer adafactor"
@@ -60,9 +59,8 @@ MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positio
 class Setup:
     """A run that is ready to start: all that is known before the first step has been checked.
 
-    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `targets`:
-    what a teacher that is not there predicted. `training`: the model with its loss and its teacher. `micro`: the number
-    of blocks of one forward pass on one process.
+    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `training`:
+    the model with its loss and its teacher. `micro`: the number of blocks of one forward pass on one process.
     """
 
     options: TrainOptions
@@ -72,7 +70,6 @@ class Setup:
     model: PreTrainedModel
     teacher: PreTrainedModel | None
     training: TrainingModel
-    targets: StoredTargets | None
     dataloader: Dataloader
     heldout: list[Block]
     micro: int
@@ -83,12 +80,12 @@ class Setup:
         """The log of every step."""
         return self.states.directory / "metrics.jsonl"
 
-    def memory_explained(self, doing: str = "training", more: str = _LESS_MEMORY) -> AbstractContextManager[None]:
+    def memory_explained(self) -> AbstractContextManager[None]:
         """Where memory ends, RefusedError tells the batch that was tried and what to lower."""
         size = self.options.block
         return memory_told(
-            f"{doing}, {self.micro} blocks of {size} tokens at a time on {self.accelerator.device}",
-            f"lower --micro-batch (now {self.micro}) or --context (now {size}){more}",
+            f"training, {self.micro} blocks of {size} tokens at a time on {self.accelerator.device}",
+            f"lower --micro-batch (now {self.micro}) or --context (now {size}){_LESS_MEMORY}",
         )
 
 
@@ -104,98 +101,69 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
 
 
 def prepare(
-    options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False,
-    recording: Path | None = None,
-) -> Setup:  # fmt: skip
+    options: TrainOptions, teacher: PreTrainedModel | None = None, watcher: Watcher = SILENT, dry: bool = False
+) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
     `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
     `watcher` is told of the text that it writes. A `dry` run is planned, and cannot start: no model has weights, and
-    none writes text. One that is `recording` what the teacher predicts in a directory has no other model with weights,
-    and no output.
+    none writes text.
     """
     processes = ranks().num_processes
     options.check(processes)
     checkpoint = open_model(options.model, options.revision)
-    if targets := find_targets(options.teacher):
-        options = targets.settled(options)
     options, taught = settle(options, checkpoint)
     options.check(processes)
-    if recording:
-        _check_recording(recording, options, taught, targets, checkpoint)
-    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite or bool(recording)).out  # refuses now
-    if not (dry or recording):  # which may be about another machine
+    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
+    if not dry:  # which may be about another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out)
     states = States(_beside(out, "state"), options.keep_last)
     if options.resume:
         options = states.continued(options)
         options.check(processes)
-    elif states.all() and not recording:
+    elif states.all():
         raise RefusedError(
             f"{states.directory} holds states of an unfinished run; continue it with --resume or delete the directory"
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
-        model = _model(checkpoint, options, accelerator, dry or bool(recording))
+        model = _model(checkpoint, options, accelerator, dry)
         longest, writes = find_block_size(model.config, tokenizer, checkpoint, options), None
-        if targets:
-            recorded = targets.record["vocabulary"], targets.record["tokenizer"]
-            check_teacher(f"recorded in {targets.directory}", *recorded, model, tokenizer)
-        for name in () if targets else options.teachers:
+        for name in options.teachers:
             original = open_model(name)
             shared = not dry and accelerator.is_fsdp2 and teacher is None
             teacher = (
                 teacher or _load(original, options, str(accelerator.device), "auto", weights=not (dry or shared))
             ).requires_grad_(False)
-            theirs = tokenizer_digest(load_tokenizer(original, options.trust_remote_code))
-            vocabulary = teacher.config.get_text_config(decoder=True).vocab_size
-            check_teacher(original.name, vocabulary, theirs, model, tokenizer)
+            check_teacher(teacher, load_tokenizer(original, options.trust_remote_code), model, tokenizer, original.name)
             if shared:
                 share_teacher(teacher, original, accelerator)
             kind = _maker if model.config.is_encoder_decoder else _written
             writes = partial(kind, original, options, str(accelerator.device), watcher)
         training = TrainingModel(model, teacher, options)
-        if accelerator.is_fsdp2 and not (dry or recording):
+        if accelerator.is_fsdp2 and not dry:
             share_model(training, checkpoint, accelerator)
-        if not (dry or recording):  # which of several names are stored is known when they are read
+        if not dry:  # which of several names are stored is known when they are read
             check_exportable(model, checkpoint)
     # One process tokenises, and the others find it done; what the teacher writes they write together.
-    with nullcontext() if is_self(options.data[0]) and not targets else main_first():
-        dataloader = _data(options, checkpoint, model, tokenizer, targets, longest, writes, dry)
+    with nullcontext() if is_self(options.data[0]) else main_first():
+        dataloader = _data(options, checkpoint, model, tokenizer, longest, writes, dry)
         options = dataloader.options
     with main_first():
-        heldout = dataloader.heldout or ([] if targets else open_heldout(options, tokenizer))
+        heldout = dataloader.heldout or open_heldout(options, tokenizer)
     share = options.blocks_per_step // processes
     micro = options.micro_batch or share
     accelerator.gradient_accumulation_steps = share // micro
-    return Setup(
-        options, taught, accelerator, checkpoint, model, teacher, training, targets, dataloader, heldout, micro, states
-    )
-
-
-def _check_recording(
-    directory: Path, options: TrainOptions, taught: str, targets: StoredTargets | None, checkpoint: Checkpoint
-) -> None:
-    """Raise RefusedError where there is nothing to record, or no place for it."""
-    if targets or not options.teachers:
-        told = f"{options.teacher} has its predictions alone" if targets else taught
-        raise RefusedError(f"--record-teacher needs a model that teaches ({told}); name it with --teacher")
-    if checkpoint.config.get("is_encoder_decoder"):
-        raise RefusedError(f"--record-teacher is for decoders, {checkpoint.name} is an encoder-decoder; train it")
-    used = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
-    if used and not find_targets(str(directory)):
-        raise RefusedError(f"{directory} exists and holds no targets; give another directory with --record-teacher")
+    return Setup(options, taught, accelerator, checkpoint, model, teacher, training, dataloader, heldout, micro, states)
 
 
 def _data(
-    options: TrainOptions, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any,
-    targets: StoredTargets | None, longest: int, writes: Any, dry: bool,
+    options: TrainOptions, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any, longest: int,
+    writes: Any, dry: bool,
 ) -> Dataloader:  # fmt: skip
     """What the model is trained on, where a teacher `writes` it too. Raises RefusedError and CorpusError."""
     processes = ranks().num_processes
-    if targets:
-        return open_stored(options, targets, processes)
     if model.config.is_encoder_decoder:
         encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
         hearing = None if reads_text(model.config) else Hearing(checkpoint.directory, checkpoint.name)
@@ -339,6 +307,18 @@ def _check_compiler(wanted: str) -> None:
         if out_of_memory(error):
             raise
         raise RefusedError(f"{wanted}: torch.compile does not work here ({explain(error, 200)}); do without") from None
+
+
+def check_teacher(teacher: Any, its_tokenizer: Any, model: Any, tokenizer: Any, name: str) -> None:
+    """Raise RefusedError where the teacher of that name does not predict the tokens that the model predicts."""
+    theirs, ours = (each.config.get_text_config(decoder=True).vocab_size for each in (teacher, model))
+    if theirs != ours:
+        odd = f"the teacher {name} predicts {theirs:,} tokens, the model {ours:,}"
+    elif its_tokenizer.get_vocab() != tokenizer.get_vocab():
+        odd = f"the tokenizer of the teacher {name} has other tokens than the model's"
+    else:
+        return
+    raise RefusedError(f"{odd}; give the checkpoint from which the model was converted")
 
 
 def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options: TrainOptions) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.provenance import (
@@ -65,7 +64,7 @@ def estimate(setup: Setup) -> dict[str, Any]:
         evaluations = dataloader.steps // options.eval_every + 1
     own = forward(model.num_parameters(), model.config, setup.options.block)
     taught = forward(setup.teacher.num_parameters(), model.config, setup.options.block) if setup.teacher else 0.0
-    writes = WRITING * tokens if is_self(options.data[0]) and not setup.targets else 0.0
+    writes = WRITING * tokens if is_self(options.data[0]) else 0.0
     operations = tokens * ((TRAINING + options.checkpointing) * own + taught) + writes * taught
     operations += dataloader.tokens(len(setup.heldout)) * evaluations * (own + taught)
     width = int(model.config.get_text_config(decoder=True).hidden_size)
@@ -122,16 +121,6 @@ def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def recorded_text(record: dict[str, Any], directory: Path) -> str:
-    """What was recorded of a teacher."""
-    kept = f"{record['tokens_a_prediction']:.1f} tokens of each prediction, {record['kept_mass']:.2%} of its mass"
-    return (
-        f"recorded    {record['blocks']:,} blocks of {record['block_size']:,} tokens, of which "
-        f"{record['heldout_blocks']:,} held out: {kept}\n"
-        f"written     {directory}: {size(record['bytes'])}, train from it with --teacher {directory}"
-    )
-
-
 def result_text(setup: Setup, progress: TrainingProgress) -> str:
     """How it went."""
     lines, before, after = [], progress.heldout_before, progress.heldout_after
@@ -170,7 +159,7 @@ def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) ->
         "tokens": progress.tokens,
         "steps": progress.step,
         "skipped_steps": progress.skipped,
-        "teacher": setup.targets.record["teacher"] if setup.targets else told["teacher"] if options.teachers else None,
+        "teacher": told["teacher"] if options.teachers else None,
         "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,

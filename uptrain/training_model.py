@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.predictions import TopPredictions
 from gqa.uptrain.losses import chunked_sum, next_token_loss
 from gqa.uptrain.options import TrainOptions
 
@@ -43,7 +42,7 @@ class TrainingModel(nn.Module):
 
     def forward(self, **batch: Tensor) -> tuple[Tensor, Tensor]:
         """`input_ids` (B, T) and perhaps `position_ids`, `document_ids`; of an encoder-decoder what the encoder is
-        given and `labels` (B, T); perhaps what a teacher predicted -> the loss summed over the predictions that count,
+        given and `labels` (B, T) -> the loss summed over the predictions that count,
         and (predictions, nats, distillation) as sums.
         """
         inputs, targets, counted = split_batch(batch)
@@ -54,11 +53,11 @@ class TrainingModel(nn.Module):
             self._documents_checked = True
         options, taught = self._options, bool(self._teacher)
         hidden = self._head.hidden(**inputs).flatten(0, 1)
-        rows, stored = None, TopPredictions.in_batch(batch)
+        rows = None
         gathering = gathered(self._teacher[0].model) if taught else nullcontext()
 
         def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
-            given = None if stored is None else stored[piece]
+            given = None
             if rows is not None:
                 with torch.no_grad():
                     given = self._teacher[0].logits(rows[piece])
