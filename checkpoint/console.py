@@ -176,7 +176,7 @@ _HEADINGS = {
     "calibration-repeats field target-field data-config split data-revision separator streaming heldout "
     "heldout-fraction heldout-tokens eval-tokens pretraining-tokens mask-documents beyond-positions",
     "Output": "dtype max-shard-size overwrite resume checksums verify-load save-every save-minutes "
-    "keep-last keep-state record-mass eval-every report-to json verbose quiet",
+    "keep-last keep-state eval-every report-to json verbose quiet",
 }
 _LAST = "Advanced"
 
