@@ -187,9 +187,10 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
     decoded or trained where no head predicts tokens of text.
     """
     if not predicts_tokens(config, trust_remote_code):
+        kind = model_class(config, trust_remote_code).__name__
         raise RefusedError(
-            f"{name} is a {model_class(config, trust_remote_code).__name__}, which does not predict tokens of text; "
-            "give a model with a language-model head, like one ForCausalLM"
+            f"{name} is a {kind}, which does not predict the next token of a text; give one with a language-model head "
+            "(like ...ForCausalLM)"
         )
 
 

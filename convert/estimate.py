@@ -14,7 +14,6 @@ from typing import Any
 from gqa.checkpoint.write import DEFAULT_JOBS
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.heads.blocks import can_guess_inputs
-from gqa.convert.heads.config import transformers_config
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.methods import METHODS, Method
@@ -54,14 +53,11 @@ def duration(seconds: float) -> str:
 
 def allowed(plan: Plan) -> Iterator[Method]:
     """The methods that merge heads of this model, controls left out, from the quickest on."""
-    from gqa.convert.align.pairs import reads_text
-
     alignable = isinstance(plan.config.symmetry, Symmetry)
-    running = not plan.config.not_layerwise and reads_text(transformers_config(plan.config.raw))
     guessing = can_guess_inputs(plan.checkpoint, plan.config, attention_modules(plan.checkpoint, plan.config))
     for method in METHODS.values():
         known = alignable or method.refines or not method.aligns
-        possible = (running or not method.reads_text) and (guessing or not method.guesses)
+        possible = (not plan.config.not_layerwise or not method.reads_text) and (guessing or not method.guesses)
         if known and possible and not method.redraws:
             yield method
 

@@ -10,23 +10,14 @@ from gqa.checkpoint.errors import CorpusError, listing
 
 @dataclass(frozen=True)
 class Document:
-    """One text with the name it is known by; or a recording, as a column of sounds stores it, in place of the text."""
+    """One text with the name it is known by."""
 
     name: str
     text: str
-    sound: bytes | None = None
-
-
-class SoundField(str):
-    """The name of a field of recordings: their paths, or what `datasets.Audio` keeps of them."""
 
 
 def document(name: str, value: Any, field: str) -> Document | None:
     """A document from what a field holds; None where that is nothing or blank. Raises CorpusError if it is no text."""
-    if isinstance(field, SoundField) and isinstance(value, dict) and {"bytes", "path"} <= value.keys():
-        if value["bytes"]:
-            return Document(name, name, value["bytes"])
-        value = value["path"]
     if value is None:
         return None
     if not isinstance(value, str):

@@ -40,16 +40,12 @@ def load_rows(name: str, config: str | None, split: str, revision: str | None, s
 
 def read_rows(name: str, rows: Any, field: str, shard: int | None = None) -> Iterator[Document]:
     """The documents of a data set that is loaded, or of one shard of a stream. Raises CorpusError."""
-    import datasets
-
     if shard is not None and (shards := rows.num_shards) > 1:
         rows, name = rows.shard(shards, shard, contiguous=False), f"{name} ({shard + 1} of {shards})"
     if rows.features is not None:  # of some streams it is not known before they are read
         if field not in rows.features:
             raise missing_field(f"the data set {name}", field, rows.features)
         rows = rows.select_columns([field])
-        if isinstance(rows.features[field], datasets.Audio):  # which decodes them, with a library of its own
-            rows = rows.cast_column(field, datasets.Audio(decode=False))
     batches = iter(rows.iter(batch_size=_BATCH_ROWS))
     for first in count(0, _BATCH_ROWS):
         try:

@@ -76,11 +76,6 @@ class PairEncoder:
             target = before[before[:1] == [self.start] :], after or [self.end]
             self._around = _frame(tokenizer, "text"), target
 
-    @property
-    def told(self) -> list[int]:
-        """What the tokenizer puts before a target: of a Whisper the language, the task and whether there are times."""
-        return self._around[1][0]
-
     def encode(self, texts: Sequence[str], target: bool = False) -> list[list[int]]:
         """The tokens of sources, or of targets, and nothing before or after them."""
         how = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}

@@ -6,25 +6,21 @@ predictions count. Every protocol is a list of such windows, so scoring, batchin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-
-from gqa.corpus.recordings import Recording
 
 
 @dataclass(frozen=True)
 class Window:
     """`ids`: what is read, and the last target; `scored`: how many predictions count, from the end.
 
-    `document` numbers the text that it is a part of. `source` are the encoder's ids where there is an encoder,
-    `heard` what one is given that hears.
+    `document` numbers the text that it is a part of. `source` are the encoder's ids where there is an encoder.
     """
 
     ids: tuple[int, ...]
     scored: int
     document: int = 0
     source: tuple[int, ...] = ()
-    heard: Recording | None = None
 
     def __post_init__(self) -> None:
         assert 0 < self.scored < len(self.ids), f"{self.scored} scored of {len(self.ids)} ids"
@@ -70,6 +66,11 @@ def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None) -> Iter
         if bos is not None:
             chunk = (bos, *chunk[1:])
         yield Window(chunk, context - 1 - context // 2)
+
+
+def tokens_read(windows: Iterable[Window]) -> int:
+    """Tokens of windows, those of their sources among them."""
+    return sum(len(window.ids) + len(window.source) for window in windows)
 
 
 def batches(windows: Sequence[Window], size: int) -> Iterator[list[int]]:

@@ -44,7 +44,6 @@ def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, st
     for subject in subjects:
         if not subject.cache:
             raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
-        subject.check_reads_text("--decode")
         if subject.positions and max(contexts) + steps > subject.positions:
             raise RefusedError(
                 f"--decode: {max(contexts):,} tokens and {steps:,} steps are more than the {subject.positions:,} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gqa.convert.estimate import forward, products_a_second
+from gqa.corpus.windows import tokens_read as windows_read
 from gqa.eval.evaluate import find_recall_context, run_device
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import tokens_read
@@ -21,7 +22,7 @@ def seconds(baseline: str, others: Sequence[str], options: EvaluateOptions) -> f
     models = (1 + len(others)) * (1 + len(options.cache_bits or ()))
     length = choose_context(subjects, options.context, options.beyond_positions)
     if options.data:
-        read = subject.reads(read_text(subjects, options).windows)
+        read = windows_read(read_text(subjects, options).windows)
         tokens += read * (models + (models - 1 if options.kl and not options.baseline_cache else 0))
     if context := find_recall_context(subjects, options):
         tokens += tokens_read(context) * models

@@ -27,7 +27,7 @@ from gqa.convert.align.self_samples import sampled_blocks, seed_apart
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.decode import decode_contexts, in_dtype, measure_decode, measured_cache_bytes
-from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts
+from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts, sources_of, write
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.positions import by_context, long_windows, runs
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
@@ -37,7 +37,6 @@ from gqa.eval.stored_baseline import StoredBaseline, fingerprint, record_baselin
 from gqa.eval.subjects import Subject, fit, open_subjects
 from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
-from gqa.eval.written import against_targets, check_metrics, chosen, write
 
 SCHEMA = 2
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
@@ -56,7 +55,6 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
     for subject in subjects if options.data or options.decode or options.tasks else ():
         subject.check_predicts_tokens()
-    check_metrics(options.metrics or ())
     harness = Harness(subjects, options, quiet) if options.tasks else None
     results: dict[str, Any] = {
         "command": words,
@@ -73,10 +71,10 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     with quantised_attention(options.cache_bits or ()):
         text = None
         if options.data:
-            text = read_text(subjects, options, partial(_dictated, subjects[0], options))
+            text = read_text(subjects, options)
             results["text"] = {"data": options.data, **text.record()}
             measure_quality(subjects, text, options)
-            if text.protocol == "pairs" and (options.metrics or options.kl or options.output):
+            if text.protocol == "pairs" and (options.kl or options.output):
                 with _kept(results, "written", spared=True):
                     measure_written(subjects, text, options)
         measured = bool(options.memory or text)
@@ -390,28 +388,20 @@ def measure_recall(subjects: Sequence[Subject], text: Text | None, context: int,
 
 
 def measure_written(subjects: Sequence[Subject], text: Text, options: EvaluateOptions) -> None:
-    """Add to each record how long an encoder-decoder writes what the first one writes for the sources, and what its
-    texts are worth beside the targets. Raises RefusedError.
+    """Add to each record how long an encoder-decoder writes what the first one writes for the sources. Raises
+    RefusedError.
     """
-    metrics = options.metrics or ()
-    pairs, texts, found = chosen(text.windows, bool(metrics)), list[Window](), list[dict[str, Any]]()
+    pairs, texts, found = sources_of(text.windows), list[Window](), list[dict[str, Any]]()
     for subject in subjects:
         head = _head(subject, options)
         with _explained(subject.name, options, "greedy texts", "give a smaller --batch-size or --context"):
-            own = write(head.model, pairs if metrics or subject is subjects[0] else pairs[:SHOWN], options.batch_size)
+            own = write(head.model, pairs if subject is subjects[0] else pairs[:SHOWN], options.batch_size)
             texts = texts or own
             hits = score(head, texts, batch_size=options.batch_size).hits
         found.append({"greedy": agreement(hits, texts), "samples": as_text(subject.tokenizer, own[:SHOWN])})
-        if metrics:
-            found[-1]["metrics"] = against_targets(metrics, subject.tokenizer, own, pairs)
         del head  # before the next one is loaded
     for subject, record in zip(subjects, found, strict=True):  # of all or of none
         subject.record.update(record)
-
-
-def _dictated(subject: Subject, options: EvaluateOptions, pairs: Sequence[Window]) -> list[Window]:
-    with _explained(subject.name, options, "what it writes", "give a smaller --batch-size or --context"):
-        return write(load(subject, options), pairs, options.batch_size)
 
 
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:

@@ -1,4 +1,5 @@
-"""How long a model says what the baseline says: both write by always taking the most probable token.
+"""How long a model says what the baseline says: both write by always taking the most probable token, decoders after
+prompts, encoder-decoders for sources.
 
 Two greedy texts from one prompt are the same up to the first token that differs, so it is enough that the baseline
 writes: read along its text, a model leaves it where another token is the most probable one.
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import cache_name
@@ -25,6 +25,7 @@ from gqa.eval.scoring import sources
 from gqa.eval.statistics import mean_interval
 
 STEPS = 64
+SOURCES = 64  # texts that encoder-decoders write
 OPENING = 32  # tokens of a sample that are a prompt
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -40,6 +41,21 @@ PROMPTS = (
     "Give me a recipe for pancakes with the amounts.",
     "Sort these words: pear, apple, fig, banana.",
 )
+
+
+def sources_of(windows: Sequence[Window]) -> list[Window]:
+    """Pairs whose sources are written for, spread evenly over all."""
+    picks = np.linspace(0, len(windows) - 1, min(SOURCES, len(windows))).astype(int)
+    return [windows[pick] for pick in picks]
+
+
+def write(model: PreTrainedModel, pairs: Sequence[Window], batch_size: int) -> list[Window]:
+    """What an encoder-decoder writes for the sources, as many tokens as the longest target has."""
+    steps, found = max(pair.scored for pair in pairs), list[Window]()
+    for start in range(0, len(pairs), batch_size):
+        some = pairs[start : start + batch_size]
+        found += continued(model, [pair.ids[: -pair.scored] for pair in some], steps, some)
+    return found
 
 
 def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -78,9 +94,8 @@ def continued(
             pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
             for lines in (openings, [[1] * len(one) for one in openings])
         )
-    try:  # not Whisper's own, which adds tokens and other searches
-        generate = partial(GenerationMixin.generate, model) if pairs else model.generate
-        found: Tensor = generate(generation_config=how, **given)
+    try:
+        found: Tensor = model.generate(generation_config=how, **given)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from None
     finally:
@@ -113,7 +128,4 @@ def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def prompt(window: Window) -> str:
-        return window.heard.sound.name if window.heard else decoded(window.source or window.ids[: -window.scored])
-
-    return [{"prompt": prompt(window), "text": decoded(window.ids[-window.scored :])} for window in windows]
+    return [{"prompt": decoded(w.source or w.ids[: -w.scored]), "text": decoded(w.ids[-w.scored :])} for w in windows]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import click
 
-from gqa.checkpoint.console import ByteSize, Choice, Count, Precision, Several
+from gqa.checkpoint.console import ByteSize, Count, Precision, Several
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf, option_field
 
@@ -27,7 +27,7 @@ class EvaluateOptions:
     # fmt: off
     data: str | None = option_field(
         None, "The text to measure on: a file (txt, jsonl, csv, parquet, arrow), a directory or glob of them, "
-        "stdlib:heldout, or a hub data set; 'speech/*.wav' for Whisper.", metavar="SOURCE", callback=None)
+        "stdlib:heldout, or a hub data set.", metavar="SOURCE", callback=None)
     field: str = option_field("text")
     target_field: str | None = option_field(
         None, "The column to predict from --field, of encoder-decoders.", metavar="NAME")
@@ -54,9 +54,6 @@ class EvaluateOptions:
     recall: bool | None = option_field(
         None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
         "their keys, passkeys.  [default: with -o]", "--recall/--no-recall")
-    metrics: Sequence[str] = option_field(
-        (), "Compare what encoder-decoders write for the sources with the targets: rouge, bleu, wer (gqa[seq2seq]).",
-        type=Several(Choice(("rouge", "bleu", "wer"))), metavar="NAME[,...]", default=None)
     cache_bits: Sequence[int] | None = option_field(
         None, "Also measure every checkpoint with a KV cache of so many bits, like 8,4,2.",
         type=Several(click.IntRange(2, 8)))
@@ -149,7 +146,7 @@ class EvaluateOptions:
 # Options that mean nothing without one of others.
 _RUN = ("data", "recall", "decode", "tasks")
 _NEEDS = {
-    ("data",): ("kl", "field", "target_field", "metrics", "data_config", "split", "protocol", "stride", "tokens"),
+    ("data",): ("kl", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
     ("kl",): ("baseline_cache",),
     ("baseline_cache",): ("baseline_mass",),
     ("decode",): ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),

@@ -82,8 +82,6 @@ def verdict(first: Record, model: Record) -> str:
         shares = [tuple(recalled(m).get(kind, math.nan) for m in (first, model)) for kind in kinds]
         told = [f"{before:.0%} -> {after:.0%}" for before, after in shares]
         parts.append(f"recall {told[0]} (random tokens {told[1]})")
-    if name := next((name for name in ("rougeL", "bleu", "wer") if name in model.get("metrics", {})), None):
-        parts.append(f"{_METRICS[name]} {first['metrics'][name]['value']:.1f} -> {model['metrics'][name]['value']:.1f}")
     return heads + ", ".join(parts)
 
 
@@ -180,15 +178,9 @@ def _recall(models: list[Record], settings: Record) -> Table:
     return table("Recall from the context", columns | {"greedy": "{tokens:.1f}"}, records, note)
 
 
-_METRICS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "bleu": "BLEU", "wer": "WER"}
-
-
 def _written(models: list[Record]) -> Table:
     """Of encoder-decoders, what they write for the sources."""
     columns = {"model": "{name}", "greedy": "{greedy[tokens]:.1f}", "whole": "{greedy[whole]:.0%}"}
-    for name in models[0].get("metrics", {}):
-        columns[_METRICS[name]] = f"{{metrics[{name}][value]:.2f}}"
-        columns[f"{_METRICS[name]}, 95 %"] = f"{{metrics[{name}][low]:.2f}} - {{metrics[{name}][high]:.2f}}"
     greedy = models[0]["greedy"]
     note = (
         f"always the most probable token; greedy: tokens for which a model says what {models[0]['name']} says, of "

@@ -118,10 +118,7 @@ def padded(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tenso
 
 
 def sources(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
-    """What an encoder reads or hears of windows, by the names of the model's arguments; nothing where there is none."""
-    if heard := [window.heard for window in windows if window.heard]:
-        features = torch.stack([recording.features() for recording in heard])
-        return {heard[0].hearing.reads: features.to(model.device, model.dtype)}
+    """What an encoder reads of windows, by the names of the model's arguments; nothing where there is none."""
     if not any(window.source for window in windows):
         return {}
     source = _side_by_side((window.source for window in windows), model.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +21,10 @@ from gqa.checkpoint.loading import check_predicts_tokens, positions, read_auto_c
 from gqa.checkpoint.provenance import PROVENANCE, UPTRAINING, read_record
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.align.pairs import reads_text
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.kv_cache import KVCache
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.pairs import PairEncoder
-from gqa.corpus.recordings import Hearing
-from gqa.corpus.windows import Window
 
 
 @dataclass(frozen=True)
@@ -69,41 +66,14 @@ class Subject:
         """Positions that the model was made for; None where its config states none."""
         return positions(self.config)
 
-    @property
-    def hears(self) -> bool:
-        """Whether there is an encoder that is given sound."""
-        return self.config.is_encoder_decoder and not reads_text(self.config)
-
-    @cached_property
-    def hearing(self) -> Hearing | None:
-        """How sound is given to it, if it is. Raises RefusedError where that is not known."""
-        return Hearing(self.path, self.name) if self.hears else None
-
     @cached_property
     def encoder(self) -> PairEncoder | None:
         """What makes pairs for it, if it is an encoder-decoder."""
         return PairEncoder(self.config, self.tokenizer, self.name) if self.config.is_encoder_decoder else None
 
-    @property
-    def heard(self) -> int:
-        """Positions that its encoder reads of a recording; 0 where it is given none."""
-        return int(getattr(self.config, "max_source_positions", 0)) if self.hears else 0  # not all say how many
-
-    def reads(self, windows: Iterable[Window]) -> int:
-        """Tokens of windows, those of their sources and positions of what is heard among them."""
-        return sum(len(window.ids) + len(window.source) + self.heard for window in windows)
-
     def check_predicts_tokens(self) -> None:
         """Raises RefusedError for a model that can be neither scored nor decoded with."""
         check_predicts_tokens(self.config, self.name, self.trust_remote_code)
-
-    def check_reads_text(self, option: str) -> None:
-        """Raises RefusedError for a model whose encoder is given sound."""
-        if self.hears:
-            raise RefusedError(
-                f"the encoder of {self.name} is given sound, and {option} gives it text; gqa-eval --data "
-                "'speech/*.wav' measures it on recordings"
-            )
 
     @cached_property
     def cache(self) -> KVCache | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.document import SoundField
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
 from gqa.corpus.sources import Source, check_of_hubs, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
@@ -24,41 +22,29 @@ from gqa.eval.options import EvaluateOptions, Protocol
 from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 
-Writer = Callable[[Sequence[Window]], Sequence[Window]]  # what a model is to say where windows have nothing
 MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions would be scored in windows of 128k
 
 
-def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writer = lambda windows: windows) -> Text:
-    """The text that gqa-eval's options name, as tokens of the first checkpoint; of recordings with nothing said beside
-    them it is to `write` what it hears. Raises RefusedError.
-    """
+def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
+    """The text that gqa-eval's options name, as tokens of the first checkpoint. Raises RefusedError and CorpusError."""
 
     def column(field: str) -> Source:
         check_of_hubs((str(options.data),), config=options.data_config, split=options.split)
         return parse_source(str(options.data), field=field, config=options.data_config, split=options.split or "test")
 
     first, target = subjects[0], options.target_field
-    if options.metrics and not (target or first.hears):
-        raise RefusedError("--metrics means nothing without --target-field: give both or none")
-    if not first.hears and first.config.is_encoder_decoder != bool(target):
+    if first.config.is_encoder_decoder != bool(target):
         raise RefusedError(
             f"{first.name} is an encoder-decoder: name the text to predict with --target-field"
             if first.config.is_encoder_decoder
             else f"--target-field is for encoder-decoders, {first.name} is none"
         )
-    if first.hears and options.protocol not in (None, "rolling"):
-        raise RefusedError("recordings are not cut into windows: leave --protocol and --stride out")
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
     context = choose_context(subjects, options.context, options.beyond_positions, most)
-    named = target if first.hears else options.field
-    check_models_agree(subjects, next(column(named).documents()).text[:2000] if named else "")
-    hearing, encoder = first.hearing, first.encoder
-    if encoder and hearing and not target:
-        heard = [Recording(sound, hearing) for sound in find_recordings([str(options.data)], first.name)]
-        text = make_dictated(heard, encoder, first.tokenizer, context, write, options.tokens)
-    elif encoder and target:
-        source = column(SoundField(options.field) if hearing else options.field)
-        text = make_pairs(read_sides(source, column(target), hearing), encoder, context, options.tokens)
+    check_models_agree(subjects, next(column(options.field).documents()).text[:2000])
+    if (encoder := first.encoder) and target:
+        pairs = ((one.text, answer) for one, answer in read_pairs(column(options.field), column(target)))
+        text = make_pairs(pairs, encoder, context, options.tokens)
     else:
         text = make_text(
             (found.text for found in column(options.field).documents()), first.tokenizer,
@@ -66,13 +52,6 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions, write: Writ
         )  # fmt: skip
     check_ids(subjects, text)
     return text
-
-
-def read_sides(source: Source, target: Source, hearing: Hearing | None) -> Iterator[tuple[str | Recording, str]]:
-    """What an encoder is given, and the text to predict. Raises RefusedError and CorpusError."""
-    if hearing:
-        return ((Recording(sound, hearing), said) for sound, said in read_transcripts(source, target))
-    return ((one.text, answer) for one, answer in read_pairs(source, target))
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
@@ -227,23 +206,20 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def make_pairs(
-    pairs: Iterable[tuple[str | Recording, str]], encoder: PairEncoder, context: int, max_tokens: int | None = None
+    pairs: Iterable[tuple[str, str]], encoder: PairEncoder, context: int, max_tokens: int | None = None
 ) -> Text:
-    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder's first one, and
-    after what it is told where the source is heard.
+    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder's first one.
 
     What is longer than the context is cut to it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError and
     CorpusError.
     """
 
-    def found() -> Iterator[tuple[str, list[int], list[int] | Recording, bool]]:
+    def found() -> Iterator[tuple[str, list[int], list[int], bool]]:
         for source, target in pairs:
-            read = [] if isinstance(source, Recording) else encoder.encode([source])[0]
-            ids = read, encoder.encode([target], target=True)[0]
+            ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
             if ids[1]:
                 given, asked = encoder.framed(*ids, context)
-                heard = source if isinstance(source, Recording) else given
-                yield target, asked, heard, encoder.cuts(*ids, context)
+                yield target, asked, given, encoder.cuts(*ids, context)
 
     taken = _taken(found(), max_tokens)
     windows = [_pair_window(encoder, given, asked, number) for number, (_, asked, given, _) in enumerate(taken)]
@@ -265,22 +241,7 @@ def make_spans(blocks: Iterable[Block], encoder: PairEncoder, tokenizer: Any, co
     return Text(tuple(windows), "spans", context, len(windows), *_sizes(told))
 
 
-def make_dictated(
-    recordings: Sequence[Recording], encoder: PairEncoder, tokenizer: Any, context: int, write: Writer,
-    max_tokens: int | None = None,
-) -> Text:  # fmt: skip
-    """Recordings with what a model is to `write` of them, which may fill the context."""
-    blank = [*encoder.told, *[encoder.end] * (context - len(encoder.told))]
-    said = write([_pair_window(encoder, one, blank, number) for number, one in enumerate(recordings)])
-    taken = _taken(((window, window.ids[-window.scored :]) for window in said), max_tokens)
-    told = [tokenizer.decode(list(ids), skip_special_tokens=True) for _, ids in taken]
-    cut = sum(ids[-1] != encoder.end for _, ids in taken)
-    return Text(tuple(window for window, _ in taken), "pairs", context, len(taken), *_sizes(told), cut=cut)
-
-
-def _pair_window(encoder: PairEncoder, given: Sequence[int] | Recording, asked: Sequence[int], number: int) -> Window:
-    if isinstance(given, Recording):
-        return Window((encoder.start, *asked), len(asked) - len(encoder.told), number, heard=given)
+def _pair_window(encoder: PairEncoder, given: Sequence[int], asked: Sequence[int], number: int) -> Window:
     return Window((encoder.start, *asked), len(asked), number, tuple(given))
 
 

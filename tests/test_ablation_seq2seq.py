@@ -13,14 +13,11 @@ from checkpoints import run
 from evaluations import results
 from studies import ablate, gqa_ablate, measured
 from test_ablation_refusals import refused
-from test_pairs import write_sound, write_sounds
 from training import tiny_checkpoint, words_for, write_corpus
 from transformers import AutoTokenizer
 
-from gqa.convert.estimate import TRAINING
 from gqa.corpus.alpha import heldout_mask
 from gqa.corpus.pairs import pair_digest
-from gqa.eval.study import ablation
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare
@@ -39,21 +36,12 @@ def write_pairs(path: Path, first: int, count: int) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """T5 of 4 heads with sentinels, Whisper, a decoder; pairs, plain text."""
+    """T5 of 4 heads with sentinels, BART, a decoder; pairs, plain text."""
     found = tmp_path_factory.mktemp("studies")
     model = tiny_checkpoint(found / "t5", "gqa_t5", 4, pad_token_id=0, dropout_rate=0.0)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]})
     tokenizer.save_pretrained(model)
-    hears = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "hop_length": 1000}
-    tiny_checkpoint(found / "whisper", "gqa_whisper", 4, pad_token_id=0, decoder_start_token_id=3)
-    (found / "whisper" / "preprocessor_config.json").write_text(json.dumps({**hears, "chunk_length": 1}))
-    for name, numbers in (("spoken", range(24)), ("heard", range(24, 30))):
-        for number in numbers:
-            write_sound(found / f"{number}.wav", seed=number)
-        rows = [{"audio": f"{n}.wav", "meant": f"the number {n}" + " and one" * (n % 4)} for n in numbers]
-        (found / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        write_sounds(found / f"{name}.jsonl")
     tiny_checkpoint(found / "bart", "gqa_bart", 4)
     tiny_checkpoint(found / "decoder", kv_heads=4)
     write_pairs(found / "train.jsonl", 12, 80)
@@ -148,25 +136,6 @@ def test_plain_text(place: Path, tmp_path: Path) -> None:
     assert study["text"]["tokens"] == tokens
 
 
-def test_recordings(place: Path, tmp_path: Path) -> None:
-    """Whisper is calibrated, trained and measured on a column of sounds, as the commands do it one by one."""
-    text = {"calibration_tokens": 640, "calibration_context": 32}
-    spoken = {"model": place / "whisper", "data": place / "spoken.parquet", "field": "audio", "context": 32}
-    given = options(place, methods="calibrated", alphas="0,0.5", heldout=place / "heard.parquet", **spoken, **text)
-    converted, trained = measured(tmp_path / "study", **given)
-    words = ("--data", place / "spoken.parquet", "--field", "audio", "--target-field", "meant", "--context", 32)
-    done = run(
-        place / "whisper", "--groups", 2, "--method", "calibrated", *words, "--tokens", 640, "-o", tmp_path / "out"
-    )
-    assert done.code == 0, done
-    data = f"--data {place / 'heard.jsonl'} --field audio --target-field meant --context 32"
-    quality = results(f"{tmp_path / 'out'} {data}")["models"][0]["quality"]
-    assert converted["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
-    assert trained["loss"] != converted["loss"]
-    fraction = options(place, methods="mean", alphas="0", **spoken) | {"heldout": None, "heldout_fraction": 0.4}
-    assert measured(tmp_path / "part", **fraction)[0]["loss"] != converted["loss"]
-
-
 def test_costs_and_recommendation(place: Path, tmp_path: Path) -> None:
     pairs = options(place, alphas="0,0.05")
     done = ablate(tmp_path / "study", **pairs, dry_run=True)
@@ -180,28 +149,7 @@ def test_costs_and_recommendation(place: Path, tmp_path: Path) -> None:
     assert "not measured: --recall is for decoders, and t5 is an encoder-decoder" in " ".join(said.split())
 
 
-def test_costs_of_recordings(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the encoder reads counts, where it is measured and where it trains: 1 token a second makes them seconds."""
-    monkeypatch.setattr(ablation, "forward_rate", lambda study: 1.0)
-    heard = json.loads((place / "whisper" / "config.json").read_text())["max_source_positions"]
-    how = {"model": place / "whisper", "data": place / "spoken.jsonl", "heldout": place / "heard.jsonl"}
-    given = options(place, **how, field="audio", context=32, alphas="0,1", teachers="none", dry_run=True)
-    shown = ablate(tmp_path / "study", **given).out.splitlines()
-    tokens, seconds = zip(
-        *([int(cell.replace(",", "")) for cell in line.split()[-2:]] for line in shown[2:4]), strict=True
-    )
-    data = f"--data {place / 'heard.jsonl'} --field audio --target-field meant --context 32"
-    scored = results(f"{place / 'whisper'} {data}")["text"]["tokens"]
-    assert seconds[0] == scored + 6 * (2 + heard)  # BOS and what the decoder starts with are not scored
-    assert seconds[1] - seconds[0] == TRAINING * (tokens[1] + 24 * heard)
-
-
 REFUSED = {
-    "sound": (
-        {"model": "whisper", "target_field": None},
-        ["given sound: name recordings with --field and what is said"],
-    ),
-    "speech": ({"model": "whisper", "no_decode": None}, ["with --target-field, and give --no-decode"]),
     "targets of a decoder": ({"model": "decoder"}, ["--target-field is for encoder-decoders, decoder is none"]),
     "recall": ({"recall": True}, ["--recall is for decoders, and t5 is an encoder-decoder"]),
     "no such column": ({"target_field": "none"}, ["has no field 'none'; it has 'meant', 'said'"]),

@@ -84,7 +84,7 @@ def test_models_that_predict_no_tokens(tmp_path: Path, name: str, line: str) -> 
     path = copy_source(tmp_path, "headless")
     edit_json(path / "config.json", lambda config: config.update(architectures=[name]))
     for models in (f"{path}", f"SRC {path}"):
-        assert f"headless is a {name}, which does not predict tokens of text; give" in refused(f"{models} {line}")
+        assert f"headless is a {name}, which does not predict the next token" in refused(f"{models} {line}")
     assert "KV/token" in done(f"{path} --memory 1GB -o {tmp_path / 'report'}").out
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import check_refused, load, run
-from embedded import SOURCE
 from test_losses import assert_close, gradients, set_slices
-from test_pairs import write_sound, write_sounds
 from tiny_models import TINY, build
 from torch import Tensor
 from training import (
@@ -33,14 +31,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.corpus.recordings import Hearing, Sound
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.scope import choose, trained_names
 from gqa.uptrain.setup import prepare
 from gqa.uptrain.summary import plan_record
 from gqa.uptrain.training_model import predictions
 
-_CUSTOM = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper")
+_CUSTOM = ("t5", "mt5", "bart", "mbart", "pegasus", "marian", "m2m_100")
 MODELS = [*(f"gqa_{name}" for name in _CUSTOM), "t5gemma"]
 LENGTHS = [(9, 7), (12, 3), (5, 11)]  # of sources and targets
 
@@ -68,8 +65,6 @@ def test_equals_the_loss_of_transformers(name: str, slices: int, monkeypatch: py
     set_slices(monkeypatch, slices)
     model = made(name)
     given = padded(model.config.pad_token_id)
-    if heard := name == "gqa_whisper":
-        given = {"input_features": torch.randn(3, 8, 16), "labels": given["labels"]}
     expected = model(**given, use_cache=False).loss
     expected.backward()
     wanted = gradients(model)
@@ -80,8 +75,6 @@ def test_equals_the_loss_of_transformers(name: str, slices: int, monkeypatch: py
     assert int(told[0]) == predictions(given) == sum(other for _, other in LENGTHS)
     assert float(loss.detach() / told[0]) == pytest.approx(expected.item(), abs=1e-5)
     assert_close(gradients(model), wanted)
-    if heard:
-        return
     with torch.no_grad():
         other, _ = training(**padded(33))
         unmasked, _ = training(**given | {"attention_mask": torch.ones_like(given["attention_mask"])})
@@ -115,24 +108,16 @@ def test_a_model_without_a_padding_token() -> None:
 @pytest.fixture(scope="module")
 def made_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """T5 with sentinels and BART with a mask token, each converted to 2 KV heads; Marian, of which plain text makes no
-    pairs; Whisper; pairs, text and sounds.
+    pairs; pairs and text.
     """
     found = tmp_path_factory.mktemp("pairs")
-    for name, added in (("whisper", {}), ("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
+    for name, added in (("t5", {"additional_special_tokens": [f"<extra_id_{n}>" for n in range(6)]}),
                         ("bart", {"mask_token": "<mask>"}), ("marian", {})):  # fmt: skip
         where = tiny_checkpoint(found / f"{name}-base", f"gqa_{name}", 4, pad_token_id=0, dropout=0.0, dropout_rate=0.0)
         tokenizer = AutoTokenizer.from_pretrained(where)
         tokenizer.add_special_tokens(added)
         tokenizer.save_pretrained(where)
         convert_checkpoint(where, 2, found / name, method="mean")
-    hears = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 8, "hop_length": 1000}
-    for where in ("whisper", "whisper-base"):
-        (found / where / "preprocessor_config.json").write_text(json.dumps({**hears, "chunk_length": 1}))
-    (found / "speech").mkdir()
-    for number in range(40):
-        write_sound(found / "speech" / f"{number}.wav", seed=number)
-    spoken = [{"audio": f"speech/{n}.wav", "meant": f"the number {n}" + " and one" * (n // 4)} for n in range(40)]
-    (found / "speech.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spoken))
     rows = [{"said": f"{n} in words is " + "one " * (n % 7 + 1), "meant": f"the number {n}"} for n in range(80)]
     rows[3]["meant"] = None
     (found / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -147,13 +132,10 @@ def options(place: Path, name: str, out: Path, data: str | None = "text.jsonl", 
 
 
 PAIRS = {"data": "pairs.jsonl", "field": "said", "target_field": "meant"}
-SPOKEN = {"data": "speech.jsonl", "field": "audio", "target_field": "meant"}
 DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "spans": ("t5", {}),
     "denoising": ("bart", {}),
     "pairs": ("marian", PAIRS),
-    "recordings": ("whisper", {"data": "speech/*.wav", "heldout_tokens": 64}),
-    "transcripts": ("whisper", {**SPOKEN, "heldout_tokens": 64}),
     "self": ("t5", {"data": "self"}),
     "self without marks": ("marian", {"data": "self:4K"}),
     "nothing is said": ("bart", {"data": None, "heldout_tokens": 64}),
@@ -210,7 +192,6 @@ def test_killed_and_continued_is_bit_identical(
         ("t5", {"train": "kv"}),
         ("bart", PAIRS),
         ("marian", {"data": "self"}),
-        ("whisper", {"data": "speech", "seed": 1}),
     ],
 )
 def test_ranks_and_micro_batches_change_nothing(
@@ -243,29 +224,6 @@ def test_sharded_weights_change_nothing(runs: Runs, made_of: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_is_said_in_recordings(made_of: Path, tmp_path: Path) -> None:
-    """A block is a recording and the text of its row, with or without a teacher; longer texts are cut, and counted."""
-    tokenizer, hearing = AutoTokenizer.from_pretrained(SOURCE), Hearing(made_of / "whisper", "whisper")
-    texts = [f"the number {n}" + " and one" * (n // 4) for n in range(40)]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    known = {
-        hearing.features(Sound(str(made_of / f"speech/{n}.wav"))).numpy().tobytes(): text for n, text in enumerate(ids)
-    }
-    cut = sum(len(text) > 15 for text in ids)  # beside the end
-    write_sounds(made_of / "speech.jsonl")
-    for given in ({"teacher": "none"}, {"data": "speech.parquet"}):
-        data = prepare(
-            options(made_of, "whisper", tmp_path / "out", **SPOKEN | given, block_size=16), dry=True
-        ).dataloader
-        for number in range(8):
-            block = data.block(number)
-            text = known[block["input_features"].tobytes()]
-            assert block["labels"].tolist() == [*text[:15], 2]
-        assert f"; {cut} are cut to 16 a side" in data.summary
-        assert 0 < cut < 40
-
-
-@pytest.mark.usefixtures("alone")
 def test_alpha_is_a_prefix_of_the_pairs(made_of: Path, tmp_path: Path) -> None:
     """79 rows have both columns; a twentieth is held back, and none of it trains. Tokens count by their mean."""
     seen = {}
@@ -287,8 +245,7 @@ def test_alpha_is_a_prefix_of_the_pairs(made_of: Path, tmp_path: Path) -> None:
     assert len(set(seen[0.5])) == len(seen[0.5])
 
 
-@pytest.mark.parametrize(("name", "given"), [("t5", {}), ("t5", PAIRS), ("t5", {"data": "self"}),
-                                             ("whisper", {"data": "speech"})])  # fmt: skip
+@pytest.mark.parametrize(("name", "given"), [("t5", {}), ("t5", PAIRS), ("t5", {"data": "self"})])
 @pytest.mark.usefixtures("alone")
 def test_dry_run(
     made_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, Any]
@@ -319,11 +276,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bart", {"context": 65}, "--context 65 is more than the 64 positions of bart"),
     ("t5", PAIRS | {"alpha": 0.001, "steps": None}, "--alpha 0.001 of 79 pairs is none; give more"),
     ("t5", PAIRS | {"alpha": 1, "steps": None, "batch_size": 99}, "76 pairs to train on, less than one batch of 99"),
-    ("whisper", {}, "the encoder of whisper-base is given sound: it takes recordings, and"),
-    ("whisper", {"data": None}, "it takes recordings, and self names none; give WAV files with --data 'speech/*.wav'"),
-    ("whisper", PAIRS, "0 in words is one cannot be read: No such file or directory"),
-    ("whisper", {"teacher": "none"}, "do without --streaming, and give a --teacher or --target-field"),
-    ("whisper", SPOKEN | {"data": "speech"}, "speech has no file with text; allowed are"),
 ]
 
 

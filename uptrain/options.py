@@ -45,8 +45,8 @@ class TrainOptions:
     data: tuple[str, ...] = option_field(
         (),
         "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
-        "self:TOKENS for so much of it; several times, or with commas, for a mixture (SOURCE@WEIGHT). "
-        "'speech/*.wav' for Whisper.  [default: self]",
+        "self:TOKENS for so much of it; several times, or with commas, for a mixture (SOURCE@WEIGHT).  "
+        "[default: self]",
     )
     field: str = option_field("text", aliases="--source-field")
     target_field: str | None = option_field(

@@ -1,11 +1,10 @@
 """What encoder-decoders are trained on, as `dataloader` has blocks for decoders: two columns of a data set, plain text
-of which spans are left out, what the teacher writes, of itself or of recordings. A block is one pair, as the model is
-given it: `input_ids` and `attention_mask` (S,) or what is heard, and `labels` (T,).
+of which spans are left out, what the teacher writes. A block is one pair, as the model is given it: `input_ids` and
+`attention_mask` (S,), and `labels` (T,).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +14,8 @@ import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.convert.align.pairs import PairMaker
-from gqa.convert.align.recordings import RecordingMaker
 from gqa.corpus.alpha import heldout_mask
-from gqa.corpus.document import SoundField
-from gqa.corpus.pairs import PairEncoder, numbered, pair_digest, tokenise_pairs
-from gqa.corpus.recordings import Hearing, Recording, find_recordings, read_transcripts
+from gqa.corpus.pairs import PairEncoder, tokenise_pairs
 from gqa.corpus.sources import Source, is_self, parse_sources
 from gqa.corpus.tokens import Block, Ints, TokenisedText
 from gqa.uptrain.dataloader import (
@@ -37,17 +33,13 @@ Maker = Callable[[int], PairMaker]  # the teacher, which writes texts of so many
 
 def open_pairs(
     options: TrainOptions, encoder: PairEncoder, tokenizer: Any, longest: int, ranks: int, teacher: Maker | None,
-    write: bool = True, hearing: Hearing | None = None,
+    write: bool = True,
 ) -> Dataloader:  # fmt: skip
-    """Of pairs whose sides have `longest` tokens at most, what is held out among them. `hearing`: of one that hears.
-    What the teacher is to write is not there to be read unless it is to `write`. Raises RefusedError and CorpusError.
+    """Of pairs whose sides have `longest` tokens at most, what is held out among them. What the teacher is to write is
+    not there to be read unless it is to `write`. Raises RefusedError and CorpusError.
     """
     _check(options, encoder.name)
     size = options.block_size or longest
-    if hearing and options.target_field:
-        return _open_rows(options, partial(_transcripts, options, encoder, hearing, size), size, ranks)
-    if teacher and isinstance(maker := teacher(size), RecordingMaker):
-        return _open_rows(options, partial(_recordings, maker, write), size, ranks)
     if options.target_field:
         return _open_rows(options, partial(_columns, options, encoder, size), size, ranks)
 
@@ -151,37 +143,3 @@ def _parsed(options: TrainOptions, data: Sequence[str]) -> list[tuple[Source, So
     how = how_to_read(options)
     fields = (options.field, options.target_field)
     return list(zip(*(parse_sources(data, **how | {"field": field}) for field in fields), strict=True))
-
-
-def _transcripts(
-    options: TrainOptions, encoder: PairEncoder, hearing: Hearing, size: int, data: Sequence[str]
-) -> _Rows:
-    columns = _parsed(replace(options, field=SoundField(options.field)), data)
-    parts = [[(Recording(sound, hearing), text) for sound, text in read_transcripts(*each)] for each in columns]
-    rows = [row for part in parts for row in part]
-    targets = encoder.encode([text for _, text in rows], target=True)
-    digests = b"".join(pair_digest(recording.sound.digest().hex(), text) for recording, text in rows)
-    told = hashlib.sha256(digests + encoder.identify().encode()).hexdigest()[:32]
-
-    def pair(number: int) -> Block:
-        labels = np.array(encoder.framed([], targets[number], size)[1])
-        return {hearing.reads: rows[number][0].features().numpy(), "labels": labels}
-
-    mean = float(np.mean([min(len(target), size) for target in targets]))
-    numbers = numbered(np.frombuffer(digests, np.uint8), told, tuple(map(len, parts)))
-    cut = sum(encoder.cuts([], target, size) for target in targets)
-    return _Rows(numbers, pair, mean, [source.weight for source, _ in columns], cut)
-
-
-def _recordings(maker: RecordingMaker, write: bool, data: Sequence[str]) -> _Rows:
-    files = find_recordings(data, maker.name)
-    digests = [file.digest() for file in files]
-    texts = maker.written(files, write)
-    found = [ids[ids >= 0] for ids in (texts[number]["input_ids"] for number in range(len(files) if write else 0))]
-
-    def pair(number: int) -> Block:
-        own = maker.hearing
-        return {own.reads: own.features(files[number]).numpy(), "labels": found[number]} if write else {}
-
-    mean = float(np.mean([len(ids) for ids in found])) if write else maker.length / 2
-    return _Rows(numbered(np.frombuffer(b"".join(digests), np.uint8), texts.fingerprint), pair, mean)

@@ -68,9 +68,6 @@ def unreached(model: PreTrainedModel) -> list[str]:
     """
     ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
     read = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    if model.main_input_name == "input_features":  # half a minute of sound that Whisper hears
-        heard = torch.zeros((1, model.config.num_mel_bins, 2 * model.config.max_source_positions), device=ids.device)
-        read = {"input_features": heard, "decoder_input_ids": ids}
     model(**read, use_cache=False).logits.sum().backward()
     found = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     model.zero_grad()

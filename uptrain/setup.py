@@ -32,13 +32,10 @@ from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
-from gqa.convert.align.pairs import PairMaker, reads_text
-from gqa.convert.align.recordings import RecordingMaker
+from gqa.convert.align.pairs import PairMaker
 from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks, seed_apart
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder
-from gqa.corpus.recordings import Hearing
 from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
@@ -166,8 +163,7 @@ def _data(
     processes = ranks().num_processes
     if model.config.is_encoder_decoder:
         encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
-        hearing = None if reads_text(model.config) else Hearing(checkpoint.directory, checkpoint.name)
-        return open_pairs(options, encoder, tokenizer, longest, processes, writes, not dry, hearing)
+        return open_pairs(options, encoder, tokenizer, longest, processes, writes, not dry)
     if is_self(options.data[0]):
         return open_sampled(options, partial(writes, not dry), longest, processes)
     return open_dataloader(options, tokenizer, longest, processes)
@@ -186,8 +182,7 @@ def _written(
 
 def _maker(teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, size: int) -> PairMaker:
     """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""
-    kind = PairMaker if reads_text(transformers_config(teacher.config)) else RecordingMaker
-    return kind(teacher, device, size, options.seed, watcher, options.trust_remote_code)
+    return PairMaker(teacher, device, size, options.seed, watcher, options.trust_remote_code)
 
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
@@ -253,12 +248,6 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
     model = _load(checkpoint, options, device, options.weights, weights=not (dry or sharded))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
-    said = options.target_field or options.teachers
-    if model.main_input_name != "input_ids" and (options.streaming or not said):
-        raise RefusedError(
-            f"the encoder of {checkpoint.name} is given sound, and what is said in it the --teacher writes or another "
-            "column has: do without --streaming, and give a --teacher or --target-field"
-        )
     set_seed(options.seed)  # of adapters
     choose(model, checkpoint, options.train or "all", options.lora_rank)
     if accelerator.num_processes > 1 and not sharded and not dry:

@@ -16,13 +16,12 @@ from gqa.checkpoint.options import option_field
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.method_option import OF_MAPS, OF_REFINED, OF_TEXT
 from gqa.convert.methods import GROUPINGS
-from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, text_digest, weighted
+from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, weighted
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gqa.checkpoint.read import Checkpoint
-    from gqa.corpus.recordings import Sound
 
 DTYPES = ("float32", "bfloat16", "float16")  # to run layers in
 AT_ONCE = 8192  # tokens that go through a layer together, unless one block has more
@@ -40,7 +39,7 @@ class CalibrationText:
     sources: tuple[str, ...] = option_field(
         ("self",),
         "Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data "
-        "set, stdlib:train; several times, or with commas, for a mixture (SOURCE@WEIGHT). 'speech/*.wav' for Whisper.",
+        "set, stdlib:train; several times, or with commas, for a mixture (SOURCE@WEIGHT).",
         aliases="--calibration",
         **OF_TEXT,
     )
@@ -96,20 +95,10 @@ class CalibrationText:
             self._say_fewer(len(ids), "blocks", watcher)
             return {"input_ids": ids}
         from gqa.convert.align.calibration_text import read_blocks
-        from gqa.convert.align.pairs import PairMaker, reads_text
+        from gqa.convert.align.pairs import PairMaker
 
-        how_made = (checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code)
-        if not reads_text(config):
-            from gqa.convert.align.recordings import RecordingMaker
-
-            parts = self._recordings(checkpoint.name)
-            self.check(config, checkpoint.name)
-            hearing = RecordingMaker(*how_made)
-            pairs = [pair for rows, count in parts for pair in hearing.hear(rows, count)]
-            self._say_fewer(len(pairs), "pairs", watcher)
-            return hearing.inputs(pairs)
         self.check(config, checkpoint.name)
-        maker, pairs = PairMaker(*how_made), []
+        maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code), []
         for number, (source, tokens) in enumerate(self.shares()):
             if is_self(source):
                 pairs += maker.write(tokens // self.length, self._seed(number))
@@ -152,40 +141,10 @@ class CalibrationText:
         return torch.stack([torch.as_tensor(written[index]["input_ids"]) for index in range(len(written))])
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:
-        """What the content of each source is, as a hash; of what the model writes its name; of recordings what is in
-        them, and their names, which decide their order, and what is said. Raises RefusedError and CorpusError.
-        """
-        from gqa.convert.align.pairs import reads_text
-        from gqa.convert.heads.config import transformers_config
-
-        config = transformers_config(checkpoint.config)
-        if config.is_encoder_decoder and not reads_text(config):
-            from gqa.corpus.recordings import identify
-
-            rows = [row for part, _ in self._recordings(checkpoint.name) for row in part]
-            told = "\0".join(f"{sound.name}\0{text or ''}" for sound, text in rows)
-            return [identify([sound for sound, _ in rows]), text_digest(told).hex()]
+        """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
         fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
         named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
         return [spec if is_self(spec) else self._parse(spec, field).identify() for spec, field in named]
-
-    def _recordings(self, name: str) -> list[tuple[Sequence[tuple[Sound, str | None]], int]]:
-        """With what is said in them, where a column has it: those of each source, and how many are taken; of sources
-        without weights those of all together. Raises RefusedError and CorpusError.
-        """
-        from gqa.convert.align.recordings import INSTEAD
-        from gqa.corpus.document import SoundField
-        from gqa.corpus.recordings import find_recordings, read_transcripts
-
-        count = max(1, self.tokens // self.length)
-        if not self.target_field or self.target_field == "self" or any(map(is_self, self.sources)):
-            return [([(file, None) for file in find_recordings(self.sources, name, INSTEAD)], count)]
-        fields = (SoundField(self.field), self.target_field)
-        columns = [tuple(self._parse(source, field) for field in fields) for source, _ in weighted(self.sources)]
-        rows: list[list[tuple[Sound, str | None]]] = [[*read_transcripts(*each)] for each in columns]
-        if split_weight(self.sources[0])[1]:
-            return [(own, tokens // self.length) for own, (_, tokens) in zip(rows, self.shares(), strict=True)]
-        return [([row for own in rows for row in own], count)]
 
     def _parse(self, source: str, field: str | None = None) -> Source:
         return parse_sources((source,), field=field or self.field)[0]

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.devices import native_bfloat16
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model, model_class
+from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept, samples, seed_apart
@@ -27,13 +27,8 @@ from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.sources import Source
 from gqa.corpus.tokens import Ints, check_ids
 
-Pair = tuple[Any, list[int]]  # tokens of a source, or what an encoder hears; and tokens of its target
+Pair = tuple[list[int], list[int]]  # tokens of a source and of its target
 WRITTEN = 32  # targets at a time
-
-
-def reads_text(config: Any) -> bool:
-    """Whether what the model of transformers' `config` is given are token ids."""
-    return bool(getattr(model_class(config), "main_input_name", "input_ids") == "input_ids")
 
 
 class PairMaker:
@@ -69,10 +64,10 @@ class PairMaker:
         return list(zip(sources, self._write(sources, self._seed), strict=True))
 
     def _framed(self, sources: Sequence[str], answers: Sequence[str]) -> list[Pair]:
-        """Of texts; no `sources` where they are heard. Says how many are cut. Raises RefusedError."""
+        """Of texts. Says how many are cut. Raises RefusedError."""
         load_tokenizer(self._checkpoint, self._trusted)
-        read = self._encoder.encode(sources) if sources else [[]] * len(answers)
-        pairs = list(zip(read, self._encoder.encode(answers, target=True), strict=True))
+        read, answered = self._encoder.encode(sources), self._encoder.encode(answers, target=True)
+        pairs = list(zip(read, answered, strict=True))
         if cut := sum(self._encoder.cuts(*both, self.length) for both in pairs):
             self._watcher.warn(f"{cut:,} of {len(pairs):,} pairs are longer, and cut to {self.length} tokens a side")
         return [self._encoder.framed(*both, self.length) for both in pairs]
@@ -125,12 +120,10 @@ class PairMaker:
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments, padded at the end. Raises RefusedError."""
         read, mask = self._padded([self._encoder.start, *target[:-1]] for _, target in pairs)
-        return self.given([source for source, _ in pairs]) | {"decoder_input_ids": read, "decoder_attention_mask": mask}
-
-    def given(self, sources: Sequence[Any]) -> dict[str, Tensor]:
-        """What the encoder is, by the names of its forward's arguments."""
-        ids, mask = self._padded(sources)
-        return {"input_ids": ids, "attention_mask": mask}
+        ids, source_mask = self._padded(source for source, _ in pairs)
+        return {
+            "input_ids": ids, "attention_mask": source_mask, "decoder_input_ids": read, "decoder_attention_mask": mask,
+        }  # fmt: skip
 
     def _padded(self, texts: Iterable[list[int]]) -> tuple[Tensor, Tensor]:
         """(N, T) ids and which of them are text. Raises RefusedError."""
@@ -142,7 +135,7 @@ class PairMaker:
     def _announce(self, texts: int) -> None:
         self._watcher.stage(f"{self.name} writes", texts * self.length)
 
-    def _write(self, sources: Sequence[Any], seed: int, banned: Sequence[int] = ()) -> list[list[int]]:
+    def _write(self, sources: Sequence[list[int]], seed: int, banned: Sequence[int] = ()) -> list[list[int]]:
         """What the decoder writes at temperature 1 for each source: up to its end, or `length` tokens, none of those
         that are `banned`.
         """
@@ -152,11 +145,8 @@ class PairMaker:
             )
         found: list[list[int]] = []
         for first in range(0, len(sources), WRITTEN):
-            given = self.given(part := sources[first : first + WRITTEN])
-            given = {
-                name: tensor.to(self._device, self._model.dtype if tensor.is_floating_point() else None)
-                for name, tensor in given.items()
-            }
+            ids, mask = self._padded(part := sources[first : first + WRITTEN])
+            given = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
             written = samples(
                 self._model, self.length + 1, seed=seed + first, batch=len(part), given=given, banned=banned,
                 progress=self._watcher.update,

@@ -24,11 +24,10 @@ from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps_file import fingerprint
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
-from gqa.corpus.document import SoundField
 from gqa.corpus.likelihood import ChunkedHead
-from gqa.corpus.pairs import pair_digest
-from gqa.corpus.recordings import Hearing, Recording
+from gqa.corpus.pairs import pair_digest, read_pairs
 from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
+from gqa.corpus.windows import tokens_read as windows_read
 from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import tokens_read
@@ -39,7 +38,7 @@ from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, filled, table
-from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text, read_sides
+from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_heldout
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.pairs import open_pairs
@@ -53,7 +52,7 @@ TEACHING = 1.0  # forward passes for each token that is trained on
 class Study:
     """A study that can run: everything that can be refused has been checked, and nothing is written.
 
-    config: of the source; tokens: to train on, read: with what is heard beside them, and steps: of every alpha above 0;
+    config: of the source; tokens: to train on, and steps: of every alpha above 0;
     identity: what a directory's study must have in common with this one; left_out: methods that the model cannot have,
     and why.
     """
@@ -65,7 +64,6 @@ class Study:
     text: Text
     steps: dict[float, int]
     tokens: dict[float, int]
-    read: dict[float, int]
     identity: Row
     left_out: dict[str, str]
 
@@ -93,14 +91,6 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     options = replace(options, training=training)
     evaluate.usable_device(options.device)  # or refused
     subject.check_predicts_tokens()
-    if subject.hears:
-        if options.decode or not training.target_field:
-            raise RefusedError(
-                f"the encoder of {subject.name} is given sound: name recordings with --field and what is said in them "
-                "with --target-field, and give --no-decode"
-            )
-        training = replace(training, field=SoundField(training.field))
-        options = replace(options, training=training)
     if training.target_field and not subject.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {subject.name} is none; leave it out")
     if not training.data:
@@ -114,17 +104,16 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     text = _text(subject, options)
     if options.recall:
         evaluate.check_recall([subject], text.context)
-    steps, tokens, read = {}, {}, {}
+    steps, tokens = {}, {}
     for alpha in filter(None, grid.alphas):
         one = replace(training, alpha=alpha)
         one.check(1)
         size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
         if encoder := subject.encoder:
-            dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None, hearing=subject.hearing)
+            dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None)
         else:
             dataloader = open_dataloader(one, subject.tokenizer, size)
         steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
-        read[alpha] = tokens[alpha] + steps[alpha] * dataloader.options.blocks_per_step * subject.heard
     columns = filter(None, (training.field, training.target_field))
     sources = [source for column in columns for source in parse_sources(training.data, field=column)]
     identity = {
@@ -144,7 +133,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
             f"{options.output} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
             "options, or start over with --overwrite"
         )
-    return Study(options, grid, subject, config, text, steps, tokens, read, identity, left_out)
+    return Study(options, grid, subject, config, text, steps, tokens, identity, left_out)
 
 
 def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[ModelConfig, Grid, dict[str, str]]:
@@ -191,23 +180,22 @@ def _text(subject: Subject, options: StudyOptions) -> Text:
         wanted = replace(training, block_size=context, heldout_tokens=options.eval_tokens or ALL)
         text = make_spans(open_heldout(wanted, subject.tokenizer), encoder, subject.tokenizer, context)
     else:
-        text = make_pairs(_heldout_pairs(training, subject.hearing), encoder, context, options.eval_tokens)
+        text = make_pairs(_heldout_pairs(training), encoder, context, options.eval_tokens)
     check_ids([subject], text)
     return text
 
 
-def _heldout_pairs(training: TrainOptions, hearing: Hearing | None) -> list[tuple[str | Recording, str]]:
+def _heldout_pairs(training: TrainOptions) -> list[tuple[str, str]]:
     """Those that are named to be held out, or the share of the data's that gqa-uptrain holds back, in the order of
     their hash. Raises RefusedError and CorpusError.
     """
     data = [training.heldout] if training.heldout else training.data
     columns = [parse_sources(data, field=field) for field in (training.field, training.target_field or "")]
     threshold = hash_threshold(1.0 if training.heldout else training.heldout_fraction)
-    found: dict[bytes, list[tuple[str | Recording, str]]] = defaultdict(list)
+    found: dict[bytes, list[tuple[str, str]]] = defaultdict(list)
     for source, target in zip(*columns, strict=True):
-        for pair in read_sides(source, target, hearing):
-            given = pair[0].sound.digest().hex() if isinstance(pair[0], Recording) else pair[0]
-            found[pair_digest(given, pair[1])].append(pair)
+        for one, answer in read_pairs(source, target):
+            found[pair_digest(one.text, answer)].append((one.text, answer))
     return [pair for digest in sorted(found) if is_below(digest, threshold) for pair in found[digest]]
 
 
@@ -319,7 +307,7 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
     """
     checkpoint = study.subject.checkpoint
     asked = study.options.recall is not False and not study.subject.config.is_encoder_decoder
-    measuring = study.subject.reads(study.text.windows) + (tokens_read(study.text.context) if asked else 0)
+    measuring = windows_read(study.text.windows) + (tokens_read(study.text.context) if asked else 0)
     found = {}
     for _, some in groupby(cells, key=lambda cell: cell.conversion):
         first, converting = (group := list(some))[0], 0.0
@@ -331,7 +319,7 @@ def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
         for run in study.options.runs(group):
             before = 0
             for cell in run:
-                tokens, of_each = study.read.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
+                tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
                 found[cell] = converting + (tokens - before) * of_each + measuring
                 converting, before = 0.0, tokens
     return found
@@ -346,7 +334,7 @@ def forward_rate(study: Study) -> float:
         start = time.perf_counter()
         score(head, windows, batch_size=options.eval_batch)
         seconds.append(time.perf_counter() - start)
-    return study.subject.reads(windows) / min(seconds[1:])
+    return windows_read(windows) / min(seconds[1:])
 
 
 def cost_table(study: Study) -> Table:
