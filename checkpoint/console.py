@@ -170,7 +170,7 @@ _HEADINGS = {
     "Quality": "grouping ridge refine-steps refine-batch refine-learning-rate refine-precision "
     "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature "
     "lora-rank precision calibration-precision eval-precision seed seeds kv-bytes max-loss-increase max-recall-loss "
-    "baseline-cache baseline-mass protocol stride shots limit include-tasks tasks-engine decode-batches "
+    "protocol stride shots limit include-tasks tasks-engine decode-batches "
     "decode-contexts decode-steps decode-repeats decode-batch decode-context",
     "Data": "data calibration tokens calibration-tokens context calibration-context train-context repeats "
     "calibration-repeats field target-field data-config split data-revision separator streaming heldout "

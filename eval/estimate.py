@@ -23,7 +23,7 @@ def seconds(baseline: str, others: Sequence[str], options: EvaluateOptions) -> f
     length = choose_context(subjects, options.context, options.beyond_positions)
     if options.data:
         read = windows_read(read_text(subjects, options).windows)
-        tokens += read * (models + (models - 1 if options.kl and not options.baseline_cache else 0))
+        tokens += read * (models + (models - 1 if options.kl else 0))
     if context := find_recall_context(subjects, options):
         tokens += tokens_read(context) * models
     operations = tokens * forward(subject.checkpoint.parameters, subject.config, length)

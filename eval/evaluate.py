@@ -31,9 +31,8 @@ from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts, sou
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.positions import by_context, long_windows, runs
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
-from gqa.eval.scoring import Scores, live_baseline, score
+from gqa.eval.scoring import Scores, score
 from gqa.eval.statistics import kl_statistics, paired_ratio, tokens_per_round
-from gqa.eval.stored_baseline import StoredBaseline, fingerprint, record_baseline
 from gqa.eval.subjects import Subject, fit, open_subjects
 from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
@@ -184,30 +183,23 @@ def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOp
     """Add to each record the perplexity on the same windows and, with `options.kl`, how it differs from the
     first's, whose nats per token are returned.
 
-    One model is in memory at a time; two while they are compared in lockstep, which `options.baseline_cache` avoids:
-    then distributions are compared with what is stored.
+    One model is in memory at a time; two while they are compared in lockstep.
     """
     first, *others = subjects
-    stored = live = own = None
-    if options.kl and options.baseline_cache:
-        stored = _stored_baseline(first, text, options)
-        own = stored.nats
-    elif options.kl and others:
+    live = own = None
+    if options.kl and others:
         live = _head(first, options)
     else:
         own = _score(first, _head(first, options), text, options).nats
-    baseline = live_baseline(live) if live else stored
     for subject in others:
         head = _head(subject, options)
-        scores = _score(subject, head, text, options, baseline=baseline)
+        scores = _score(subject, head, text, options, baseline=live)
         if live and scores.baseline_nats is not None:
             own = scores.baseline_nats  # found in lockstep
             if not np.isfinite(own).all():
                 _score(first, live, text, options)  # refuses, and says where
         assert own is not None
         subject.record.update(summary(scores, text, own))
-        if stored:
-            subject.record["against_baseline"]["stored_baseline"] = stored.record
         del head  # before the next one is loaded
     assert own is not None
     first.record.update({"quality": perplexity(own, text), "by_context": by_context(own, text.windows)})
@@ -233,27 +225,6 @@ def _score(subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOpt
 
 def _bar(total: int, unit: str, name: str, options: EvaluateOptions) -> Any:
     return progress_bar(total, unit, name, options.quiet or not ranks().is_main_process)
-
-
-def _stored_baseline(subject: Subject, text: Text, options: EvaluateOptions) -> StoredBaseline:
-    """The recording in the cache; where there is none of this model and text, the baseline is run once to make it."""
-    directory = options.baseline_cache
-    assert directory is not None
-    dtype, key = baseline_key(subject, text, options)
-    subject.record.update({"dtype": dtype, "attention": options.attn_implementation})
-    if found := StoredBaseline.open(directory, key):
-        return found
-    head = _head(subject, options)
-    return record_baseline(
-        directory, key, options.baseline_mass, lambda record: _score(subject, head, text, options, record=record).nats
-    )
-
-
-def baseline_key(subject: Subject, text: Text, options: EvaluateOptions) -> tuple[str, str]:
-    """The dtype that the baseline is run in, and what `StoredBaseline.open` knows its recording by."""
-    dtype = (str(subject.config.dtype) if options.precision == "auto" else options.precision).removeprefix("torch.")
-    how = f"{dtype} {options.attn_implementation} {options.baseline_mass}"
-    return dtype, fingerprint(subject.path, text.windows, how)
 
 
 def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[str, Any]:

@@ -45,12 +45,6 @@ class EvaluateOptions:
     beyond_positions: bool = option_field(False, "Allow a context longer than the model's.")
     kl: bool = option_field(
         False, "Compare next-token distributions with the baseline's, in lockstep.")
-    baseline_cache: Path | None = option_field(
-        None, "Keep the baseline's distributions of --kl here, so that it runs once for many commands.",
-        **_DIRECTORY)
-    baseline_mass: float = option_field(
-        0.999, "How much of each distribution --baseline-cache keeps, the most probable tokens first.",
-        type=click.FloatRange(0, 1, min_open=True))
     recall: bool | None = option_field(
         None, "Ask for what stands in the context: second copies of text, of samples and of random tokens, values by "
         "their keys, passkeys.  [default: with -o]", "--recall/--no-recall")
@@ -147,8 +141,6 @@ class EvaluateOptions:
 _RUN = ("data", "recall", "decode", "tasks")
 _NEEDS = {
     ("data",): ("kl", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
-    ("kl",): ("baseline_cache",),
-    ("baseline_cache",): ("baseline_mass",),
     ("decode",): ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
     ("tasks",): ("shots", "limit", "include_tasks", "tasks_engine"),
     ("output",): ("overwrite",),

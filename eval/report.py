@@ -151,10 +151,6 @@ def what_is_scored(text: Record) -> str:
 def _distributions(models: list[Record]) -> Table:
     compared = [model["against_baseline"] | {"name": model["name"]} for model in models[1:]]
     note = "KL(baseline || model) in nats"
-    if lost := compared[0].get("stored_baseline"):
-        if lost["mass"] < 1:
-            note += f", at least: the tokens beyond {lost['mass']:.6g} of the baseline's probability count as one"
-        note += f"; the stored baseline's rounding alone is a KL of {lost['kl_lost_mean']:.1g}"
     title = f"Next-token distributions against {models[0]['name']}"
     return table(title, _DISTRIBUTIONS, compared, note, short=4, meanings=_MEANINGS)
 

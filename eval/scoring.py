@@ -27,7 +27,6 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.write import Progress, unwatched
 from gqa.corpus.likelihood import ChunkedHead, chunks, kl_divergence, nats
-from gqa.corpus.predictions import TopPredictions
 from gqa.corpus.windows import Window, batches
 
 
@@ -49,26 +48,9 @@ class Scores:
     baseline_nats: NDArray[np.float32] | None = None
 
 
-# Of some rows (n,) of a batch's predictions: log-probabilities (n, V) float32, or what is stored of them.
-Predictions = Callable[[slice], Tensor | TopPredictions]
-# Log-probabilities of what a model is compared with, of a batch: its inputs (B, T), the flat positions in them that are
-# scored, and where the predictions there stand in `Scores`.
-Baseline = Callable[[dict[str, Tensor], Tensor, NDArray[np.int64]], Predictions]
-
-
 def _logits(head: ChunkedHead, inputs: dict[str, Tensor], places: Tensor) -> Callable[[slice], Tensor]:
     hidden = head.hidden(**inputs).flatten(0, 1)
     return lambda piece: head.logits(hidden[places[piece]]).float()
-
-
-def live_baseline(head: ChunkedHead) -> Baseline:
-    """The baseline's model, run over the same batches."""
-
-    def start(inputs: dict[str, Tensor], places: Tensor, rows: NDArray[np.int64]) -> Predictions:
-        logits = _logits(head, inputs, places)
-        return lambda piece: logits(piece).log_softmax(-1)
-
-    return start
 
 
 @torch.inference_mode()
@@ -77,15 +59,13 @@ def score(
     windows: Sequence[Window],
     *,
     batch_size: int,
-    baseline: Baseline | None = None,
-    record: Callable[[NDArray[np.int64], Tensor], None] | None = None,
+    baseline: ChunkedHead | None = None,
     progress: Progress = unwatched,
 ) -> Scores:
     """Score every window; with several ranks (accelerate) each takes its share and all get the whole.
 
     Args:
-        baseline: Also compare the distributions, position by position.
-        record: Called with (rows, their log-probabilities (n, V) float32), to keep them.
+        baseline: Also compare the distributions with this model's, position by position, batch by batch.
         progress: Called with the number of tokens scored.
 
     Raises:
@@ -97,7 +77,7 @@ def score(
     parts = []
     for indices in list(batches(windows, batch_size))[state.process_index :: state.num_processes]:
         rows = np.concatenate([places[i] for i in indices])
-        found = _score_batch(head, [windows[i] for i in indices], rows, baseline, record)
+        found = _score_batch(head, [windows[i] for i in indices], baseline)
         if (bad := ~np.isfinite(found["nats"])).any():
             number = np.repeat(indices, [windows[i].scored for i in indices])[bad].min()
             raise RefusedError(_not_finite(head.model, windows, number))
@@ -130,56 +110,31 @@ def _side_by_side(lines: Iterable[Sequence[int]], device: torch.device) -> Tenso
     return pad_sequence([torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True).to(device)
 
 
-def _score_batch(
-    head: ChunkedHead,
-    windows: Sequence[Window],
-    rows: NDArray[np.int64],
-    baseline: Baseline | None,
-    record: Callable[[NDArray[np.int64], Tensor], None] | None,
-) -> dict[str, NDArray[Any]]:
-    """What `Scores` holds, of these windows' predictions, which stand at `rows` in it."""
+def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None) -> dict[str, NDArray[Any]]:
+    """What `Scores` holds, of these windows' predictions."""
     device, parts = head.model.device, []
     inputs = padded(windows, head.model)
     scored = _side_by_side(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
     places = scored.flatten().nonzero().squeeze(1)
     targets = torch.tensor([token for window in windows for token in window.ids[-window.scored :]], device=device)
-    ours, theirs = _logits(head, inputs, places), baseline(inputs, places, rows) if baseline else None
-    for piece in chunks(len(rows), head.vocabulary, device, free_memory(device)):
+    ours, theirs = _logits(head, inputs, places), _logits(baseline, inputs, places) if baseline else None
+    for piece in chunks(len(targets), head.vocabulary, device, free_memory(device)):
         true, logits = targets[piece], ours(piece)
         parts.append({"hits": logits.argmax(-1) == true})
-        if not theirs and not record:
-            parts[-1]["nats"] = nats(logits, true)
-            continue
-        q = logits.log_softmax(-1)
-        parts[-1]["nats"] = nll_loss(q, true, reduction="none")
-        if record:
-            record(rows[piece], q)
         if theirs:
-            p = theirs(piece)
-            parts[-1] |= _beside_stored(p, q) if isinstance(p, TopPredictions) else _beside(p, q, true)
+            parts[-1] |= _beside(theirs(piece).log_softmax(-1), logits.log_softmax(-1), true)
+        else:
+            parts[-1]["nats"] = nats(logits, true)
     return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
 
 
 def _beside(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
     return {
+        "nats": nll_loss(q, true, reduction="none"),
         "kl": kl_divergence(p, q),
         "same_top": p.argmax(-1) == q.argmax(-1),
         "acceptance": torch.minimum(p, q).exp().sum(-1).clamp_max(1.0),
         "baseline_nats": nll_loss(p, true, reduction="none"),
-    }
-
-
-def _beside_stored(stored: TopPredictions, q: Tensor) -> dict[str, Tensor]:
-    """As `_beside`, all tokens that are not stored being one: KL is at most as large, acceptance at least."""
-    places, ours, theirs = stored.beside(q)
-
-    def summed(values: Tensor) -> Tensor:
-        return q.new_zeros(len(q)).index_add(0, places, values)
-
-    return {
-        "kl": summed(ours.exp() * (ours - theirs)).clamp_min(0.0),
-        "same_top": stored.ids[stored.counts.cumsum(0) - stored.counts] == q.argmax(-1),
-        "acceptance": summed(torch.minimum(ours, theirs).exp()).clamp_max(1.0),
     }
 
 

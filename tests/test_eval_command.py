@@ -11,9 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from checkpoints import edit_json, run
 from embedded import SOURCE, copy_source
 from evaluations import done, place, refused, results, told, words
@@ -21,7 +19,6 @@ from hub_server import Hub
 from training import Runs
 
 from gqa.eval import evaluate
-from gqa.eval.stored_baseline import StoredBaseline
 
 ROOT = Path(__file__).parents[1]
 LOAD = evaluate.load
@@ -126,30 +123,6 @@ def test_memory() -> None:
     assert "hold weights and KV cache in float32 (act" in told("SRC --memory 80GB --precision float32")
 
 
-def test_baseline_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    monkeypatch.setattr(
-        evaluate, "load", lambda subject, options: loaded.append(subject.name) or LOAD(subject, options)
-    )
-    line = "SRC G2 --data TEXT --context 64 --tokens 300 --precision float32 --kl"
-    live = results(line)
-    first = results(line, "--baseline-cache", tmp_path / "cache")
-    assert loaded == ["stdlib-mha", "gqa2"] * 2
-    second = results(line, "--baseline-cache", tmp_path / "cache")
-    assert loaded[4:] == ["gqa2"]
-    assert [model.keys() for model in second["models"]] == [model.keys() for model in first["models"]]
-    assert second["models"][0]["quality"] == first["models"][0]["quality"]
-    assert second["models"][1]["against_baseline"] == first["models"][1]["against_baseline"]
-    one, other = (found["models"][1]["against_baseline"] for found in (live, second))
-    assert 0 < one["kl"]["mean"] - other["kl"]["mean"] < 2e-3 * one["kl"]["mean"]
-    assert other["same_top"] == one["same_top"]
-    assert second["models"][1]["against_baseline"]["stored_baseline"]["kl_lost_mean"] < 1e-3
-    assert "the stored baseline's rounding alone is a KL of" in told(line, "--baseline-cache", tmp_path / "cache")
-    del loaded[:]
-    results(f"{line} --stride 32", "--baseline-cache", tmp_path / "cache")
-    assert loaded == ["stdlib-mha", "gqa2"]  # it was of another text
-
-
 def test_one_model_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
     most: list[int] = []
@@ -200,25 +173,6 @@ def test_ranks_print_one_result(runs: Runs) -> None:
     """Nor does anything that they print depend on how many shared the work."""
     line = words("SRC G2 --data TEXT --context 64 --tokens 500 --precision float32 --kl -v")
     assert runs.finish(*line, ranks=2, program="eval").out == run(*line, program="gqa-eval").out
-
-
-def test_ranks_share_a_recording(runs: Runs, tmp_path: Path) -> None:
-    """Of two what each scores, together what one records; in a smaller recording nothing is left of a larger one."""
-    line = words("SRC G2 --data TEXT --context 64 --tokens 1000 --precision float32 --kl --baseline-mass 0.9")
-    cache, alone = tmp_path / "cache", tmp_path / "alone"
-    told = runs.finish(*line, "--baseline-cache", cache, ranks=2, program="eval").out
-    assert len([*cache.glob("predictions-*.arrow")]) == 2
-    assert told == run(*line, "--baseline-cache", alone, program="gqa-eval").out
-    one, other = (StoredBaseline(path, {}) for path in (alone, cache))
-    places = np.arange(len(one.nats))
-    kept, expected = (stored({}, torch.zeros(1), places)(slice(None)) for stored in (other, one))
-    assert all(torch.equal(tensor, vars(expected)[name]) for name, tensor in vars(kept).items())
-    key = json.loads((cache / "baseline.json").read_text())["fingerprint"]
-    assert StoredBaseline.open(cache, key)
-    next(cache.glob("predictions-*.arrow")).unlink()
-    assert StoredBaseline.open(cache, key) is None
-    run(*line, "--context", 128, "--baseline-cache", cache, program="gqa-eval")
-    assert len([*cache.glob("predictions-*.arrow")]) == 1
 
 
 def test_hub_ids(tmp_path: Path, hub: Hub, runs: Runs) -> None:

@@ -29,8 +29,6 @@ LOAD = evaluate.load
     [
         ("SRC G2", "nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks"),
         ("SRC G2 --kl --memory 1GB", "--kl means nothing without --data"),
-        ("SRC G2 --data TEXT --baseline-cache x", "--baseline-cache means nothing without --kl"),
-        ("SRC G2 --data TEXT --kl --baseline-mass 1", "--baseline-mass means nothing without --baseline-cache"),
         ("SRC G2 --data TEXT --decode-steps 3", "--decode-steps means nothing without --decode"),
         ("SRC --data TEXT --kl", "--kl compares checkpoints: give at least two"),
         ("SRC --data TEXT --protocol strided", "--protocol strided needs --stride"),
@@ -134,7 +132,6 @@ def damaged(path: Path, damage: str) -> Path:
         ("nan", "SRC BAD --data TEXT", "window 0 (document 0) are not finite; the first module"),
         ("nan", "SRC BAD --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
         ("nan", "BAD SRC --data TEXT --kl", "is model.layers.2.mlp.up_proj"),
-        ("nan", "BAD SRC --data TEXT --kl --baseline-cache PLACE/nan", "is model.layers.2.mlp.up_proj"),
         ("vocabulary", "SRC BAD --data TEXT", "stdlib-mha predicts 4,096 tokens and bad 3,000"),
         ("vocabulary", "BAD --data TEXT", "and its model knows 3,000: they do not belong together"),
         ("tokenizer", "SRC BAD --data TEXT", "transformers cannot load the tokenizer of bad"),

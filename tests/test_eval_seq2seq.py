@@ -86,20 +86,18 @@ def test_pairs_that_are_longer_than_the_context(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_divergence(place: Path, tmp_path: Path, name: str) -> None:
-    """None from itself or a conversion whose heads are only repeated; some of one that merged them, stored too."""
+def test_divergence(place: Path, name: str) -> None:
+    """None from itself or a conversion whose heads are only repeated; some of one that merged them."""
 
-    def divergences(*names: str, kept: tuple[object, ...] = ()) -> list[float]:
-        found = results(line(place, *names), "--kl", *kept)["models"][1:]
+    def divergences(*names: str) -> list[float]:
+        found = results(line(place, *names), "--kl")["models"][1:]
         return [model["against_baseline"]["kl"]["mean"] for model in found]
 
     itself, merged = divergences(name, name, f"{name}-2")
     (again,) = divergences(f"{name}-2", f"{name}-back")
-    (stored,) = divergences(name, f"{name}-2", kept=("--baseline-cache", tmp_path))
     assert itself == 0
     assert again < 1e-9
     assert merged > 1e-7
-    assert stored == pytest.approx(merged, rel=0.05, abs=1e-6)
 
 
 def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:

@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
 from embedded import SOURCE, UNIFORM_VOCABULARY, load, texts, tokenizer
@@ -16,21 +15,14 @@ from tiny_models import TINY, build, inputs
 from tokenizers.processors import TemplateProcessing
 
 import gqa.corpus.likelihood
-from gqa.checkpoint.errors import OutputError
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval import scoring
 from gqa.eval.positions import read_before
-from gqa.eval.scoring import live_baseline, score
-from gqa.eval.stored_baseline import StoredBaseline, fingerprint, record_baseline
+from gqa.eval.scoring import score
 from gqa.eval.text import encode, make_text, perplexity
 
 TEXTS = texts(4, 1500)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("scoring")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +49,7 @@ def part(text):
 @pytest.fixture(scope="module")
 def live(source, grouped, part):
     """Of the conversion beside the source."""
-    return score(ChunkedHead(grouped), part.windows, batch_size=2, baseline=live_baseline(ChunkedHead(source)))
+    return score(ChunkedHead(grouped), part.windows, batch_size=2, baseline=ChunkedHead(source))
 
 
 @pytest.fixture(scope="module")
@@ -133,97 +125,6 @@ def test_comparison_with_torch_on_whole_logits(source, grouped, part, live, scor
     assert read_before(part.windows).tolist() == [n for w in part.windows for n in range(len(w.ids))[-w.scored :]]
     assert live.kl.mean() > 0.5
     assert max(live.acceptance.mean(), live.same_top.mean()) < 0.9
-
-
-def predictions(model, text):
-    """(N, V) log-probabilities of every scored token, in float64."""
-    found = np.empty((text.tokens, UNIFORM_VOCABULARY))
-    score(ChunkedHead(model), text.windows, batch_size=4, record=lambda rows, q: found.__setitem__(rows, q.numpy()))
-    return torch.from_numpy(found)
-
-
-def kept_baseline(model, text, directory, mass, key="key"):
-    return record_baseline(
-        directory, key, mass,
-        lambda record: score(ChunkedHead(model), text.windows, batch_size=8, record=record).nats,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("mass", [1.0, 0.9])
-def test_stored_baseline(source, grouped, part, live, directory, mass):
-    """Nats and the first tokens are those of the model in lockstep. KL lacks what the chain rule says, the mass r of
-    the other tokens x the divergence among them, and acceptance has the smaller of both masses for them; nothing where
-    all are kept. The control reads what stands for the next token.
-    """
-    kept, key = directory / f"stored{mass}", fingerprint(str(SOURCE), part.windows, "float32")
-    assert StoredBaseline.open(kept, key) is None
-    kept_baseline(source, part, kept, mass, key)
-    stored = StoredBaseline.open(kept, key)
-    found = score(ChunkedHead(grouped), part.windows, batch_size=4, baseline=stored)
-    assert np.allclose(stored.nats, live.baseline_nats, atol=2e-5)
-    assert (found.same_top == live.same_top).all()
-    assert 0 < stored.record["kl_lost_mean"] < 1e-4
-    p, q = predictions(source, part), predictions(grouped, part)
-    p, order = p.sort(stable=True, descending=True)
-    q = q.gather(-1, order)
-    others = (p.exp().cumsum(-1) - p.exp() >= mass) & (mass < 1)
-    r, s = (some.masked_fill(~others, -math.inf).logsumexp(-1) for some in (p, q))
-    lacking = (p.exp() * (p - r[:, None] - q + s[:, None])).where(others, 0).sum(-1).numpy()
-    more = (torch.minimum(r, s).exp() - torch.minimum(p, q).exp().where(others, 0).sum(-1)).numpy()
-    assert np.allclose(found.kl, live.kl - lacking, atol=5e-3)
-    assert found.kl.mean() == pytest.approx((live.kl - lacking).mean(), abs=1e-4)
-    assert np.allclose(found.acceptance, live.acceptance + more, atol=2e-3)
-    assert (lacking.mean() > 0.05, more.mean() > 0.01) == (mass < 1, mass < 1)
-    control = score(
-        ChunkedHead(grouped), part.windows, batch_size=4, baseline=lambda i, o, rows: stored(i, o, (rows + 1) % len(p))
-    )
-    assert abs(control.kl.mean() - found.kl.mean()) > 1
-    assert (control.same_top == live.same_top).mean() < 0.9
-
-
-def test_stored_baseline_of_something_else_is_not_used(text, directory):
-    key = fingerprint(str(SOURCE), text.windows, "float32")
-    others = {
-        fingerprint(str(place() / "gqa2"), text.windows, "float32"),
-        fingerprint(str(SOURCE), text.windows[1:], "float32"),
-        fingerprint(str(SOURCE), text.windows, "bfloat16"),
-    }
-    assert len({key, *others}) == 4
-    assert all(StoredBaseline.open(directory / "stored", other) is None for other in others)
-
-
-def test_a_baseline_that_is_not_whole_is_none(source, part, directory, monkeypatch):
-    """Where the disk is full in the middle one line says so, and the one that was there before is gone too."""
-    kept = directory / "unfinished"
-    kept_baseline(source, replace(part, windows=part.windows[:1]), kept, 0.9)
-    calls, batch = [], pyarrow.record_batch
-
-    def full(columns):
-        calls.append(columns)
-        if calls[1:]:
-            raise OSError(28, "No space left on device")
-        return batch(columns)
-
-    monkeypatch.setattr(pyarrow, "record_batch", full)
-    with pytest.raises(OutputError, match=r"cannot be kept in .*unfinished \(.*No space left on device\); nothing"):
-        kept_baseline(source, replace(part, windows=part.windows * 4), kept, 0.9)
-    assert StoredBaseline.open(kept, "key") is None
-    assert [path.name for path in kept.iterdir()] == ["nats.npy"]
-
-
-def test_what_a_model_rules_out(directory):
-    """Probabilities below the range of float16, and tokens that neither model allows, cost nothing."""
-    q = torch.tensor([[0.0, -1e5, -torch.inf]])
-
-    def scored(record):
-        record(np.array([0]), q)
-        return np.zeros(1, np.float32)
-
-    stored = record_baseline(directory / "underflow", "key", 1.0, scored)
-    assert stored.record["kl_lost_mean"] == 0
-    top = stored({}, torch.zeros(1), np.array([0]))(slice(None))
-    assert top.logs.tolist() == [0.0, -1e4, -1e4]
-    assert top.divergence(q).tolist() == [0.0]
 
 
 SPLIT = ["llama", "gemma2", "cohere", "granite", "mixtral", "gpt_oss", "phi3", "falcon", "olmo2", "t5gemma", "gemma3"]

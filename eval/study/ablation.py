@@ -32,7 +32,7 @@ from gqa.eval import evaluate
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.recall import tokens_read
 from gqa.eval.scoring import score
-from gqa.eval.study.cells import BASELINE, Bench, measure_conversion, measure_speeds
+from gqa.eval.study.cells import Bench, measure_conversion, measure_speeds
 from gqa.eval.study.directory import RECORD, SCHEMA, Row, Rows, held, is_foreign, read_record, read_speeds, write_json
 from gqa.eval.study.report import CELL
 from gqa.eval.study.study import Cell, Grid, StudyOptions
@@ -269,13 +269,12 @@ def _measure_source(study: Study, work: Path, of_layers: Mapping[str, Groups]) -
     """What cells are measured with, and the source's numbers."""
     subject, options, start = study.subject, study.options, time.perf_counter()
     how = EvaluateOptions(
-        batch_size=options.eval_batch, precision=options.dtype, device=options.run_device, kl=options.kl,
-        baseline_cache=work / BASELINE if options.kl else None, quiet=True,
+        batch_size=options.eval_batch, precision=options.dtype, device=options.run_device, quiet=True,
     )  # fmt: skip
     nats = evaluate.measure_quality([subject], study.text, how)
-    key, quality = evaluate.baseline_key(subject, study.text, how)[1], subject.record["quality"]
+    quality = subject.record["quality"]
     layers = len(subject.cache.layers) if subject.cache else 0
-    bench, told = Bench(options, work, study.text, np.asarray(nats), key, study.steps, of_layers, layers), {}
+    bench, told = Bench(options, work, study.text, np.asarray(nats), study.steps, of_layers, layers), {}
     for bits in study.grid.cache_bits or ():  # refused before anything is converted and trained
         with bench.cache_of(bench.load(subject.path, options.dtype), bits):
             pass
@@ -294,7 +293,6 @@ def _measure_source(study: Study, work: Path, of_layers: Mapping[str, Groups]) -
         "loss": quality["nats_per_token"],
         "perplexity": quality["token_perplexity"],
         "bits_per_byte": quality["bits_per_byte"],
-        "kl_lost_to_rounding": bench.baseline.record["kl_lost_mean"] if bench.baseline else None,
         "text": study.text.record(),
         **told,
         "seconds": time.perf_counter() - start,

@@ -32,7 +32,6 @@ from gqa.eval.decode import decode_contexts, measure_decode
 from gqa.eval.evaluate import Probe, summary
 from gqa.eval.report import recalled
 from gqa.eval.scoring import score
-from gqa.eval.stored_baseline import StoredBaseline
 from gqa.eval.study.directory import Row, UnwrittenError
 from gqa.eval.study.study import UNMERGED, Cell, StudyOptions
 from gqa.eval.subjects import Subject
@@ -42,7 +41,7 @@ from gqa.uptrain.lora import merged
 from gqa.uptrain.setup import prepare
 
 STEPS, REPEATS = 32, 5  # of decoding
-CONVERTED, BASELINE = "converted", "baseline"  # in the place for work: of each conversion, of all
+CONVERTED = "converted"  # in the place for work, of each conversion
 Done = Callable[..., None]  # gets a cell, and its error or the columns that were found
 
 
@@ -50,16 +49,14 @@ Done = Callable[..., None]  # gets a cell, and its error or the columns that wer
 class Bench:
     """What cells are measured with, found out once. It keeps the source in memory, as teacher.
 
-    source_nats: (N,) of the source on `text`; baseline_key: of its distributions where they are compared, which lie in
-    `work`; steps: of each alpha; heads: of all layers, by `Cell.heads`; layers: how many have a KV cache; probe: what
-    is asked about the context, if anything is.
+    source_nats: (N,) of the source on `text`; steps: of each alpha; heads: of all layers, by `Cell.heads`; layers: how
+    many have a KV cache; probe: what is asked about the context, if anything is.
     """
 
     options: StudyOptions
     work: Path
     text: Text
     source_nats: NDArray[np.float32]
-    baseline_key: str
     steps: dict[float, int]
     heads: Mapping[str, Groups]
     layers: int = 0
@@ -73,13 +70,12 @@ class Bench:
         return self.load(self.options.model, "auto")
 
     @cached_property
-    def baseline(self) -> StoredBaseline | None:
+    def baseline(self) -> ChunkedHead | None:
+        """The source in the precision of measuring, where distributions are compared with its own."""
         if not self.options.kl:
             return None
-        found = StoredBaseline.open(self.work / BASELINE, self.baseline_key)
-        if found is None:
-            raise OutputError(f"{self.work} has lost the base model's predictions; run the command again")
-        return found
+        same = self.options.dtype in ("auto", str(self.teacher.dtype).removeprefix("torch."))
+        return ChunkedHead(self.teacher if same else self.load(self.options.model, self.options.dtype))
 
     @contextmanager
     def cache_of(self, model: PreTrainedModel, bits: int | None) -> Iterator[None]:

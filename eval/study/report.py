@@ -128,8 +128,6 @@ def _cells(results: Results) -> Table:
         "KL": "KL from the base model in nats",
         "accepted": "accepted: share of the tokens that the result drafts for the base model",
     }
-    if lost := source.get("kl_lost_to_rounding"):
-        meanings["KL"] += f" (rounding its predictions alone is {lost:.1g})"
     if "decode_tokens_before" in source:
         batch = results.record["identity"]["decode_batch"]
         meanings["tokens/s"] = f"tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
