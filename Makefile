@@ -66,7 +66,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
-		-e ".[lora,tasks]" hypothesis protobuf pytest pytest-xdist sentencepiece
+		-e ".[lora]" hypothesis lm-eval protobuf pytest pytest-xdist sentencepiece
 	@touch $@
 
 build: install

@@ -166,11 +166,11 @@ class Option(click.Option):
 # Under which heading --help lists an option, the same in all commands; the rest is under the last.
 _HEADINGS = {
     "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers kl "
-    "recall cache-bits decode memory tasks recommend dry-run device",
+    "recall cache-bits decode memory recommend dry-run device",
     "Quality": "grouping ridge refine-steps refine-batch refine-learning-rate refine-precision "
     "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature "
     "lora-rank precision calibration-precision eval-precision seed seeds kv-bytes max-loss-increase max-recall-loss "
-    "protocol stride shots limit include-tasks tasks-engine decode-batches "
+    "protocol stride decode-batches "
     "decode-contexts decode-steps decode-repeats decode-batch decode-context",
     "Data": "data calibration tokens calibration-tokens context calibration-context train-context repeats "
     "calibration-repeats field target-field data-config split data-revision separator streaming heldout "

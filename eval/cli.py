@@ -18,7 +18,6 @@ Examples:
   gqa-eval SRC SRC-gqa8 SRC-mqa --data stdlib:heldout --kl --decode -o report
   gqa-eval SRC SRC-gqa8 --data wiki.test.txt --protocol llama.cpp --context 512
   gqa-eval SRC SRC-gqa8 --memory 80GB --tensor-parallel 4
-  gqa-eval SRC SRC-gqa8 --tasks arc_easy,hellaswag --data heldout.jsonl
   torchrun --nproc_per_node 8 -m gqa.eval SRC SRC-gqa8 --data heldout.jsonl
 """
 
@@ -57,7 +56,7 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
             click.echo(f"\nwritten to {options.output}: {', '.join(written)}", err=options.json)
     if options.json:
         click.echo(as_json(results))
-    asked = (*(["recall"] if options.recall else []), "written", "tasks", "decode")
+    asked = (*(["recall"] if options.recall else []), "written", "decode")
     if refused := [results[part]["refused"] for part in asked if "refused" in results.get(part, {})]:
         fail("gqa-eval", f"{'; '.join(refused)}; the rest is measured", 1)
 

@@ -15,7 +15,7 @@ from gqa.eval.text import choose_context, read_text
 
 def seconds(baseline: str, others: Sequence[str], options: EvaluateOptions) -> float:
     """Of a comparison with so many `others` as large as the baseline, the only one that is looked at; those may not be
-    there yet. Perplexity, --kl and recall; --decode and --tasks come on top. Raises RefusedError.
+    there yet. Perplexity, --kl and recall; --decode comes on top. Raises RefusedError.
     """
     subjects = open_subjects([baseline], options.trust_remote_code, options.revision)
     (subject,), tokens = subjects, 0

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.scoring import Scores, score
 from gqa.eval.statistics import kl_statistics, paired_ratio, tokens_per_round
 from gqa.eval.subjects import Subject, fit, open_subjects
-from gqa.eval.tasks import Harness
 from gqa.eval.text import Text, choose_context, perplexity, read_text
 
 SCHEMA = 2
@@ -52,13 +50,12 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     device = run_device(options)
     say_device(device, quiet)
     subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
-    for subject in subjects if options.data or options.decode or options.tasks else ():
+    for subject in subjects if options.data or options.decode else ():
         subject.check_predicts_tokens()
-    harness = Harness(subjects, options, quiet) if options.tasks else None
     results: dict[str, Any] = {
         "command": words,
         "recipe": asked(),
-        **environment(device, ["lm_eval"] if options.tasks else []),
+        **environment(device),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "models": [subject.record for subject in subjects],
     }
@@ -81,10 +78,6 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
             with _kept(results, "recall", spared=measured or not options.recall, context=recall_context):
                 measure_recall(subjects, text, recall_context, options)
             measured = measured or "refused" not in results["recall"]
-        if harness:
-            with _kept(results, "tasks", spared=measured):
-                harness.measure(subjects, partial(load, options=options))
-            measured = True
         if not ranks().is_main_process:  # the rest is not split
             return {}
         if options.decode:
@@ -388,9 +381,9 @@ def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[An
     return [found[index]["input_ids"] for index in range(len(found))]
 
 
-def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What the numbers were measured with; `packages` are those used besides the usual ones."""
-    names = ("gqa", "torch", "transformers", "accelerate", "datasets", "numpy", *packages)
+def environment(device: str) -> dict[str, Any]:
+    """What the numbers were measured with."""
+    names = ("gqa", "torch", "transformers", "accelerate", "datasets", "numpy")
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -63,17 +63,7 @@ class EvaluateOptions:
     memory: int | None = option_field(
         None, "Say what fits into so much memory of a device.", type=ByteSize(), metavar="SIZE")
     tensor_parallel: int = option_field(
-        1, "How many devices share a model, of --memory and of --tasks-engine vllm.")
-    tasks: str | None = option_field(
-        None, "Measure tasks of lm-evaluation-harness, separated by commas.", metavar="NAMES")
-    shots: int | None = option_field(
-        None, "How many examples --tasks shows.  [default: each task's own]", type=click.IntRange(min=0))
-    limit: int | None = option_field(None, "How many documents of each task --tasks takes.", type=_POSITIVE)
-    include_tasks: Path | None = option_field(
-        None, "A directory with definitions of tasks of your own.", metavar="DIR",
-        type=click.Path(path_type=Path, exists=True, file_okay=False))
-    tasks_engine: Literal["transformers", "vllm"] = option_field(
-        "transformers", "What runs --tasks; vllm: lm-evaluation-harness' own backend, where vLLM is installed.")
+        1, "How many devices share a model, of --memory.")
     batch_size: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     precision: str = option_field(
         "auto", "What is computed in; auto: as stored.", formerly="--dtype",
@@ -104,8 +94,8 @@ class EvaluateOptions:
         """With the protocol that is meant. Raises RefusedError where options do not go together: `given` are those that
         somebody said, `others` the number of models beside the baseline.
         """
-        if not any((self.data, self.recall, self.decode, self.memory, self.tasks)):
-            raise RefusedError("nothing to measure: give text with --data, or --recall, --decode, --memory or --tasks")
+        if not any((self.data, self.recall, self.decode, self.memory)):
+            raise RefusedError("nothing to measure: give text with --data, or --recall, --decode or --memory")
         said = replace(self, recall=self.asks_recall)
         for leaders, followers in _NEEDS.items():
             alone = [name for name in followers if name in given]
@@ -113,17 +103,10 @@ class EvaluateOptions:
                 give = "both" if len(leaders) == 1 else "one of them"
                 without = " or ".join(map(_flag, leaders))
                 raise RefusedError(f"{_flag(alone[0])} means nothing without {without}: give {give} or none")
-        if "tensor_parallel" in given and not self.memory and self.tasks_engine != "vllm":
-            raise RefusedError(
-                "--tensor-parallel means nothing without --memory or --tasks-engine vllm: give one of them"
-            )
         if self.host_memory and self.device != "auto":
             raise RefusedError("--host-memory means nothing without --device auto: give both or none")
-        if self.tasks_engine == "vllm" and (ours := [name for name in _OF_TRANSFORMERS if name in given]):
-            raise RefusedError(f"{_flag(ours[0])} is not for --tasks-engine vllm: leave it out, or measure tasks alone")
-        if self.cache_bits and (self.decode or self.tasks_engine == "vllm"):
-            other = "--decode" if self.decode else "--tasks-engine vllm"
-            raise RefusedError(f"--cache-bits is about quality and bytes: leave it out, or {other}")
+        if self.cache_bits and self.decode:
+            raise RefusedError("--cache-bits is about quality and bytes: leave it out, or --decode")
         if self.kl and not (others or self.cache_bits):
             raise RefusedError("--kl compares checkpoints: give at least two")
         if self.stride and self.protocol not in (None, "strided"):
@@ -138,19 +121,16 @@ class EvaluateOptions:
 
 
 # Options that mean nothing without one of others.
-_RUN = ("data", "recall", "decode", "tasks")
 _NEEDS = {
     ("data",): ("kl", "field", "target_field", "data_config", "split", "protocol", "stride", "tokens"),
     ("decode",): ("decode_batches", "decode_contexts", "decode_steps", "decode_repeats"),
-    ("tasks",): ("shots", "limit", "include_tasks", "tasks_engine"),
+    ("memory",): ("tensor_parallel",),
     ("output",): ("overwrite",),
     ("context",): ("beyond_positions",),
-    ("data", "recall"): ("compile",),
+    ("data", "recall"): ("compile", "batch_size"),
     ("data", "recall", "memory"): ("context",),
-    ("data", "recall", "tasks"): ("batch_size",),
-    _RUN: ("device", "attn_implementation"),
+    ("data", "recall", "decode"): ("device", "attn_implementation"),
 }  # fmt: skip
-_OF_TRANSFORMERS = ("device", "attn_implementation")
 
 
 def _flag(name: str) -> str:

@@ -15,7 +15,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
-from gqa.eval.tables import Table, not_measured, number, shown, table
+from gqa.eval.tables import Table, not_measured, shown, table
 
 Record = dict[str, Any]
 
@@ -106,8 +106,8 @@ def recalled(model: Record) -> dict[str, float]:
 
 
 # Parts that what could not be measured of them is said of, and their titles.
-_WRITTEN, _TASKS, _DECODING = "What is written for the sources", "Tasks (lm-evaluation-harness)", "Decoding"
-_REFUSED = {"written": _WRITTEN, "tasks": _TASKS, "decode": _DECODING}
+_WRITTEN, _DECODING = "What is written for the sources", "Decoding"
+_REFUSED = {"written": _WRITTEN, "decode": _DECODING}
 
 
 def tables(results: Record, every: bool = False) -> list[Table]:
@@ -122,7 +122,6 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _distances(models) if every and "recall" in measured else None,
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
-        _tasks(models) if "tasks" in measured else None,
         _context(models) if every and "by_context" in measured else None,
     ]
     found += [not_measured(title, results[part]["refused"]) for part, title in _REFUSED.items() if part in results]
@@ -254,21 +253,6 @@ def _decode(models: list[Record]) -> Table:
         f"{first['dtype']}"
     )
     return table(_DECODING, _DECODE, records, note, short=5)
-
-
-def _tasks(models: list[Record]) -> Table:
-    header = ("task", "metric", *(model["name"] for model in models))
-    rows = [
-        (task, metric.removesuffix(",none"), *(_metric(m["tasks"][task]["metrics"], metric) for m in models))
-        for task, found in models[0]["tasks"].items() for metric in found["metrics"] if "_stderr," not in metric
-    ]  # fmt: skip
-    return Table(_TASKS, header, tuple(rows))
-
-
-def _metric(metrics: Record, name: str) -> str:
-    value, error = metrics[name], metrics.get(name.replace(",", "_stderr,"))
-    told = number(value) if isinstance(value, float | int) else str(value)
-    return f"{told} ± {error:.2g}" if isinstance(error, float) and math.isfinite(error) else told
 
 
 def _context(models: list[Record]) -> Table:

@@ -16,7 +16,7 @@ COMMANDS = {
     "convert": ("gqa.convert.cli", "Write a checkpoint with fewer (or more) key/value heads."),
     "calibrate": ("gqa.convert.calibrate_cli", "Find out how heads are best merged, to convert by it later."),
     "uptrain": ("gqa.uptrain.cli", "Train a converted checkpoint further."),
-    "eval": ("gqa.eval.cli", "Compare checkpoints: quality, recall, memory, speed, tasks."),
+    "eval": ("gqa.eval.cli", "Compare checkpoints: quality, recall, memory, speed."),
     "ablate": ("gqa.eval.study.cli", "Measure which method, how many heads and how much training a model wants."),
     "run": ("gqa.recipe", "Convert, train and evaluate as a recipe says."),
 }
