@@ -75,11 +75,9 @@ def test_workflows_run_what_is_there(path: Path) -> None:
 def test_the_workflow_runs_without_root_and_several_tests_at_a_time() -> None:
     """What .ci/run would install is there before; tests of many processes or much memory do not run in parallel."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    *before, last = [step["run"] for step in jobs["check"]["steps"] if "run" in step]
+    *_, last = [step["run"] for step in jobs["check"]["steps"] if "run" in step]
     assert last == ".ci/run"
-    needed = re.findall(r"^command -v (\S+)", (ROOT / last).read_text(), re.MULTILINE)
-    assert needed == ["espeak-ng"]
-    assert all(re.search(rf"sudo apt-get install --yes .*{name}", " ".join(before)) for name in needed)
+    assert not re.search(r"^command -v", (ROOT / last).read_text(), re.MULTILINE)
     parallel = [step["run"] for job in jobs.values() for step in job["steps"] if "-n auto" in step.get("run", "")]
     assert len(parallel) == 1
     assert all("not real and not scale" in command for command in parallel)
