@@ -8,8 +8,9 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class, custom_class
@@ -45,32 +46,35 @@ def load_model(
         attention: transformers' attention implementation: `sdpa`, `eager`, `flash_attention_2` ...
 
     Raises:
-        RefusedError: It cannot be loaded, or loads with keys missing, unexpected or of another shape.
+        RefusedError: It cannot be loaded, loads with keys missing, unexpected or of another shape, or an adapter lies
+            beside its weights.
         RuntimeError, MemoryError: There is no memory left for it (`devices.out_of_memory`).
     """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    _check_no_adapter(name)
     options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
     try:
-        config = read_auto_config(name, trust_remote_code)
-        made = model_class(config, trust_remote_code)
-        if not weights:
-            return _empty(made, config, dtype, options | {"trust_remote_code": trust_remote_code})
-        if device == "auto":
-            options |= _spread(host_memory)
-        elif device == "meta":
-            options["device_map"] = device
-        model, info = made.from_pretrained(
-            name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
-            output_loading_info=True, **options,
-        )  # fmt: skip
+        with quiet_transformers():
+            config = read_auto_config(name, trust_remote_code)
+            made = model_class(config, trust_remote_code)
+            if not weights:
+                return _empty(made, config, dtype, options | {"trust_remote_code": trust_remote_code})
+            if device == "auto":
+                options |= _spread(host_memory)
+            elif device == "meta":
+                options["device_map"] = device
+            model, info = made.from_pretrained(
+                name, dtype=dtype, trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True,
+                output_loading_info=True, **options,
+            )  # fmt: skip
     except RefusedError:
         raise
     except Exception as error:  # whatever a library raises about a checkpoint it cannot read
         if out_of_memory(error):
             raise
-        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from None
+        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
     _check_keys(name, info)
     if device != "auto":
         return model.to(device).eval()
@@ -78,6 +82,28 @@ def load_model(
     if model.device.type == "meta":  # inputs go where the embedding is
         raise RefusedError(f"the embedding of {name} fits into no memory that --device auto may use; let it use more")
     return model.eval()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the tables and hints that transformers logs while it loads: what matters of them is in our errors."""
+    from transformers.utils import logging as transformers_logging
+
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def _check_no_adapter(name: str) -> None:
+    """Raise RefusedError where transformers would apply an adapter to weights into which it may be merged already."""
+    if (Path(name) / "adapter_config.json").exists():
+        raise RefusedError(
+            f"{name} has an adapter beside its weights (adapter_config.json), which would be applied to them: remove "
+            "the adapter's files if it is merged already, else merge it first (peft: merge_and_unload)"
+        )
 
 
 def _spread(host_memory: int | None) -> dict[str, Any]:
@@ -113,7 +139,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
         dtype=model.dtype, weight_mapping=[*mapping, *(more if adapted else ())],
     )  # fmt: skip
     try:
-        with ExitStack() as opened:
+        with ExitStack() as opened, quiet_transformers():
             stored = [opened.enter_context(safe_open(file, "pt", backend="pread")) for file in files]
             slices = {key: file.get_slice(key) for file in stored for key in file.offset_keys()}
             info, _ = model._load_pretrained_model(model, slices, None, options)
@@ -122,7 +148,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from None
+        raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
     model._weight_conversions = [found for found in model._weight_conversions if found not in more]
     _check_keys(name, info.to_dict())
 

@@ -208,6 +208,6 @@ def in_dtype(cache: KVCache, model: PreTrainedModel) -> KVCache:
 
 def clock(device: torch.device) -> float:
     """Seconds, once all that was asked of the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()

@@ -29,6 +29,14 @@ def pair() -> dict[str, PreTrainedModel]:
     return {"mha": load(SOURCE), "gqa2": load(place() / "gqa2")}
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda", "mps", "xpu"])
+def test_a_clock_waits_for_every_kind_of_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    decode.clock(torch.device(name))
+    assert waited == ([] if name == "cpu" else [torch.device(name)])
+
+
 def test_a_converted_model_drafts_for_its_original(pair: dict[str, PreTrainedModel], tmp_path: Path) -> None:
     """Greedy text is the original's, in fewer of its passes (docs/engines.md); the draft's own is another."""
     base = pair["mha"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import signal
 from functools import partial
@@ -13,12 +14,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from checkpoints import edit_json, run
 from embedded import copy_source
 from evaluations import done, place, refused, with_tokenizer, words
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, build
 
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import load_model
 from gqa.eval import evaluate
 
 LOAD = evaluate.load
@@ -137,6 +141,36 @@ def test_bad_checkpoints(tmp_path: Path, damage: str, line: str, message: str) -
     bad = damaged(copy_source(tmp_path, "bad"), damage)
     assert message in refused(line.replace("BAD", str(bad)), "-o", tmp_path / "report", "--context", 64)
     assert not (tmp_path / "report").exists()
+
+
+def test_an_adapter_beside_weights(tmp_path: Path) -> None:
+    """It may be merged into them already: no function loads such a directory."""
+    bad = copy_source(tmp_path, "bad")
+    (bad / "adapter_config.json").write_text("{}")
+    for how in ("--data TEXT", "--decode", "--recall"):
+        assert "bad has an adapter beside its weights (adapter_config.json)" in refused(f"SRC {bad} {how}")
+    for weights in (True, False):
+        with pytest.raises(RefusedError, match="remove the adapter's files if it is merged already"):
+            load_model(str(bad), weights=weights)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "mismatched"])
+def test_transformers_prints_nothing_while_it_loads(tmp_path: Path, damage: str) -> None:
+    """Tables of keys: what is wrong is one line, whatever level of messages is set."""
+    records: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("transformers")
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_info()
+    try:
+        with pytest.raises(RefusedError, match=f"loads with {damage} keys: "):
+            load_model(str(damaged(copy_source(tmp_path, "bad"), damage)))
+        assert transformers.utils.logging.get_verbosity() == logging.INFO
+    finally:
+        logger.removeHandler(handler)
+        transformers.utils.logging.set_verbosity(level)
+    assert records == []
 
 
 def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
