@@ -5,17 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import click
-from click.core import ParameterSource
-
-from gqa.checkpoint.console import Command
 
 if TYPE_CHECKING:
     from gqa.checkpoint.read import Checkpoint
@@ -24,10 +20,6 @@ PROVENANCE = "gqa_conversion.json"
 UPTRAINING = "gqa_uptraining.json"
 TAG = "gqa"  # of models at the hub
 SOURCE_CARD = "# The source model's card"
-# What is not about a result: where it goes, whether something is in its place, what is told meanwhile.
-_BESIDE = (
-    "output", "overwrite", "resume", "dry_run", "json", "as_json", "verbose", "quiet",
-)  # fmt: skip
 
 
 @cache
@@ -36,10 +28,10 @@ def version(package: str = "gqa") -> str:
     return importlib.metadata.version(package)
 
 
-def stamp(tool: str, command: str) -> dict[str, Any]:
-    """What every record of a result begins with."""
+def stamp(tool: str, argv: Sequence[str]) -> dict[str, Any]:
+    """What every record of a result begins with. `argv`: the command's arguments; empty for a call from Python."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"tool": tool, "version": version(), "command": command, "recipe": asked(), "created": created}
+    return {"tool": tool, "version": version(), "argv": portable(argv), "created": created}
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -53,33 +45,14 @@ def without_place(word: str) -> str:
     return option + (Path(path).name if Path(path).is_absolute() else path)
 
 
-def asked(ctx: click.Context | None = None) -> dict[str, dict[str, Any]]:
-    """What the command that runs was asked for, by long names: `{"convert": {"model": "MODEL", "groups": 8}}`.
-
-    That is a step of a recipe (`gqa run`): the same words give the same result. Empty where no command runs. Paths are
-    as they were given; absolute ones, which are of one machine, become their last name.
-    """
-    ctx = ctx or click.get_current_context(silent=True)
-    if ctx is None or not isinstance(ctx.command, Command):  # somebody else's command may use this as a library
-        return {}
-    given = [
-        found for found in ctx.command.params
-        if found.expose_value and found.name not in _BESIDE
-        and ctx.get_parameter_source(found.name) in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    ]  # fmt: skip
-    name = str(ctx.info_name).removeprefix("gqa-")
-    return {name: {key_of(found): _plain(ctx.params[found.name]) for found in given}}
+def portable(argv: Sequence[str]) -> list[str]:
+    """The arguments of a command without absolute paths."""
+    return [*map(without_place, argv)]
 
 
-def key_of(param: click.Parameter) -> str:
-    """The name of a parameter in a recipe: its long name, or that of the argument."""
-    return param.opts[-1].lstrip("-") if isinstance(param, click.Option) else str(param.name)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, bool | int | float | None) else without_place(str(value))
+def command_line(tool: str, argv: Sequence[str]) -> str:
+    """The command as a shell takes it; empty for a call from Python, which has no arguments."""
+    return shlex.join([tool, *portable(argv)]) if argv else ""
 
 
 def read_record(checkpoint: Checkpoint, name: str) -> Any:
@@ -117,12 +90,13 @@ def comparison(columns: tuple[str, str], rows: Mapping[str, tuple[str, str]]) ->
 
 
 def format_card(metadata: Mapping[str, Any], lines: Sequence[str], command: str, original: str) -> str:
-    """README.md: `lines` of its own, the command that made the result, and the card of what it was made from below. The
-    model is tagged `gqa`.
+    """README.md: `lines` of its own, the command that made the result, if any, and the card of what it was made from
+    below. The model is tagged `gqa`.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     below = ["", SOURCE_CARD, "", original] if original else []
-    text = "\n".join([*lines, "", "```", command, "```", *below])
+    fenced = ["", "```", command, "```"] if command else []
+    text = "\n".join([*lines, *fenced, *below])
     data = ModelCardData(**{**metadata, "tags": list(dict.fromkeys([*metadata["tags"], TAG]))})
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
@@ -174,6 +174,7 @@ def convert_plan(
     load: bool = False,
     jobs: int = DEFAULT_JOBS,
     progress: Callable[[int], None] | None = None,
+    argv: Sequence[str] = (),
 ) -> Conversion:
     """Run a plan: find the maps that it lacks, stream the shards into `out`, verify them from disk, make it visible.
 
@@ -191,6 +192,7 @@ def convert_plan(
         load: Load the result with transformers, too, and run one forward pass.
         jobs: Shards written at a time.
         progress: Called with the number of bytes written, from any job's thread.
+        argv: The command's arguments, for the record.
 
     Raises:
         RefusedError: Before anything is written.
@@ -211,8 +213,8 @@ def convert_plan(
         resume = identity(plan, checksums) if plan.checkpoint.remote else ""
         output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite, resume))
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress, resume=resume)
-        write_text(output.work / PROVENANCE, provenance(plan, hashes, out))
-        write_text(output.work / "README.md", model_card(plan, out.name))
+        write_text(output.work / PROVENANCE, provenance(plan, hashes, out, argv))
+        write_text(output.work / "README.md", model_card(plan, out.name, argv))
         if load:
             verify_load(output.work)
         output.commit()

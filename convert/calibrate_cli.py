@@ -84,7 +84,7 @@ _EPILOG = """\b
 Examples:
   gqa-calibrate ./Llama-2-7b-hf --groups 8 -o maps.safetensors
   gqa-convert ./Llama-2-7b-hf --groups 8 --maps maps.safetensors
-  torchrun --nproc_per_node 8 -m gqa calibrate ./Llama-2-7b-hf --groups 8 -o maps.safetensors
+  torchrun --nproc_per_node 8 -m gqa.convert.calibrate_cli ./Llama-2-7b-hf --groups 8 -o maps.safetensors
 """
 
 

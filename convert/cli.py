@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -36,7 +37,7 @@ def _show_families(ctx: click.Context, param: click.Parameter, value: bool) -> N
 
 
 def _one_of_both(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """--groups or --kv-budget, also in a recipe; the one that is read first does not know the other yet."""
+    """--groups or --kv-budget, whichever comes first; the one that is read first does not know the other yet."""
     (other,) = {"groups", "kv_budget"} - {param.name}
     if other in ctx.params and (value is None) == (ctx.params[other] is None):
         raise click.UsageError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
@@ -100,7 +101,7 @@ _WRITING = [
 @click.argument("model", metavar="MODEL")
 @with_options(_MERGING, MAPS.decorators, TARGET, _WRITING)
 @version_option
-def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]:
+def command(model: str, groups: Groups | None, **options: Any) -> None:
     """Rewrite the checkpoint MODEL (a directory or a hub id) with G key/value heads.
 
     Keys and values of neighbouring heads are merged (or, upwards, repeated), everything else is copied byte for byte;
@@ -125,9 +126,9 @@ def command(model: str, groups: Groups | None, **options: Any) -> dict[str, Any]
     plan = _planned(options)
     _announce(plan, options)
     if options["dry_run"]:
-        return _report(plan, None, options)
-    _convert(plan, options, main)
-    return {}
+        _report(plan, None, options)
+    else:
+        _convert(plan, options, main)
 
 
 def _planned(options: dict[str, Any]) -> Plan:
@@ -189,6 +190,7 @@ def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
         result = convert_plan(
             plan, out, calibration=calibration, layers=bar, overwrite=options["overwrite"],
             checksums=options["checksums"], load=options["verify_load"], jobs=options["jobs"], progress=bar.written,
+            argv=sys.argv[1:],
         )  # fmt: skip
     if not main:
         return
@@ -216,8 +218,8 @@ def _announce(plan: Plan, options: dict[str, Any]) -> None:
         _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
 
 
-def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> dict[str, Any]:
-    """Says what was done, or of a dry run what would be, and returns that, JSON-ready."""
+def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> None:
+    """Print what was done, or what a dry run would do."""
     from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
 
     _say(plan_text(plan, tensors=options["verbose"]), options)
@@ -239,7 +241,6 @@ def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seco
         _say("dry run     nothing was written", options)
     if options["as_json"]:
         click.echo(json.dumps(record | {"dry_run": result is None}))
-    return record
 
 
 def _estimates(plan: Plan, options: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +264,6 @@ def _say_next(plan: Plan, result: Conversion, options: dict[str, Any]) -> None:
     from gqa.checkpoint.loading import predicts_tokens
     from gqa.convert.estimate import allowed
     from gqa.convert.heads.config import transformers_config
-    from gqa.convert.summary import command as command_of
 
     if not predicts_tokens(transformers_config(plan.new_config)):
         return
@@ -273,10 +273,12 @@ def _say_next(plan: Plan, result: Conversion, options: dict[str, Any]) -> None:
         doubt = "with few heads, above all of a rotary model, text is often not sensible"
         _say(f"expect      {doubt} before {until}", options)
     if best.name == plan.method:
-        what, words = "distil from the base model", shlex.join(["gqa-uptrain", str(result.out)])
+        _say(
+            f"next        distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}",
+            options,
+        )
     else:
-        what, words = f"{best.name} ({best.cost}): {best.result}", command_of(plan, best.name, str(options["model"]))
-    _say(f"next        {what}:\n            {words}", options)
+        _say(f"next        --method {best.name} ({best.cost}): {best.result}", options)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.provenance import (
     PROVENANCE,
+    command_line,
     comparison,
     format_card,
     source_card,
@@ -22,7 +22,6 @@ from gqa.checkpoint.provenance import (
     versions,
     without_place,
 )
-from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.fetching import fetching_record
 from gqa.convert.heads.layout import Groups, groups_text
 from gqa.convert.plan import Plan
@@ -154,49 +153,6 @@ def plan_text(plan: Plan, tensors: bool) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def command(plan: Plan, method: str = "", model: str = "") -> str:
-    """The command that makes the same weights, without the paths of the machine that made these (shards may differ); or
-    by another `method`, of the `model` where it lies, a result that is else alike.
-    """
-    kept = [plan.groups] if isinstance(plan.groups, int) else plan.groups
-    words = ["gqa-convert", "--groups", ",".join(map(str, kept))]
-    if method:
-        words += ["--method", method]
-    elif plan.fewest < plan.config.main.kv:
-        words += ["--method", plan.merging.method]
-        words += ["--seed", str(plan.merging.seed)] if plan.merging.how.redraws else []
-        words += _calibration(plan.merging.maps.description) if plan.merging.maps else []
-    if plan.checkpoint.way == CUSTOM_CODE and isinstance(plan.groups, int):
-        kinds = plan.new_config.get("grouped_attention")
-        words += ["--remote-code", *(["--attention", ",".join(kinds)] if kinds else [])]
-    words += ["--dtype", TORCH_DTYPES[plan.dtype]] if plan.dtype else []
-    words += ["--revision", plan.checkpoint.revision] if plan.checkpoint.revision else []
-    return shlex.join([*words, model or plan.checkpoint.hub_id or plan.checkpoint.name])
-
-
-def _calibration(told: Mapping[str, Any]) -> list[str]:
-    """The options that made maps, as far as the maps say."""
-    text, how = told.get("text", {}), told.get("refinement", {})
-    said = {
-        "--grouping": told.get("grouping"),
-        "--data": ",".join(map(without_place, text.get("sources", []))) or None,
-        "--tokens": text.get("tokens"),
-        "--context": text.get("length"),
-        "--seed": text.get("seed"),
-        "--field": text["field"] if text.get("field", "text") != "text" else None,
-        "--target-field": text.get("target_field"),
-        "--ridge": told.get("ridge"),
-        "--precision": told.get("dtype"),
-        "--refine-steps": how.get("steps"),
-        "--refine-batch": how.get("batch"),
-        "--refine-learning-rate": how.get("learning_rate"),
-        "--refine-precision": {True: "bfloat16", False: "float32"}.get(how.get("autocast")),
-    }
-    words = [word for option, value in said.items() if value is not None for word in (option, str(value))]
-    words += ["--no-repeats"] if text and not text.get("repeats") else []
-    return words + (["--trust-remote-code"] if text.get("trust_remote_code") else [])
-
-
 def _told_of_maps(told: Mapping[str, Any]) -> dict[str, Any]:
     """What maps say, without the paths of the machine that made them."""
     text = told.get("text")
@@ -217,11 +173,11 @@ def _place(plan: Plan, out: Path) -> str | None:
     return None if Path.home().name in way.parts and Path.home().name != "root" else way.as_posix()
 
 
-def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path) -> str:
-    """How the result at `out` was made, as JSON: enough to make it again."""
+def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path, argv: Sequence[str]) -> str:
+    """How the result at `out` was made, as JSON."""
     told = plan_record(plan)
     record: dict[str, Any] = {
-        **stamp("gqa-convert", command(plan)),
+        **stamp("gqa-convert", argv),
         "source": {name: told[name] for name in ("model", "revision")},
         **{name: told[name] for name in ("model_type", "family")},
         "options": {
@@ -247,7 +203,8 @@ def identity(plan: Plan, checksums: bool) -> str:
     remote, maps = plan.checkpoint.remote, plan.merging.maps
     told = [
         version(),
-        command(plan),
+        plan.merging.seed,
+        plan.dtype,
         plan_record(plan),
         maps and maps.description,
         checksums,
@@ -256,7 +213,7 @@ def identity(plan: Plan, checksums: bool) -> str:
     return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
 
 
-def model_card(plan: Plan, name: str) -> str:
+def model_card(plan: Plan, name: str, argv: Sequence[str]) -> str:
     """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
     metadata, original = source_card(plan.checkpoint)
     base, main, kept = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
@@ -301,4 +258,4 @@ def model_card(plan: Plan, name: str) -> str:
     lines += [*comparison(("base model", "this model"), rows), "", f"- Provenance: `{PROVENANCE}`"]
     if plan.fewest < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
-    return format_card(fields, lines, command(plan), original)
+    return format_card(fields, lines, command_line("gqa-convert", argv), original)

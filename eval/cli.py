@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import Any
 
@@ -42,7 +41,7 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
     options = EVALUATION.read(words).settled(given, len(models))
     if options.output:
         check_output(options.output, options.overwrite)
-    results = measure((baseline, *models), options, shlex.join(["gqa-eval", *sys.argv[1:]]))
+    results = measure((baseline, *models), options, sys.argv[1:])
     if not results:  # another rank reports
         return
     if not options.quiet:

@@ -20,7 +20,7 @@ from gqa.checkpoint.console import progress_bar, say_device
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import load_model, ranks
-from gqa.checkpoint.provenance import asked, versions
+from gqa.checkpoint.provenance import portable, versions
 from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
 from gqa.convert.align.self_samples import sampled_blocks, seed_apart
 from gqa.corpus.likelihood import ChunkedHead
@@ -40,10 +40,10 @@ SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
 SHOWN = 4  # greedy texts of each model in a report
 
 
-def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[str, Any]:
-    """Everything that was asked for in `words`, as one JSON-ready object; empty on all ranks but the first.
+def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str]) -> dict[str, Any]:
+    """Everything that was asked for, as one JSON-ready object; empty on all ranks but the first.
 
-    What can be refused without running a model is refused first.
+    `argv` are the arguments of the command. What can be refused without running a model is refused first.
     """
     transformers.utils.logging.set_verbosity_error()
     quiet = options.quiet or not ranks().is_main_process
@@ -53,8 +53,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, words: str) -> dict[
     for subject in subjects if options.data or options.decode else ():
         subject.check_predicts_tokens()
     results: dict[str, Any] = {
-        "command": words,
-        "recipe": asked(),
+        "argv": portable(argv),
         **environment(device),
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "models": [subject.record for subject in subjects],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
+from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
@@ -285,7 +286,7 @@ def check_output(directory: Path, overwrite: bool) -> None:
     with suppress(OSError, ValueError):
         found = json.loads((directory / _FILES[0]).read_text(encoding="utf-8"))
     taken = [name for name in _FILES if (directory / name).exists()]
-    if taken and not (isinstance(found, dict) and {"schema", "command", "models"} <= found.keys()):
+    if taken and not (isinstance(found, dict) and {"schema", "argv", "models"} <= found.keys()):
         raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
     if taken and not overwrite:
         raise RefusedError(f"{directory} holds an earlier report; give --overwrite to replace it, or another directory")
@@ -338,7 +339,7 @@ def _make_report(results: Record, directory: Path) -> list[str]:
         pictures=pictures,
         tables=tables(results, every=True),
         samples=list(texts_beside(results["models"])),
-        commands=[one_line(results["command"], 4000)],
+        commands=[one_line(command_line("gqa-eval", argv), 4000)] if (argv := results["argv"]) else [],
         foot=" ".join([*filter(None, [remark]), f"{measured_with(results)}."]),
     ).write(directory)
     write_text(directory / "results.json", as_json(results, indent=2) + "\n")

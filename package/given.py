@@ -17,7 +17,6 @@ import click
 from gqa.checkpoint.console import KVHeads, Several
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.hub_errors import without_bars
-from gqa.checkpoint.provenance import key_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,8 +113,8 @@ def undisturbed(progress: bool = True) -> Iterator[None]:
 def asked(
     command: click.Command, places: Mapping[str, Any], values: Mapping[str, Any], of_terminals: Collection[str],
     **more: Any,
-) -> tuple[click.Context, list[str]]:  # fmt: skip
-    """A command with its options as it would read them (`params`), and the words that it would read them from.
+) -> click.Context:  # fmt: skip
+    """A command with its options as it would read them (`params`).
 
     `places` are its arguments; `values` are by the names of options; None is as if nothing were said. Those
     `of_terminals` are not for Python, `more` are said whatever the caller may say.
@@ -132,11 +131,14 @@ def asked(
             raise TypeError(f"{name!r} is no option; {told}")
     try:
         words = words_of(command, {keys.get(name, name): value for name, value in {**places, **values, **more}.items()})
-        context = command.make_context(command.name, list(words))
+        return command.make_context(command.name, words)
     except click.UsageError as error:
         raise RefusedError(error.format_message().rstrip(".")) from None
-    end = words.index("--")
-    return context, [*words[end + 1 :], *words[:end]]
+
+
+def key_of(param: click.Parameter) -> str:
+    """The long name of an option, or that of the argument."""
+    return param.opts[-1].lstrip("-") if isinstance(param, click.Option) else str(param.name)
 
 
 def words_of(command: click.Command, said: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.provenance import without_place
 from gqa.eval.options import EVALUATION, EvaluateOptions
 
 from .given import Model, asked, in_memory, name_of, stored, undisturbed
@@ -69,14 +67,14 @@ def evaluate(
     with ExitStack() as stack:
         stack.enter_context(undisturbed(progress))
         names = {"baseline": name_of(baseline), "models": [name_of(model) for model in models]}
-        context, words = asked(command, names, given, _OF_TERMINALS)
+        context = asked(command, names, given, _OF_TERMINALS)
         read = EVALUATION.read(context.params, output=path, quiet=not progress).settled(given, len(models))
         if path is not None:
             check_output(path, read.overwrite)
         places = [
             stack.enter_context(stored(model, tokenizer if in_memory(model) else None)) for model in (baseline, *models)
         ]
-        results = measure(places, read, shlex.join(["gqa-eval", *map(without_place, words)]))
+        results = measure(places, read, ())
     if results and path is not None:
         write_report(results, path)
     return Evaluation(results=results, path=path)
@@ -110,7 +108,7 @@ def ablate(
     from gqa.eval.study.report import open_results, write_study_report
 
     place = os.fspath(model)
-    context, words = asked(command, {"model": place}, {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
+    context = asked(command, {"model": place}, {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
     read = {name: value for name, value in context.params.items() if name not in ("model", "output", "quiet")}
     with undisturbed(progress), context.scope():
         bounds = read_bounds(read)
@@ -118,7 +116,7 @@ def ablate(
         study = open_study(*read_study(place, Path(out), read), **how)
         if read["overwrite"]:
             forget(Path(out))
-        measure(study, not progress, shlex.join(["gqa-ablate", *map(without_place, words)]))
+        measure(study, not progress, ())
     results = open_results(Path(out))
     write_study_report(results, bounds)
     return Study(path=Path(out), rows=results.rows)

@@ -62,16 +62,16 @@ def uptrain_model(
         kept = scratch() if out is None and in_memory(model) else None
         name = name_of(model)
         goal = Path(out) if out else Path(kept.name, f"{name}-uptrained") if kept else beside(name, "-uptrained")
-        with _prepared(model, teacher, goal, progress, tokenizer, {"data": data, **options}) as (setup, words):
-            _, record = uptrain(setup, quiet=not progress, words=words)
+        with _prepared(model, teacher, goal, progress, tokenizer, {"data": data, **options}) as setup:
+            _, record = uptrain(setup, quiet=not progress)
     return TrainedModel(path=goal, record=record, _kept=kept)
 
 
 @contextmanager
 def _prepared(
     model: Model, teacher: Model | None, goal: Path, progress: bool, tokenizer: Any, options: Mapping[str, Any]
-) -> Iterator[tuple[Setup, list[str]]]:
-    """A run that is ready to start, and the words of the command that would have said it."""
+) -> Iterator[Setup]:
+    """A run that is ready to start."""
     from gqa.convert.align.watcher import Bar
     from gqa.uptrain.cli import command
     from gqa.uptrain.options import TRAINING
@@ -79,14 +79,14 @@ def _prepared(
 
     with ExitStack() as stack:
         given = {**options, "teacher": None if teacher is None else name_of(teacher)}
-        context, words = asked(command, {"model": name_of(model)}, given, _OF_TERMINALS, output=goal)
+        context = asked(command, {"model": name_of(model)}, given, _OF_TERMINALS, output=goal)
         places = {"model": stack.enter_context(stored(model, tokenizer))}
         if teacher is not None and in_memory(teacher):
             places["teacher"] = stack.enter_context(stored(teacher, tokenizer))
         stack.enter_context(_own_accelerator())
         with Bar(not progress) as bar:
             setup = prepare(TRAINING.read(context.params, output=goal, **places), watcher=bar)
-        yield setup, words
+        yield setup
 
 
 @contextmanager

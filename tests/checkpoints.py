@@ -219,7 +219,7 @@ class Result:
 
 def run(*words: object, program: str = "gqa-convert") -> Result:
     """`PROGRAM WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
-    own = {"gqa": "cli", "gqa-calibrate": "convert.calibrate_cli", "gqa-ablate": "eval.study.cli", "gqa-run": "recipe"}
+    own = {"gqa-calibrate": "convert.calibrate_cli", "gqa-ablate": "eval.study.cli"}
     module = own.get(program, f"{program.removeprefix('gqa-')}.cli")
     main = import_module(f"gqa.{module}").main
     code, before = 0, signal.getsignal(signal.SIGTERM)

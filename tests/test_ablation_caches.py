@@ -19,7 +19,6 @@ from gqa.convert.align.allot import heads_within
 from gqa.convert.align.options import CalibrationText, MapsOptions
 from gqa.eval.study import ablation
 from gqa.eval.study.study import Cell
-from gqa.eval.study.tradeoff import commands, points
 
 SHARE = 0.625  # of 2 layers of 4 heads: 5 heads
 HOW: dict[str, Any] = {"calibration_tokens": 640, "calibration_context": 64, "groups": "2", "kv_budgets": SHARE}
@@ -56,11 +55,6 @@ def test_cells_of_a_budget_are_what_the_commands_give(tmp_path: Path, monkeypatc
     assert by_cell(out)[Cell("first", 2.5, 0, "all", "none", 0.0, None, SHARE)]["kv_heads"] == list(heads)
     html = (out / "report.html").read_text()
     assert "mean, heads by layer" in html
-    found = points(told.values())
-    lines = commands(found[(found.budget > 0) & (found.alpha > 0) & (found.bits == 0)].iloc[0])
-    named = ",".join(map(str, heads))
-    assert lines[0] == f"gqa-convert model --groups {named} --method mean -o model-kv62"
-    assert lines[1].startswith("gqa-uptrain model-kv62 ")
 
 
 def test_a_study_of_before_grows_by_bits(tmp_path: Path) -> None:

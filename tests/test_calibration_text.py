@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -95,7 +94,6 @@ def test_a_tokenizer_that_is_code_is_run_only_where_that_is_asked_for(tmp_path: 
     words = (*words, "--context", "16", "-o", tmp_path / "out")
     assert "code that it brings; look at it, and give --trust-remote-code" in check_refused(run(*words), advice="")
     assert run(*words, "--trust-remote-code").code == 0
-    assert " --trust-remote-code " in json.loads((tmp_path / "out/gqa_conversion.json").read_text())["command"]
 
 
 def test_a_model_that_is_code_writes_where_that_is_asked_for(tmp_path: Path) -> None:

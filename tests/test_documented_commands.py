@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = {
     "gqa-convert": "convert.cli", "gqa-calibrate": "convert.calibrate_cli", "gqa-uptrain": "uptrain.cli",
-    "gqa-eval": "eval.cli", "gqa-ablate": "eval.study.cli", "gqa-run": "recipe",
+    "gqa-eval": "eval.cli", "gqa-ablate": "eval.study.cli",
 }  # fmt: skip
+PROGRAMS = {"gqa.convert.calibrate_cli": "gqa-calibrate"}
 # Query and KV heads of the stand-ins; what is not here (hub ids, other families) has its options read only.
 MODELS = {
     "examples/stdlib-mha": (8, 8), "Llama-2-7b-hf": (32, 32), "some-gqa-model": (32, 8),
@@ -67,18 +68,15 @@ def fenced(page: Path) -> Iterator[str]:
 def commands(page: Path) -> Iterator[tuple[str, list[str], bool]]:
     """Program, words, and whether it is started as it stands, not through a launcher of many processes."""
     for line in fenced(page):
-        words = shlex.split(line, comments=True) if re.match(r"(\S*/)?(gqa(-\w+)?|accelerate|torchrun) ", line) else []
+        words = shlex.split(line, comments=True) if re.match(r"(\S*/)?(gqa-\w+|accelerate|torchrun) ", line) else []
         if not words or "..." in words:  # `...` stands for the words of the line before
             continue
         program, rest = words[0].rpartition("/")[2], words[1:]
-        if program == "gqa":
-            program, rest = f"gqa-{rest[0]}", rest[1:]
         if program in MODULES:
             yield program, rest, True
         elif "-m" in rest:
             module, *rest = rest[rest.index("-m") + 1 :]
-            program, rest = (f"gqa-{rest[0]}", rest[1:]) if module == "gqa" else (module.replace("gqa.", "gqa-"), rest)
-            yield program, rest, False
+            yield PROGRAMS.get(module, module.replace("gqa.", "gqa-")), rest, False
 
 
 SHOWN = [(page, *command) for page in PAGES for command in commands(page)]
@@ -99,8 +97,9 @@ def test_every_fence_of_commands_is_seen(tmp_path: Path) -> None:
     """And no other: what closes a block of Python opens none."""
     page = tmp_path / "page.md"
     python = "```python\nimport gqa\n```\n\ngqa-convert is a command.\n\n"
-    page.write_text(f"{python}```\ngqa eval A \\\n  B  # told\n```\n\n{python}- a list\n  ```sh\n  gqa run R\n  ```\n")
-    assert list(commands(page)) == [("gqa-eval", ["A", "B"], True), ("gqa-run", ["R"], True)]
+    fences = "```\ngqa-eval A \\\n  B  # told\n```\n\n", "- a list\n  ```sh\n  gqa-ablate R\n  ```\n"
+    page.write_text(python.join(("", *fences)))
+    assert list(commands(page)) == [("gqa-eval", ["A", "B"], True), ("gqa-ablate", ["R"], True)]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shlex
 import shutil
 import struct
 import sys
@@ -52,7 +53,7 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
     against = second["against_baseline"]
     for part, keys in (
         (found, {
-            "schema", "command", "recipe", "created", "versions", "device", "threads", "ranks", "options", "models",
+            "schema", "argv", "created", "versions", "device", "threads", "ranks", "options", "models",
             "text", "memory", "recall",
         }),
         (found["versions"], {"python", "gqa", "torch", "transformers", "accelerate", "datasets", "numpy"}),
@@ -127,7 +128,7 @@ def test_report(full: tuple[Result, Path]) -> None:
         assert png[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", png[16:24]) == (960, 600)
     recorded = json.loads(result.out)
-    assert escape(recorded["command"]) in html
+    assert escape(shlex.join(["gqa-eval", *recorded["argv"]])) in html
     perplexity = f"{recorded['models'][1]['quality']['token_perplexity']:.5g}"
     assert [row[2] for row in found.tables[0]][2] == perplexity
     assert f'<p class="verdict">{escape(verdicts(recorded)[0])}</p>' in html

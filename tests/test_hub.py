@@ -91,7 +91,6 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
 
     record = json.loads((out / "gqa_conversion.json").read_text())
     assert record["source"] == {"model": NAME, "revision": commit}
-    assert f"--revision {commit} {NAME}" in record["command"]
     card = (out / "README.md").read_text()
     assert f"base_model: {NAME}\n" in card
     assert "license: mit\n" in card

@@ -158,11 +158,11 @@ def test_fewer_rows_than_asked_for_are_told_of(place: Path, capsys: pytest.Captu
 
 def test_the_command(place: Path, tmp_path: Path) -> None:
     words = ("--groups", 2, "--method", "refined", "--refine-steps", 4, "--tokens", 960)
-    words = (*words, "--source-field", "said", "--target-field", "meant")
+    words = (*words, "--field", "said", "--target-field", "meant")
     done = run(place / "t5", *words, "--context", 24, "--data", place / "pairs.jsonl", "-o", tmp_path / "out", "-q")
     assert (done.code, done.err.count("\n")) == (0, 1), done.err
     told = json.loads((tmp_path / "out" / "gqa_conversion.json").read_text())
-    assert " --field said --target-field meant" in told["command"]
+    assert told["maps"]["text"]["target_field"] == "meant"
 
 
 REFUSED = [

@@ -40,7 +40,7 @@ _HOW = [
 @click.argument("model", metavar="MODEL")
 @with_options(TRAINING.decorators(), _HOW)
 @version_option
-def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> dict[str, Any]:
+def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     Without options it learns the predictions of the base model that it was converted from, on text that this one writes
@@ -73,7 +73,7 @@ def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: An
     say(plan_text(setup, record))
     if not dry_run:
         try:
-            progress, record = uptrain(setup, quiet=quiet, words=sys.argv[1:])
+            progress, record = uptrain(setup, quiet=quiet, argv=sys.argv[1:])
         except StoppedError as stopped:
             told = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
             _leave(main, told, 128 + stopped.number)
@@ -82,7 +82,6 @@ def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: An
         say(result_text(setup, progress))
     if main and as_json:
         click.echo(json.dumps(record))
-    return record
 
 
 def _leave(main: bool, message: str, code: int) -> NoReturn:

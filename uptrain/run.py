@@ -42,15 +42,15 @@ _WRITTEN = frozenset({"README.md", UPTRAINING, METRICS, "config.json"})
 
 
 def uptrain(
-    setup: Setup, *, quiet: bool = True, words: Sequence[str] = (), after_step: AfterStep | None = None
+    setup: Setup, *, quiet: bool = True, argv: Sequence[str] = (), after_step: AfterStep | None = None
 ) -> tuple[TrainingProgress, dict[str, Any]]:
     """Train and write the checkpoint to `options.output`; returns how it went and the record that is written there.
 
-    `words` are those of the command. Raises what `train` raises, and OutputError.
+    `argv` are the arguments of the command. Raises what `train` raises, and OutputError.
     """
     with setup.states.held():
         progress, weights = train(setup, quiet=quiet, after_step=after_step)
-        record = finite(record_of(setup, progress, words))
+        record = finite(record_of(setup, progress, argv))
         with gathered(weights) as whole:
             if setup.accelerator.is_main_process:
                 _export(setup, whole, record)

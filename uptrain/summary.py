@@ -5,13 +5,13 @@ people and a provenance file for programs.
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gqa.checkpoint.provenance import (
     PROVENANCE,
     UPTRAINING,
+    command_line,
     comparison,
     format_card,
     read_record,
@@ -140,10 +140,10 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
     return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
 
 
-def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) -> dict[str, Any]:
+def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> dict[str, Any]:
     """What was trained on what and how it went, with the provenance of what it was trained from inside; JSON-ready.
 
-    `words` are those of the command.
+    `argv` are the arguments of the command.
     """
     source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
     told = {
@@ -151,7 +151,7 @@ def record_of(setup: Setup, progress: TrainingProgress, words: Sequence[str]) ->
     }
     told["data"] = [*map(without_place, options.data)]
     return {
-        **stamp("gqa-uptrain", shlex.join(["gqa-uptrain", *map(without_place, words)])),
+        **stamp("gqa-uptrain", argv),
         "model": source.hub_id or source.name,
         "revision": source.revision,
         "data": told["data"],
@@ -201,4 +201,4 @@ def card(source: Checkpoint, name: str, record: dict[str, Any]) -> str:
         f"{', '.join(record['data'])} in {record['steps']:,} steps{heldout} (gqa-uptrain {record['version']}; more in "
         f"`{UPTRAINING}`)."
     )
-    return format_card(tagged, [f"# {name}", "", told, *table], record["command"], text)
+    return format_card(tagged, [f"# {name}", "", told, *table], command_line(record["tool"], record["argv"]), text)

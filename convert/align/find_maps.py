@@ -20,7 +20,6 @@ from gqa.checkpoint.headers import format_header
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.locks import locked
 from gqa.checkpoint.processes import main_first, place_of, total, wait_for_everyone
-from gqa.checkpoint.provenance import asked
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.checkpoint.write import OutputDirectory, write_tensor
 from gqa.convert.align.calibration import Calibrator
@@ -42,7 +41,7 @@ def find_maps(
     """
     check_place(path, overwrite)
     with _found(plan, path, options, watcher, overwrite) as work:
-        return work.join(path, recipe=asked())
+        return work.join(path)
 
 
 def check_place(path: Path, overwrite: bool) -> None:
@@ -236,11 +235,11 @@ class _Work:
         stream: Any = safe_open(self._state, framework="pt")
         return {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118 - it is no dict
 
-    def join(self, path: Path, **told: Any) -> MapsFile:
-        """One file of what was kept, which says how it was made and whatever else is `told`."""
+    def join(self, path: Path) -> MapsFile:
+        """One file of what was kept, which says how it was made."""
         with main_first():
             if self._main:
-                join_maps(path, sorted(self.place.glob("[0-9]*.safetensors")), {**self._told, **told})
+                join_maps(path, sorted(self.place.glob("[0-9]*.safetensors")), self._told)
         return open_maps(path)
 
     def remove(self) -> None:

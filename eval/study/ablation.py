@@ -15,7 +15,7 @@ import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
-from gqa.checkpoint.provenance import asked, without_place
+from gqa.checkpoint.provenance import portable, without_place
 from gqa.convert.align.allot import heads_within, uneven
 from gqa.convert.estimate import TRAINING, operations
 from gqa.convert.heads.config import ModelConfig
@@ -199,8 +199,9 @@ def _heldout_pairs(training: TrainOptions) -> list[tuple[str, str]]:
     return [pair for digest in sorted(found) if is_below(digest, threshold) for pair in found[digest]]
 
 
-def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambda row: None) -> Rows:
-    """Measure all cells that are not measured yet; `told` gets each row as it is written.
+def run_study(study: Study, *, argv: Sequence[str], told: Callable[[Row], None] = lambda row: None) -> Rows:
+    """Measure all cells that are not measured yet; `told` gets each row as it is written; `argv` are the
+    arguments of the command.
 
     Raises OutputError where rows cannot be kept, StoppedError where a signal came while something was trained: the
     same call continues.
@@ -215,8 +216,7 @@ def run_study(study: Study, *, command: str, told: Callable[[Row], None] = lambd
         if not left and not timed:
             return rows
         this: Row = {
-            "command": command,
-            "recipe": asked(),
+            "argv": portable(argv),
             **evaluate.environment(options.run_device),
             "cells": 0,
         }

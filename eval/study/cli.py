@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
             return
         try:
             say_device(study.options.run_device, quiet)
-            rows = measure(study, quiet, shlex.join(["gqa-ablate", *sys.argv[1:]]))
+            rows = measure(study, quiet, sys.argv[1:])
         except StoppedError as stopped:
             fail("gqa-ablate", "stopped; the same command continues", 128 + stopped.number)
         failed = sum(bool(row["error"]) for row in rows)
@@ -142,8 +142,8 @@ def read_study(model: str, output: Path, options: dict[str, Any]) -> tuple[Study
     return STUDY.read(options, training=training, maps=maps), GRID.read(options)
 
 
-def measure(study: Study, quiet: bool, words: str) -> Rows:
-    """All cells that are left, as asked for in `words`, with progress over them: a bar where a person looks at it, a
+def measure(study: Study, quiet: bool, argv: Sequence[str]) -> Rows:
+    """All cells that are left, with progress over them: a bar where a person looks at it, a
     line for each elsewhere.
     """
     from gqa.eval.study.ablation import run_study
@@ -158,7 +158,7 @@ def measure(study: Study, quiet: bool, words: str) -> Rows:
             click.echo(text, err=True)
 
     with progress_bar(len(study.left), "cell", study.subject.name, quiet) as bar:
-        return run_study(study, command=words, told=told)
+        return run_study(study, argv=argv, told=told)
 
 
 def read_bounds(options: dict[str, Any]) -> Bounds:

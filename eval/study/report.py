@@ -11,6 +11,7 @@ from typing import Any
 import pandas
 
 from gqa.checkpoint.errors import RefusedError, one_line
+from gqa.checkpoint.provenance import command_line
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
 from gqa.eval.report import measured_with, texts_beside, verdict, what_is_scored
 from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
@@ -153,9 +154,7 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
         pictures = draw_study(results.rows, results.source, directory)
     runs = [run for run in results.record["runs"] if run["cells"]]
     advised, last = recommend(results.points, results.source, bounds), results.record["runs"][-1]
-    made = list(dict.fromkeys(one_line(run["command"], 4000) for run in runs))
-    if advised.commands:
-        made += ["", "# what is recommended", *advised.commands]
+    made = list(dict.fromkeys(one_line(command_line("gqa-ablate", run["argv"]), 4000) for run in runs if run["argv"]))
     title, verdicts = f"{results.name}: methods, groups and training", _verdicts(results, advised)
     lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
     foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}."])

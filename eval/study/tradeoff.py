@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import pandas
 
-from gqa.convert.align.options import DTYPES, MapsOptions
-from gqa.convert.methods import METHODS
 from gqa.convert.summary import size
 from gqa.eval.study.directory import Row
-from gqa.eval.study.study import TRAINING, UNMERGED, Cell
-from gqa.uptrain.options import NO_TEACHER, TrainOptions
+from gqa.eval.study.study import UNMERGED, Cell
 
 BASE = "base model"  # the series of what is not converted
 Point = Any  # a line of `points`
@@ -96,16 +91,15 @@ class Bounds(NamedTuple):
 
 class Recommendation(NamedTuple):
     """`chosen` is None where nothing that is smaller than the source is within the bounds; `lines` say why, each with
-    its label; `commands` make the checkpoint again.
+    its label.
     """
 
     chosen: Point | None
     lines: list[tuple[str, str]]
-    commands: list[str]
 
     @property
     def text(self) -> str:
-        return "\n".join(f"{label:12}{line}" for label, line in [*self.lines, *(("", line) for line in self.commands)])
+        return "\n".join(f"{label:12}{line}" for label, line in self.lines)
 
 
 def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
@@ -131,7 +125,7 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
     smaller = found[found.kv_bytes_per_token < kept]
     if smaller.empty:
         return Recommendation(
-            None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")], []
+            None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")]
         )
     if bounds.kv_bytes:
         return _within_bytes(smaller, source, bounds.kv_bytes)
@@ -151,7 +145,7 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
             ("recommended", f"nothing: of {len(smaller)} combinations none is within {limit}"),
             ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"), *recalls, ("", advice),
         ]  # fmt: skip
-        return Recommendation(None, lines, [])
+        return Recommendation(None, lines)
     order = ["kv_bytes_per_token", "train_tokens", "loss"]
     chosen = _best(within, *order)
     below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
@@ -167,14 +161,14 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
         best = _best(same, "loss")
         better = f"; {_named(best)} is better" if best.loss < chosen.loss else ""
         lines.append(("", f"of {len(same)} with that cache it trains on the fewest tokens{better}"))
-    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls], commands(chosen))
+    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls])
 
 
 def _within_bytes(smaller: pandas.DataFrame, source: Row, most: int) -> Recommendation:
     """What loses least (its worst seed) with at most so many bytes of KV cache a token."""
     kept, limit = source["kv_bytes_per_token"], f"a KV cache of at most {size(most)} a token"
     if kept <= most:
-        return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")], [])
+        return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")])
     within, order = smaller[smaller.kv_bytes_per_token <= most], ["worst", "train_tokens", "kv_bytes_per_token"]
     if within.empty:
         closest = _best(smaller, "kv_bytes_per_token", "worst")
@@ -183,14 +177,14 @@ def _within_bytes(smaller: pandas.DataFrame, source: Row, most: int) -> Recommen
             ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"),
             ("", "allow more with --kv-bytes, or add smaller --groups or --cache-bits to the study"),
         ]  # fmt: skip
-        return Recommendation(None, lines, [])
+        return Recommendation(None, lines)
     chosen = _best(within, *order)
     lines = [
         ("recommended", f"{_named(chosen)}, with {_cache(chosen, kept)}"),
         ("why", f"it loses least of {len(within)} combinations with {limit}"),
         *_bits_alone(chosen, within, order, kept),
     ]  # fmt: skip
-    return Recommendation(chosen, lines, commands(chosen))
+    return Recommendation(chosen, lines)
 
 
 def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], kept: int) -> list[tuple[str, str]]:
@@ -218,56 +212,3 @@ def _named(point: Point) -> str:
     worst = f" (worst of {point.seeds} seeds {point.worst:+.4f})" if point.seeds > 1 else ""
     recall = f", {point.recall_worst:.1%} of second copies right" if pandas.notna(point.recall_worst) else ""
     return f"{name(point)}: {point.loss_increase:+.4f} nats per token{worst}{recall}"
-
-
-# Columns of a study that are other words in a command.
-_FLAGS = {
-    "calibration": "data",
-    "calibration_tokens": "tokens",
-    "calibration_length": "context",
-    "calibration_dtype": "precision",
-    "block_size": "context",
-}
-
-
-def commands(point: Point) -> list[str]:
-    """What makes the checkpoint of a point again; nothing where it is the base model."""
-    model, method = point["model"], point["method"]
-    if method == UNMERGED[0] and not point["alpha"]:
-        return []
-    groups, named = f"{point['groups']:g}", f"gqa{point['groups']:g}"
-    if point["budget"]:
-        groups, named = ",".join(map(str, point["kv_heads"])), f"kv{100 * point['budget']:.0f}"
-    out = f"{model.split('/')[-1]}-{named}"
-    words = ["gqa-convert", model, "--groups", groups]
-    if method not in UNMERGED:
-        words += ["--method", method]
-    names: list[str] = []
-    how = METHODS.get(method)  # none where no heads were merged
-    if how and how.draws:
-        words += ["--seed", point["seed"]]
-    if how and how.aligns and point["grouping"] != "auto":
-        names += ["grouping"]
-    if how and how.needs == "text":
-        names += ["calibration", "calibration_tokens", "calibration_length", "ridge"]
-        names += [name for name in ("field", "target_field") if pandas.notna(point.get(name)) and point[name] != "text"]
-        names += ["calibration_dtype"] if point.get("calibration_dtype") in {*DTYPES} - {MapsOptions.dtype} else []
-        words += [] if point.get("calibration_repeats") else ["--no-repeats"]
-    if how and how.refines:
-        names += ["refine_steps", "refine_batch", "refine_learning_rate", "refine_precision"]
-    found = [[*words, *_options(point, names), "-o", out]]
-    if point["alpha"]:
-        defaults = {field.name: field.default for field in fields(TrainOptions)}
-        point = {"schedule": "constant"} | dict(point)  # in studies of before there was another
-        given = [name for name in ("alpha", *TRAINING[1:], "train", "seed") if point.get(name) != defaults[name]]
-        words = ["gqa-uptrain", out]
-        for source in point["data"].split(","):
-            words += ["--data", source]
-        words += _options(point, [name for name in given if pandas.notna(point.get(name))])
-        words += ["--teacher", model if point["teacher"] == "source" else NO_TEACHER]
-        found.append([*words, "-o", f"{out}-trained"])
-    return [shlex.join(map(str, line)) for line in found]
-
-
-def _options(point: Point, names: Iterable[str]) -> list[Any]:
-    return [word for name in names for word in (f"--{_FLAGS.get(name, name).replace('_', '-')}", point[name])]

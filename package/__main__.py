@@ -1,5 +1,0 @@
-"""`python -m gqa`."""
-
-from .cli import main
-
-main()
