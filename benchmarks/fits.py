@@ -25,14 +25,7 @@ SHAPES = {
     "OPT-66B, 72 -> 8": (9216, 72, 8, 36864, 2, 64, 50272, True),
     "a Llama of 70B with 64 heads -> 8": (8192, 64, 8, 22016, 3, 80, 32000, False),
 }
-# Whether all weights train; optimiser; what weights are kept in; whether the teacher is there or was recorded.
-WAYS = {
-    "all weights, AdamW": (True, "adamw", "float32", True),
-    "attention, AdamW": (False, "adamw", "float32", True),
-    "all, 8 bits": (True, "adamw-8bit", "float32", True),
-    "all, 8 bits, bfloat16": (True, "adamw-8bit", "bfloat16", True),
-    "the same, recorded": (True, "adamw-8bit", "bfloat16", False),
-}
+WAYS = {"all weights, AdamW": True, "attention, AdamW": False}  # whether all weights train
 # Of docs/scale.md: GPUs, how, tokens.
 PLANS = {
     "Llama-2-7B, 32 -> 8": [(1, "attention, AdamW", 100_000_000), (8, "all weights, AdamW", 1_000_000_000)],
@@ -67,16 +60,15 @@ def main(gpu: int, activations: int, flops: float, mfu: float, json_file: Any) -
     found = []
     for name, shape in SHAPES.items():
         base, after, attention = sizes(*shape)
-        for way, (whole, optimizer, weights, taught) in WAYS.items():
-            given = after, after if whole else attention, optimizer, 2 * base if taught else 0
-            gpus = next(n for n in count(1) if memory_bytes(*given, n, weights) <= gpu - activations)
-            total, each = memory_bytes(*given, 1, weights), memory_bytes(*given, gpus, weights)
+        for way, whole in WAYS.items():
+            given = after, after if whole else attention, "adamw", 2 * base
+            gpus = next(n for n in count(1) if memory_bytes(*given, n) <= gpu - activations)
+            total, each = memory_bytes(*given, 1), memory_bytes(*given, gpus)
             found.append({"model": name, "parameters": after, "way": way, "bytes": total, "gpus": gpus})
             click.echo(f"{name:36}{way:24}{total / 1e9:6,.0f} GB in all, {each / 1e9:3.0f} GB on each of {gpus}")
         for gpus, way, tokens in PLANS.get(name, ()):
-            whole, optimizer, weights, _ = WAYS[way]
-            trained = after if whole else attention
-            each = memory_bytes(after, trained, optimizer, 2 * base, gpus, weights)
+            trained = after if WAYS[way] else attention
+            each = memory_bytes(after, trained, "adamw", 2 * base, gpus)
             hours = tokens * operations(base, after, trained) / (gpus * mfu * flops) / 3600
             found.append({"model": name, "way": way, "gpus": gpus, "bytes": each, "tokens": tokens, "hours": hours})
             told = f"{each / 1e9:.0f} GB on each of {gpus}, {tokens / 1e6:,.0f}M tokens in {hours:.1f} h"

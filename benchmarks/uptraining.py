@@ -1,7 +1,7 @@
 """What gqa-uptrain's defaults gain: nats per token before and after training, for each method, G and alpha.
 
     python benchmarks/uptraining.py                             # the table of docs/uptraining.md
-    python benchmarks/uptraining.py --groups 1 --method refined --alpha 0.01 --learning-rate 1e-3 --optimizer muon
+    python benchmarks/uptraining.py --groups 1 --method refined --alpha 0.01 --learning-rate 1e-3
     python benchmarks/uptraining.py --data self                 # the base model writes the text, alpha x as much of it
 
 Every cell is a run of its own, `gqa-uptrain CONVERTED --data DATA --alpha ALPHA --precision bfloat16` with the options

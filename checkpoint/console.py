@@ -168,7 +168,7 @@ _HEADINGS = {
     "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers kl "
     "recall cache-bits decode memory recommend dry-run device",
     "Quality": "grouping ridge refine-steps refine-batch refine-learning-rate refine-precision "
-    "learning-rate schedule warmup decay weight-decay optimizer weights clip batch-size distill temperature "
+    "learning-rate schedule warmup decay weight-decay optimizer clip batch-size distill temperature "
     "lora-rank precision calibration-precision eval-precision seed seeds kv-bytes max-loss-increase max-recall-loss "
     "protocol stride decode-batches "
     "decode-contexts decode-steps decode-repeats decode-batch decode-context",

@@ -94,8 +94,6 @@ def options(**given: Any) -> TrainOptions:
         ({"heldout": "a", "heldout_fraction": 0.1}, 1, "given by --heldout and --heldout-fraction; give one"),
         ({"learning_rate": math.inf}, 1, "--learning-rate is inf; give a finite number"),
         ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
-        ({"weights": "bfloat16", "optimizer": "muon"}, 1, "--weights bfloat16 is computed in bfloat16, with"),
-        ({"weights": "bfloat16", "precision": "fp16"}, 1, "with --optimizer adamw or adamw-8bit; give one of these"),
     ],
 )
 def test_options_that_do_not_go_together(given: dict[str, Any], ranks: int, says: str) -> None:

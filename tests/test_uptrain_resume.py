@@ -21,7 +21,7 @@ STEPS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"model": "dropout", "precision": "bf16", "mask_documents": True},
     "streaming": {"streaming": True, "heldout_fraction": 0.1, "optimizer": "adafactor", "schedule": "cosine"},
-    "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2, "optimizer": "muon"},
+    "lora": {"train": "lora", "lora_rank": 4, "teacher": "teacher", "micro_batch": 2},
     "ranks": {"model": "dropout", "ranks": 2},
 }
 

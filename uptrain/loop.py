@@ -20,7 +20,7 @@ from gqa.checkpoint.processes import main_first
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.log import Log
 from gqa.uptrain.lora import merged
-from gqa.uptrain.optimizer import make_optimizer, set_rate
+from gqa.uptrain.optimizer import make_optimizer
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.schedule import rate_factor, warmup_steps
 from gqa.uptrain.scope import trained_names
@@ -131,7 +131,8 @@ def _step(
     total = accelerator.reduce(torch.tensor(float(sum(map(predictions, batches))), device=device), "sum")
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
     sums = _zeros(3, device)
-    set_rate(optimizer, rate)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
     for batch in batches:
         with accelerator.accumulate(model):
             loss, numbers = model(**batch)

@@ -106,16 +106,7 @@ class TrainOptions:
         "else all]",
     )
     lora_rank: int = option_field(16, "The rank of the adapters of --train lora.", type=_FROM_ONE)
-    optimizer: Literal["adamw", "adamw-8bit", "adafactor", "muon"] = option_field(
-        "adamw",
-        "What updates the weights. adamw-8bit: with a state of 8 bits, by torchao; muon: that for matrices, adamw for "
-        "the rest.",
-    )
-    weights: Literal["float32", "bfloat16"] = option_field(
-        "float32",
-        "What weights and gradients are kept in. bfloat16: steps are rounded at random, by torchao.",
-        type=Precision("float32", "bfloat16"),
-    )
+    optimizer: Literal["adamw", "adafactor"] = option_field("adamw", "What updates the weights.")
     learning_rate: float = option_field(3e-4, "The learning rate at its highest.", aliases="--lr", type=_ABOVE_ZERO)
     schedule: Schedule = option_field("linear", "How the learning rate goes on after the warm-up.")
     warmup: int | None = option_field(
@@ -128,7 +119,7 @@ class TrainOptions:
     clip: float = option_field(1.0, "The norm of the gradient, at most.", type=_ABOVE_ZERO)
     precision: Literal["no", "bf16", "fp16"] = option_field(
         "no",
-        "What is computed in; for what weights are kept in see --weights. As the launcher says, unless given.",
+        "What is computed in; weights are kept in float32. As the launcher says, unless given.",
         type=Precision("float32", "bfloat16", "float16", accelerate=True),
         default="float32",
         envvar="ACCELERATE_MIXED_PRECISION",
@@ -187,13 +178,6 @@ class TrainOptions:
         return () if self.teacher == NO_TEACHER else (self.teacher,)
 
     @property
-    def of_torchao(self) -> str:
-        """The option for which torchao is needed, if any."""
-        if self.optimizer == "adamw-8bit":
-            return "--optimizer adamw-8bit"
-        return "--weights bfloat16" if self.weights == "bfloat16" else ""
-
-    @property
     def lengths(self) -> list[str]:
         """Which of the three ways to say how long training is are used."""
         return [f"--{name}" for name in ("alpha", "tokens", "steps") if getattr(self, name) is not None]
@@ -230,11 +214,6 @@ class TrainOptions:
         ):  # fmt: skip
             if not there and getattr(self, name) != getattr(TrainOptions, name):
                 yield f"--{name.replace('_', '-')} needs {needed}; give both or leave it out"
-        if self.weights == "bfloat16" and (self.precision == "fp16" or not self.optimizer.startswith("adamw")):
-            yield (
-                "--weights bfloat16 is computed in bfloat16, with --optimizer adamw or adamw-8bit; give one of these, "
-                "and no other --precision"
-            )
         for name, value in asdict(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"--{name.replace('_', '-')} is {value}; give a finite number"

@@ -40,7 +40,6 @@ from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block
 from gqa.uptrain.dataloader import Dataloader, open_dataloader, open_heldout, open_sampled
 from gqa.uptrain.defaults import settle
-from gqa.uptrain.optimizer import torchao_optim
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.scope import choose, unreached
@@ -199,7 +198,7 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     device = find_device(options.device) if options.device else None
     try:
         accelerator = Accelerator(
-            mixed_precision="no" if options.weights == "bfloat16" else options.precision,  # they need no casting
+            mixed_precision=options.precision,
             # Given as a number it would give way to a variable of the launcher's.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),
@@ -215,8 +214,6 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
         raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
-    if accelerator.is_fsdp2 and options.optimizer == "muon":
-        raise RefusedError("--optimizer muon needs whole matrices, and FSDP divides them; use adamw")
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
         raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
     if accelerator.is_fsdp2:
@@ -224,7 +221,7 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Else each process holds whole gradients from one micro-batch to the next.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        if options.precision != "no" or options.weights == "bfloat16":
+        if options.precision != "no":
             _keep_sums(accelerator)
     return accelerator
 
@@ -245,7 +242,7 @@ def _beside(out: Path, purpose: str) -> Path:
 def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dry: bool) -> PreTrainedModel:
     """With what does not train frozen. It has no weights where they are read into shards."""
     sharded, device = accelerator.is_fsdp2, str(accelerator.device)
-    model = _load(checkpoint, options, device, options.weights, weights=not (dry or sharded))
+    model = _load(checkpoint, options, device, "float32", weights=not (dry or sharded))
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
     set_seed(options.seed)  # of adapters
@@ -260,11 +257,8 @@ def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerat
             enable({"use_reentrant": False})
         except ValueError as error:
             raise RefusedError(f"--checkpointing: {explain(error)}") from None
-    if (wanted := options.of_torchao) and not dry:
-        torchao_optim(wanted)
-        _check_compiler(wanted)  # of its steps
     if options.compile:
-        _check_compiler("--compile")
+        _check_compiler()
     return model
 
 
@@ -289,13 +283,13 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
         )
 
 
-def _check_compiler(wanted: str) -> None:
+def _check_compiler() -> None:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
     except Exception as error:  # of any of the layers below
         if out_of_memory(error):
             raise
-        raise RefusedError(f"{wanted}: torch.compile does not work here ({explain(error, 200)}); do without") from None
+        raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
 
 
 def check_teacher(teacher: Any, its_tokenizer: Any, model: Any, tokenizer: Any, name: str) -> None:

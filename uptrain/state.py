@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._pytree import tree_map_only
 
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
@@ -43,7 +44,6 @@ from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.locks import locked
 from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
 from gqa.checkpoint.write import fsync_directory, write_text
-from gqa.uptrain.optimizer import on_host, plain_moments, restored_moments
 from gqa.uptrain.options import TrainOptions, differences
 
 RECORD = "trainer_state.json"
@@ -103,7 +103,7 @@ class States:
             rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
             save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
             weights, moments = get_state_dict(model, optimizer.optimizer)
-            found = on_host({"model": weights, "optimizer": moments})
+            found = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), {"model": weights, "optimizer": moments})
         thread = ThreadPoolExecutor(1)
         self._writing = thread.submit(self._complete, work, record, found, self._group)
         thread.shutdown(wait=False)
@@ -223,9 +223,7 @@ def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> No
     weights, moments = get_state_dict(model, optimizer.optimizer)
     read({"model": weights}, checkpoint_id=path / _SHARDS)
     # What never had a gradient has no moments.
-    held = plain_moments(moments)
-    read({"optimizer": held}, checkpoint_id=path / _SHARDS, planner=DefaultLoadPlanner(allow_partial_load=True))
-    moments = restored_moments(moments, held)
+    read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=DefaultLoadPlanner(allow_partial_load=True))
     set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
     load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
 

@@ -28,7 +28,7 @@ from gqa.uptrain.loop import EVALUATIONS, TrainingProgress
 from gqa.uptrain.schedule import warmup_steps
 from gqa.uptrain.setup import Setup
 
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}  # of a weight, its gradient, and either moment of AdamW
+_MOMENTS = {"adamw": 8, "adafactor": 1}  # bytes of the optimiser's state for each weight that trains
 
 
 def plan_record(setup: Setup) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def plan_record(setup: Setup) -> dict[str, Any]:
         "processes": setup.accelerator.num_processes,
         "warmup_steps": warmup_steps(options.warmup, options.schedule, dataloader.steps),
         "heldout_tokens": dataloader.tokens(len(setup.heldout)),
-        "memory_bytes": memory_bytes(parameters, trained, options.optimizer, teacher, shares, options.weights),
+        "memory_bytes": memory_bytes(parameters, trained, options.optimizer, teacher, shares),
     }
 
 
@@ -71,27 +71,16 @@ def estimate(setup: Setup) -> dict[str, Any]:
     speed = products_a_second(str(setup.accelerator.device), width) * setup.accelerator.num_processes
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     states = 1 + options.keep_last if options.save_every or options.save_minutes else 0  # one more while it is written
-    disk = setup.checkpoint.nbytes + _WEIGHT_BYTES[options.weights] * trained
-    plain = options.optimizer == "adamw-8bit"  # of which a state has the moments as float32
-    moments = _moments(*("adamw", "float32") if plain else (options.optimizer, options.weights))
-    disk += states * (_WEIGHT_BYTES[options.weights] * parameters + moments * trained)
+    disk = setup.checkpoint.nbytes + 4 * trained + states * (4 * parameters + _MOMENTS[options.optimizer] * trained)
     return {"seconds": round(operations / speed, 1), "disk_bytes": disk}
 
 
-def memory_bytes(
-    parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1, weights: str = "float32"
-) -> int:
+def memory_bytes(parameters: int, trained: int, optimizer: str, teacher: int = 0, shares: int = 1) -> int:
     """What one process holds where `shares` divide all of it: weights, and of those that train gradients and what the
     optimiser keeps (of Adafactor rows and columns only, which are counted as a byte), and the bytes of a `teacher`.
     Activations come on top.
     """
-    each = _WEIGHT_BYTES[weights]
-    return (each * parameters + (each + _moments(optimizer, weights)) * trained + teacher) // shares
-
-
-def _moments(optimizer: str, weights: str) -> int:
-    """Bytes for each weight that trains."""
-    return {"adamw": 2 * _WEIGHT_BYTES[weights], "adamw-8bit": 2, "muon": 4, "adafactor": 1}[optimizer]
+    return (4 * parameters + (4 + _MOMENTS[optimizer]) * trained + teacher) // shares
 
 
 def plan_text(setup: Setup, record: Mapping[str, Any]) -> str:
