@@ -2,31 +2,30 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
-from gqa.checkpoint.errors import CorruptError, OutputError, RefusedError, explain
-from gqa.checkpoint.filesystems import OTHER_FORMATS, is_side_file, opened, remote_tensors
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain
+from gqa.checkpoint.headers import MAX_HEADER_BYTES, TensorSpec, read_header
 from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
 from gqa.checkpoint.read import (
-    INDEX,
     SINGLE,
-    TORCH_INDEX,
     TORCH_SINGLE,
     WEIGHT_SUFFIXES,
     Checkpoint,
+    holds_weights,
     read_checkpoint,
     read_json,
     weight_files,
 )
-from gqa.checkpoint.remote import Remote
 
+# Weights are fetched by name; the same model in other formats is not fetched at all.
+OTHER_FORMATS = ("original/", "onnx/", "openvino/")
+FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
 _NO_SIDE_FILES = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", *(f"{at}*" for at in OTHER_FORMATS)]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WANTED = (
@@ -39,12 +38,12 @@ def open_model(
     model: str,
     revision: str | None = None,
     headers_only: bool = False,
-    check: Callable[[Checkpoint], Path | None] = lambda checkpoint: None,
+    check: Callable[[Checkpoint], object] | None = None,
 ) -> Checkpoint:
-    """The checkpoint of a directory or a hub id, of which `headers_only` fetches config and headers.
+    """The checkpoint of a directory or a hub id, whose files are fetched into the hub's cache.
 
-    `check` is called with what the headers say before any weights are fetched. It may refuse, or name a directory that
-    they are fetched to when they are read (`Checkpoint.remote`); else those of a hub id are fetched into its cache.
+    headers_only: Of a hub id's weights fetch only the headers: everything is described, and no tensor can be read.
+    check: Called with this description before weights are fetched, and may refuse them.
     Raises RefusedError for whatever keeps the model from being fetched, OSError where this machine is the cause.
     """
     if os.path.lexists(model):
@@ -55,8 +54,16 @@ def open_model(
         raise RefusedError(f"there is no directory {model}, and it is no hub id (owner/name); give one of them")
     if revision is not None and (not revision.strip() or ".." in revision):
         raise RefusedError(f"--revision {revision!r} is not the name of a branch, a tag or a commit")
-    with quiet("huggingface_hub"), _refusing(f"there is no directory {model}, and ", model, revision):
-        return _from_hub(model, revision, headers_only, check)
+    try:
+        with quiet("huggingface_hub"):
+            return _from_hub(model, revision, headers_only, check)
+    except RefusedError:
+        raise
+    except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
+        if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
+            raise
+        reason = hub_reason(error, model, revision) or f"{model} at the hub: {type(error).__name__}: {explain(error)}"
+        raise RefusedError(f"there is no directory {model}, and {reason}") from error
 
 
 def beside(model: str, suffix: str) -> Path:
@@ -68,27 +75,10 @@ def beside(model: str, suffix: str) -> Path:
     return Path(model.split("/")[-1] + suffix)
 
 
-@contextmanager
-def _refusing(before: str, repo: str, revision: str | None = None) -> Iterator[None]:
-    """What stands between here and a repository as a RefusedError, whose line begins with `before`."""
-    try:
-        yield
-    except (RefusedError, OutputError):
-        raise
-    except Exception as error:  # huggingface_hub and its HTTP client raise many kinds
-        if isinstance(error, OSError) and error.errno is not None:  # of this machine: no space, no permission
-            raise
-        raise RefusedError(f"{before}{_reason(error, repo, revision)}") from None
-
-
-def _reason(error: BaseException, repo: str, revision: str | None = None) -> str:
-    return hub_reason(error, repo, revision) or f"{repo} at the hub: {type(error).__name__}: {explain(error)}"
-
-
 def _from_hub(
-    model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], Path | None]
+    model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object] | None
 ) -> Checkpoint:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, snapshot_download
 
     try:
         info = HfApi().model_info(model, revision=revision)
@@ -100,61 +90,56 @@ def _from_hub(
     if "config.json" not in present:
         raise RefusedError(f"{model} has no config.json; {_WANTED}")
 
-    def read(name: str) -> dict[str, Any]:
-        return read_json(Path(hf_hub_download(model, name, revision=info.sha)).parent, name)
+    def fetch(names: Iterable[str]) -> Path:
+        # By the name that was asked for, so that the cache knows it offline.
+        patterns = [escape(name) for name in names]
+        directory = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        if directory.name != info.sha:
+            raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
+        return directory
 
-    files, index = _weights_of(model, present, read)
-    if headers_only and files[0].endswith(".bin"):
-        raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    absent = {file for file in files if not isinstance(try_to_load_from_cache(model, file, revision=info.sha), str)}
-    if files[0].endswith(".safetensors") and (headers_only or absent):
-        headers = _headers(model, str(info.sha), read("config.json"), files, index, absent)
-        if headers_only:
-            return headers
-        if place := check(headers):
-            return opened(headers, place, present)
-    needed = files + [name for name in present if is_side_file(name)]
-    if index is not None:
-        needed.append(INDEX if files[0].endswith(".safetensors") else TORCH_INDEX)
-    # By the name that was asked for, so that the cache knows it offline; the commit is that of the headers.
-    directory = Path(snapshot_download(model, revision=revision, allow_patterns=[escape(name) for name in needed]))
-    if directory.name != info.sha:
-        raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
-    return read_checkpoint(directory, info.sha, model)
-
-
-def _weights_of(
-    model: str, present: AbstractSet[str], read: Callable[[str], dict[str, Any]]
-) -> tuple[list[str], dict[str, Any] | None]:
-    files, index = weight_files(present, read)
+    files, _ = weight_files(present, lambda index: read_json(fetch([index]), index))
     if not files:
         raise RefusedError(f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
     if missing := set(files) - present:
         raise CorruptError(f"the index of {model} names {min(missing)}, which is not there; tell its owner")
-    return files, index
+    pickled = files[0].endswith(".bin")
+    if headers_only and pickled:
+        raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
+    directory = fetch(filter(is_side_file, present))
+    describe = partial(read_checkpoint, directory, info.sha, model, partial(_remote_table, model, info.sha), present)
+    if headers_only:
+        return describe()
+    if check and not pickled and not all((directory / file).exists() for file in files):
+        check(describe())
+    return read_checkpoint(fetch(files), info.sha, model)
 
 
-def _headers(
-    model: str,
-    commit: str,
-    config: dict[str, Any],
-    files: list[str],
-    index: dict[str, Any] | None,
-    absent: AbstractSet[str],
-) -> Checkpoint:
-    """What the headers of files say, and where these come from; those that are `absent` are not in the cache."""
-    from huggingface_hub import HfFileSystem, constants, hf_hub_download
+def is_side_file(name: str) -> bool:
+    """Whether a file of a repository is fetched beside the weights."""
+    hidden = any(part.startswith(".") for part in name.split("/"))
+    return not (hidden or name.startswith(OTHER_FORMATS) or holds_weights(name))
 
-    def get(file: str, to: Path) -> None:
-        with _refusing("", model):
-            hf_hub_download(model, file, revision=commit, local_dir=to)
+
+def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
+    """The tensors of a file at the hub, as strictly read as those of a local one: a file of its size, in which nothing
+    follows the header.
+
+    HfApi.parse_safetensors_file_metadata would not do: it gives no size of the file and keeps the last of two tensors
+    of one name.
+    """
+    from huggingface_hub import HfFileSystem
 
     fs = HfFileSystem(skip_instance_cache=True)
-    tensors = remote_tensors(files, index, fs, lambda file: f"{model}/{file}", revision=commit)
-    headers = Checkpoint(model.split("/")[-1], None, config, tensors, tuple(files), revision=commit, hub_id=model)
-    missing = sum(size for file, size in headers.file_sizes.items() if file in absent)
-    remote = Remote(f"{model} {commit}", get, Path(constants.HF_HUB_CACHE), missing)
-    return replace(headers, remote=remote)
+    with (
+        TemporaryDirectory() as place,
+        fs.open(f"{model}/{file}", revision=commit, block_size=FIRST_BYTES) as stream,
+    ):
+        length = stream.read(8)
+        copy = Path(place) / "header.safetensors"
+        copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
+        os.truncate(copy, stream.size)
+        return read_header(copy, file)
 
 
 def _cached(model: str, revision: str | None) -> Checkpoint | None:
@@ -162,9 +147,10 @@ def _cached(model: str, revision: str | None) -> Checkpoint | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    how: Any = {"ignore_patterns": _NO_SIDE_FILES, "local_files_only": True}
     with suppress(LocalEntryNotFoundError):
-        directory = Path(snapshot_download(model, revision=revision, **how))
+        directory = Path(
+            snapshot_download(model, revision=revision, ignore_patterns=_NO_SIDE_FILES, local_files_only=True)
+        )
         present = {path.name for path in directory.iterdir()}
         files, _ = weight_files(present, partial(read_json, directory))
         if files and present.issuperset([*files, "config.json"]):

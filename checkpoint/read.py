@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.headers import TensorSpec, parse_json, read_header
-from gqa.checkpoint.remote import Remote
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,15 +54,14 @@ class ModelClass:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it lies on disk (or, for a dry run from the hub, as its headers describe it).
+    """A checkpoint as it lies on disk (of a dry run from the hub, without its weights).
 
     source: What is stored, where it is seen as one of another class; `way`, how: `native` or `custom modelling code`.
     added: Text files that the result has besides those of the source.
-    remote: Where files are fetched from when they are asked for; None where all are in `directory`.
     """
 
     name: str
-    directory: Path | None
+    directory: Path
     config: dict[str, Any]
     tensors: Mapping[str, TensorSpec]
     files: tuple[str, ...]
@@ -73,16 +72,11 @@ class Checkpoint:
     source: Checkpoint | None = None
     way: str | None = None
     added: Mapping[str, str] = field(default_factory=dict)
-    remote: Remote | None = field(default=None, repr=False, compare=False)
     _pickled: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
     _paths: dict[Path, Path] = field(default_factory=dict, repr=False, compare=False)
 
     def path(self, file: str) -> Path:
         """Where a file really lies (the hub's cache holds links), checked once to belong to the checkpoint."""
-        if self.directory is None:
-            raise RefusedError(f"{self.name}: only its headers were fetched")
-        if self.remote:
-            self.remote.fetch(file)
         if (named := self.directory / file) not in self._paths:
             self._paths[named] = member_path(self.directory, file)
         return self._paths[named]
@@ -110,20 +104,6 @@ class Checkpoint:
     def has_range(self, spec: TensorSpec) -> bool:
         """Whether the bytes `[begin, end)` of its file are the tensor: not so in a `.bin`, nor of what is computed."""
         return spec.file not in self._pickled
-
-    def files_of(self, spec: TensorSpec) -> set[str]:
-        """The files of weights that a tensor is read from."""
-        return {spec.file}
-
-    @property
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes of every file of weights, which end with its last tensor."""
-        if self.source:
-            return self.source.file_sizes
-        sizes: dict[str, int] = {}
-        for spec in self.tensors.values():
-            sizes[spec.file] = max(sizes.get(spec.file, 0), spec.end)
-        return sizes
 
     @property
     def parameters(self) -> int:
@@ -188,10 +168,19 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return parse_json(path.read_bytes(), name)
 
 
-def read_checkpoint(directory: Path, revision: str | None = None, hub_id: str | None = None) -> Checkpoint:
-    """Read config, index and headers of a local directory. Raises RefusedError or CorruptError with one line."""
+def read_checkpoint(
+    directory: Path,
+    revision: str | None = None,
+    hub_id: str | None = None,
+    read_table: Callable[[str], list[TensorSpec]] | None = None,
+    present: AbstractSet[str] = frozenset(),
+) -> Checkpoint:
+    """Read config, index and headers of a local directory. Raises RefusedError or CorruptError with one line.
+
+    Weights that are not in the directory are among the names `present`, and `read_table` reads their headers.
+    """
     try:
-        present = {p.name for p in directory.iterdir()}
+        present = present or {p.name for p in directory.iterdir()}
         if "config.json" not in present:
             raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
         config = read_json(directory, "config.json")
@@ -203,11 +192,15 @@ def read_checkpoint(directory: Path, revision: str | None = None, hub_id: str | 
                 f"{_advice(present)}"
             )
         pickled = {file: _load_pickled(directory, file) for file in files if file.endswith(".bin")}
-        tables = {
-            file: _pickled_table(file, pickled[file]) if file in pickled
-            else read_header(_weights_path(directory, file), file)
-            for file in files
-        }  # fmt: skip
+        if read_table:
+            with ThreadPoolExecutor(8) as pool:
+                tables = dict(zip(files, pool.map(read_table, files), strict=True))
+        else:
+            tables = {
+                file: _pickled_table(file, pickled[file]) if file in pickled
+                else read_header(_weights_path(directory, file), file)
+                for file in files
+            }  # fmt: skip
         kept, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, *files})
     except NotADirectoryError:
         raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None

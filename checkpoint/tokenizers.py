@@ -1,6 +1,5 @@
 """A checkpoint's tokenizer, where it has one."""
 
-from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
@@ -19,7 +18,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     """
     from transformers import AutoTokenizer
 
-    directory, advice = Path(str(checkpoint.directory)), f", or {instead}" if instead else ""
+    directory, advice = checkpoint.directory, f", or {instead}" if instead else ""
     none = RefusedError(
         f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
     )

@@ -7,14 +7,13 @@ only the hidden directory, which the next run removes: a lock beside it tells a 
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 32 << 20
-_FINISHED = ".finished.json"  # of what is written, until all of it is
 DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
@@ -40,18 +38,14 @@ class CancelledError(Exception):
 
 
 class OutputDirectory:
-    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`.
+    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`."""
 
-    A run that says what it does by `resume` finds in `work` what another one that said the same left there with a
-    `Finished`, and leaves it there itself unless it is done or what it wrote is wrong.
-    """
-
-    def __init__(self, out: Path, source: Path | None, overwrite: bool = False, resume: str = "") -> None:
+    def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
         named = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
         self.out = Path(os.path.realpath(out.parent), out.name) if named else out.resolve()
         self.work = self.sibling("partial")
         self._old = self.sibling("replaced")
-        self._overwrite, self._resume = overwrite, resume
+        self._overwrite = overwrite
         try:
             self._check_place(source)
             self._check_existing()
@@ -97,18 +91,15 @@ class OutputDirectory:
                 self.out.parent.mkdir(parents=True, exist_ok=True)
                 busy = f"another conversion is writing {self.out}; wait for it or give another -o"
                 held.enter_context(locked(self.sibling("lock"), busy))
-                if not self._resume:
-                    held.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
+                held.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
                 self._restore()
                 self._check_existing()  # now nobody else makes it
                 for leftover in (self.work, self._old):
-                    if leftover == self.work and Finished(self.work, self._resume).shards:
-                        continue
                     if leftover.is_dir() and not leftover.is_symlink():
                         shutil.rmtree(leftover)
                     else:  # a link, not what it leads to
                         leftover.unlink(missing_ok=True)
-                self.work.mkdir(exist_ok=bool(self._resume))
+                self.work.mkdir()
             except OSError as error:
                 raise _no_place(self.out, error) from None
             self._held = held.pop_all()
@@ -122,7 +113,6 @@ class OutputDirectory:
             self._check_existing()
         except RefusedError as error:  # it was made while this run was writing
             raise OutputError(str(error)) from None
-        (self.work / _FINISHED).unlink(missing_ok=True)
         if self.out.exists():
             self.out.rename(self._old)
         self.work.rename(self.out)
@@ -132,13 +122,10 @@ class OutputDirectory:
         with self._held:
             self._restore()
             shutil.rmtree(self._old, ignore_errors=True)
-            if self._resume and (kind is None or issubclass(kind, OutputError)):
-                shutil.rmtree(self.work, ignore_errors=True)
         if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
-            kept = "finished files are kept, and the same command goes on" if self._resume else "nothing was kept"
             raise OutputError(
-                f"no space left for {self.out}: {kept}; free some space or give another output with -o"
-            ) from None
+                f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
+            ) from value
 
     def _restore(self) -> None:
         """Undo an --overwrite that was stopped between its two renames."""
@@ -146,46 +133,13 @@ class OutputDirectory:
             self._old.rename(self.out)
 
 
-class Finished:
-    """Which shards in a directory are whole, for a run that goes on after it was stopped; known by what `told` it.
-
-    shards: The SHA-256 of each, empty where it was not asked for; `sources`, those of files that they are made of.
-    odd: What its caller noticed about them.
-    """
-
-    def __init__(self, work: Path, told: str) -> None:
-        self._path, self._told = work / _FINISHED, told
-        self.shards: dict[str, str] = {}
-        self.sources: dict[str, str] = {}
-        self.odd: list[tuple[str, str]] = []
-        with suppress(OSError, ValueError):
-            kept = json.loads(self._path.read_text(encoding="utf-8"))
-            if told and kept["told"] == told:
-                self.shards, self.sources, self.odd = kept["shards"], kept["sources"], [*map(tuple, kept["odd"])]
-
-    def save(self) -> None:
-        """Durable, where there is something to be known by."""
-        if self._told:
-            kept = {"told": self._told, "shards": self.shards, "sources": self.sources, "odd": self.odd}
-            with replacing(self._path) as temporary:
-                write_text(temporary, json.dumps(kept))
-
-
-def existing(out: Path) -> Path:
-    """The nearest directory above `out` that is there."""
-    return next(path for path in out.absolute().parents if path.is_dir())
-
-
-def require_space(needed: int, out: Path, fetched: int = 0, there: int = 0) -> None:
-    """Raise OutputError unless so many bytes fit where `out` will be, with what is fetched there at a time; what is
-    `there` already counts as free.
-    """
-    place = existing(out)
-    if (free := shutil.disk_usage(place).free + there) < needed + fetched:
-        beside = f" and what is fetched at a time {fetched:,}" if fetched else ""
+def require_space(needed: int, out: Path) -> None:
+    """Raise OutputError unless so many bytes fit where `out` will be."""
+    place = next(path for path in out.absolute().parents if path.is_dir())
+    if (free := shutil.disk_usage(place).free) < needed:
         raise OutputError(
-            f"no space left: the result takes {needed:,} bytes{beside}, {free:,} are free at {place}; free some space "
-            "or give another output with -o"
+            f"no space left: the result takes {needed:,} bytes, {free:,} are free at {place}; free some space or give "
+            "another output with -o"
         )
 
 

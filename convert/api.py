@@ -14,17 +14,16 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.provenance import PROVENANCE
 from gqa.checkpoint.read import Checkpoint
-from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, write_text
+from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.fetching import fetched, fetched_beside
 from gqa.convert.heads.layout import Groups, groups_text
 from gqa.convert.maps_file import MapsFile, open_maps
 from gqa.convert.merge import write
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.recast.targets import ANY, Target
-from gqa.convert.summary import identity, model_card, provenance
+from gqa.convert.summary import model_card, provenance
 from gqa.convert.verify import verify_load
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def plan_conversion(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
     target: Target = ANY,
-    output: Callable[[Plan], OutputDirectory | None] = lambda plan: None,
+    check: Callable[[Plan], object] = lambda plan: None,
 ) -> Plan:
     """Decide everything about a conversion from config and headers; nothing is written.
 
@@ -78,9 +77,7 @@ def plan_conversion(
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
         max_shard_bytes: Of one output file; None for the base model's partition.
         target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
-        output: From a plan, before weights are fetched, to where it is going to be written: for a hub id without the
-            space for all of it, the files of the source are then fetched beside it as they are read. To None for all of
-            a hub id at once.
+        check: Called with the plan before weights are fetched; may refuse it.
 
     Returns:
         The plan: shards with every output tensor's name, shape and dtype, the edits of config.json, and the KV cache
@@ -99,12 +96,7 @@ def plan_conversion(
         searches(made, grouping)  # refuses
         return made
 
-    def place(headers: Checkpoint) -> Path | None:
-        made = plan(headers)  # refuses before weights are fetched
-        there = output(made)
-        return fetched_beside(made, there) if there else None
-
-    return plan(open_model(os.fspath(model), revision, headers_only=headers_only, check=place))
+    return plan(open_model(os.fspath(model), revision, headers_only, lambda headers: check(plan(headers))))
 
 
 def plan_within(
@@ -158,7 +150,7 @@ def plan_maps(
             )
         check_place(out, overwrite)
 
-    plan = plan_conversion(model, groups, headers_only=False, output=check, **options)
+    plan = plan_conversion(model, groups, headers_only=False, check=check, **options)
     check(plan)
     return plan
 
@@ -179,8 +171,7 @@ def convert_plan(
     """Run a plan: find the maps that it lacks, stream the shards into `out`, verify them from disk, make it visible.
 
     Memory stays near 4 x the largest changed tensor per job; what does not change is copied by the kernel. Merging is
-    done in float32 (float64 for F64 tensors) and rounded once to the stored dtype. Files of a model elsewhere are
-    fetched when they are read and deleted after; stopped, such a run goes on after its last finished file.
+    done in float32 (float64 for F64 tensors) and rounded once to the stored dtype.
 
     Args:
         plan: Made with `headers_only=False`.
@@ -198,11 +189,11 @@ def convert_plan(
         RefusedError: Before anything is written.
         OutputError: The result could not be written or did not verify; nothing is left at `out`.
     """
-    if plan.checkpoint.directory is None:
+    if not all((plan.checkpoint.directory / file).exists() for file in plan.checkpoint.files):
         raise RefusedError(f"the plan is of the headers of {plan.checkpoint.name}; make it with headers_only=False")
     out = Path(out)
+    require_space(plan.total_bytes, out)
     with ExitStack() as stack:
-        stack.enter_context(fetched(plan, whole=bool(plan.looks_first)))
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.checkpoint.loading import ranks
             from gqa.convert.align.find_maps import with_maps
@@ -210,9 +201,8 @@ def convert_plan(
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
             if not ranks().is_main_process:  # which writes
                 return Conversion(out, plan, plan.warnings, {})
-        resume = identity(plan, checksums) if plan.checkpoint.remote else ""
-        output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite, resume))
-        warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress, resume=resume)
+        output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite))
+        warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
         write_text(output.work / PROVENANCE, provenance(plan, hashes, out, argv))
         write_text(output.work / "README.md", model_card(plan, out.name, argv))
         if load:
@@ -241,7 +231,7 @@ def convert_checkpoint(
 
     plan = plan_conversion(
         model, groups, grouping=grouping, headers_only=False,
-        output=lambda plan: OutputDirectory(place(plan), None, writing.get("overwrite", False)), **options,
+        check=lambda plan: OutputDirectory(place(plan), None, writing.get("overwrite", False)), **options,
     )  # fmt: skip
     return convert_plan(plan, place(plan), calibration=calibration, **writing)
 

@@ -141,7 +141,7 @@ def _planned(options: dict[str, Any]) -> Plan:
         options["allotment"] = None
         return plan_conversion(
             options["model"], options["groups"], maps=options["maps"], grouping=options["grouping"],
-            headers_only=options["dry_run"], output=partial(_place, options), **how,
+            headers_only=options["dry_run"], check=partial(_place, options), **how,
         )  # fmt: skip
     for other in ("maps", "dry_run"):
         if options[other]:

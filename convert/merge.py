@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -20,16 +19,13 @@ from gqa.checkpoint.read import Checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, write_index
 from gqa.checkpoint.write import (
     CancelledError,
-    Finished,
     Progress,
     copy_file,
     copy_range,
-    require_space,
     unwatched,
     write_tensor,
     write_text,
 )
-from gqa.convert.fetching import bytes_in, files_of, jobs_within
 from gqa.convert.heads.modules import Change
 from gqa.convert.plan import OutputTensor, Plan, Shard
 from gqa.convert.verify import all_finite, in_threads, sha256, verify, verify_shard
@@ -46,29 +42,16 @@ CAST_CHUNK = 4 << 20  # numbers cast at a time
 class _Job:
     """What the jobs of one run share.
 
-    finished: What is done; `odd` are (tensor, heads of it) with NaN or Inf in the source.
-    ahead: How many neighbouring shards may be under way: what is held at once counts on it.
-    unfinished: The numbers of those that are not done.
-    left: Each file of the source with the shards that still read it.
+    not_finite: (tensor, heads of it) with NaN or Inf in the source.
     """
 
     plan: Plan
     work: Path
     checksums: bool
     progress: Progress
-    finished: Finished
-    ahead: int
-    unfinished: set[int]
-    left: dict[str, set[str]]
-    turn: threading.Condition = field(default_factory=threading.Condition)
+    not_finite: list[tuple[str, str]] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     own: threading.local = field(default_factory=threading.local)
-
-    def halt(self) -> None:
-        """Jobs stop between two chunks, or while they wait for their turn."""
-        with self.turn:
-            self.stop.set()
-            self.turn.notify_all()
 
     def buffer(self, size: int) -> NDArray[np.uint8]:
         """Memory of this thread, the same each time: fresh pages for every tensor cost as much as reading it."""
@@ -81,68 +64,38 @@ class _Job:
 
 
 def write(
-    plan: Plan, work: Path, *, checksums: bool, jobs: int, progress: Progress | None, resume: str = ""
+    plan: Plan, work: Path, *, checksums: bool, jobs: int, progress: Progress | None
 ) -> tuple[list[str], dict[str, dict[str, str]] | None]:
     """Fill the directory `work` and verify it; what was odd, and the checksums. Raises OutputError.
 
-    Shards that another run finished there, which said the same `resume`, are taken as they are. What is fetched for a
-    shard is deleted once the last one that reads it is verified.
     Merging waits for memory, not for arithmetic: several threads on one tensor would only wait for each other.
     """
     import torch
 
-    finished, remote = Finished(work, resume), plan.checkpoint.remote
-    missing = sum(shard.nbytes for shard in plan.shards if shard.file not in finished.shards)
-    if remote:
-        space = shutil.disk_usage(work).free + bytes_in(remote.directory) - missing
-        jobs = jobs_within(plan, jobs, space)
-    else:
-        require_space(missing, work)
-    left: dict[str, set[str]] = {}
-    for shard in plan.shards:
-        for file in files_of(plan, shard):
-            left.setdefault(file, set()).add(shard.file)
-    numbers = range(len(plan.shards))
-    job = _Job(plan, work, checksums, progress or unwatched, finished, jobs, {*numbers}, left)
+    job, source = _Job(plan, work, checksums, progress or unwatched), plan.checkpoint
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        in_threads(jobs, partial(_make_shard, job), numbers, job.halt)
+        digests = in_threads(jobs, partial(_make_shard, job), plan.shards, job.stop.set)
+        read = in_threads(jobs, lambda file: sha256(source.path(file)), source.files if checksums else (), job.stop.set)
         _write_side_files(plan, work)
         verify(plan, work)
     finally:
         torch.set_num_threads(threads)
-    hashes = {"source": dict(finished.sources), "output": dict(finished.shards)} if checksums else None
-    return [f"{name} has NaN or Inf in its {part} heads" for name, part in finished.odd], hashes
+    hashes = {
+        "source": dict(zip(source.files, read, strict=False)),
+        "output": {shard.file: digest for shard, digest in zip(plan.shards, digests, strict=True)},
+    }
+    warnings = [f"{name} has NaN or Inf in its {part} heads" for name, part in job.not_finite]
+    return warnings, hashes if checksums else None
 
 
-def _make_shard(job: _Job, number: int) -> None:
-    """One output file, written and verified unless it is there; what no other one reads is let go of."""
-    shard, finished, source = job.plan.shards[number], job.finished, job.plan.checkpoint
-    with job.turn:
-        job.turn.wait_for(lambda: job.stop.is_set() or number - min(job.unfinished) < job.ahead)
+def _make_shard(job: _Job, shard: Shard) -> str:
+    """Write and verify one output file; its SHA-256 with --checksums, else nothing."""
     if job.stop.is_set():
         raise CancelledError
-    if shard.file in finished.shards:
-        digest = finished.shards[shard.file]
-        job.progress(shard.nbytes)
-    else:
-        _write_shard(job, shard)
-        digest = verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in finished.odd}, job.checksums)
-    with job.turn:
-        for readers in job.left.values():
-            readers.discard(shard.file)
-        read = [file for file in files_of(job.plan, shard) if not job.left[file]]
-    hashes = {file: sha256(source.path(file)) for file in read if job.checksums and file not in finished.sources}
-    with job.turn:
-        finished.shards[shard.file] = digest
-        finished.sources |= hashes
-        finished.save()
-        job.unfinished.discard(number)
-        job.turn.notify_all()
-    if remote := source.remote:
-        for file in read:
-            remote.release(file)
+    _write_shard(job, shard)
+    return verify_shard(job.plan, job.work / shard.file, shard, {name for name, _ in job.not_finite}, job.checksums)
 
 
 def _write_shard(job: _Job, shard: Shard) -> None:
@@ -215,7 +168,7 @@ def _compute(job: _Job, change: Change) -> dict[str, Tensor]:
 
     for part, heads in change.split(tensors).items():
         if part != "whole" and not all_finite(heads):
-            job.finished.odd.append((change.sources[0].name, part))
+            job.not_finite.append((change.sources[0].name, part))
     return dict(zip(change.outputs, job.plan.merging.apply(change, tensors), strict=True))
 
 

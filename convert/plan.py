@@ -104,11 +104,6 @@ class Plan:
         return self.merging.how.aligns and not self.merging.maps and self.fewest < self.config.main.kv
 
     @property
-    def looks_first(self) -> str:
-        """What looks at the whole model before anything is written, in words; nothing where files are read in turn."""
-        return f"method {self.merging.method}" if self.lacks_maps else ""
-
-    @property
     def method(self) -> str:
         """What is done to heads: the method's name, `repeat` upwards, `none` where their number stays."""
         before = self.config.main.kv

@@ -2,7 +2,6 @@
 model card for people and a provenance file for programs.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -22,7 +21,6 @@ from gqa.checkpoint.provenance import (
     versions,
     without_place,
 )
-from gqa.convert.fetching import fetching_record
 from gqa.convert.heads.layout import Groups, groups_text
 from gqa.convert.plan import Plan
 from gqa.convert.recast.parts import CUSTOM_CODE
@@ -100,7 +98,6 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         ],
         "shards": [{"file": s.file, "bytes": s.nbytes, "tensors": len(s.tensors)} for s in plan.shards],
         "total_bytes": plan.total_bytes,
-        "fetched": fetching_record(plan),
         "parameters": {
             "before": plan.checkpoint.parameters,
             "after": plan.parameters_after,
@@ -123,15 +120,8 @@ def plan_text(plan: Plan, tensors: bool) -> str:
     """The same for people, every changed tensor with its shapes listed or only counted."""
     told, classes = plan_record(plan), " -> ".join(map(str, plan.checkpoint.classes))
     heads, saved = told["heads"], told["parameters"]["saved"]
-    if fetched := told["fetched"]:
-        how = f"{size(fetched['bytes_at_once'])} at a time" + (
-            " where there is no space for all" if told["revision"] else ""
-        )
-        if fetched["whole_model_first"]:
-            how = f"all of it first: {plan.looks_first} looks at the whole model"
     lines = [
         f"model       {told['model']} ({told['model_type']}: {told['family']})",
-        *([f"fetched     {size(fetched['bytes'])}, {how}"] if fetched else []),
         *([f"class       {classes}, {plan.checkpoint.way}"] if told["recast"] else []),
         f"heads       {heads['query']} query, {heads['kv_before']} -> {groups_text(plan.groups)} key/value "
         f"(method {plan.method})",
@@ -163,9 +153,6 @@ def _place(plan: Plan, out: Path) -> str | None:
     """The way from the result to a local base model, where training looks for its teacher; None where it would tell
     whose directories they are.
     """
-    if plan.checkpoint.remote:
-        return None
-    assert plan.checkpoint.directory is not None
     base, result = plan.checkpoint.directory.resolve(), out.resolve()
     if base.drive != result.drive:
         return None
@@ -196,21 +183,6 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Pat
     beside = {"recast": told["recast"], "maps": maps and _told_of_maps(maps.description), "sha256": checksums}
     record |= {name: value for name, value in beside.items() if value}
     return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-
-
-def identity(plan: Plan, checksums: bool) -> str:
-    """SHA-256 of all that decides the files that a plan writes."""
-    remote, maps = plan.checkpoint.remote, plan.merging.maps
-    told = [
-        version(),
-        plan.merging.seed,
-        plan.dtype,
-        plan_record(plan),
-        maps and maps.description,
-        checksums,
-        remote and remote.identity,
-    ]
-    return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
 
 
 def model_card(plan: Plan, name: str, argv: Sequence[str]) -> str:

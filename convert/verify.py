@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import read_header
@@ -21,6 +21,7 @@ from gqa.convert.plan import OutputTensor, Plan, Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
+T, R = TypeVar("T"), TypeVar("R")
 BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
 
@@ -72,12 +73,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def in_threads(jobs: int, function: Callable[[int], object], numbers: Iterable[int], stop: Callable[[], None]) -> None:
-    """Call a function with every number, `jobs` at a time. The first error ends it: `stop` is called."""
+def in_threads(jobs: int, function: Callable[[T], R], items: Iterable[T], stop: Callable[[], None]) -> list[R]:
+    """Results of a function for every item, `jobs` at a time. The first error ends it: `stop` is called."""
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         try:
-            for done in as_completed([pool.submit(function, number) for number in numbers]):
-                done.result()
+            futures = [pool.submit(function, item) for item in items]
+            for future in as_completed(futures):
+                future.result()
+            return [future.result() for future in futures]
         except BaseException:
             stop()
             pool.shutdown(cancel_futures=True)

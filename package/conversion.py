@@ -178,7 +178,7 @@ def _planned(
             return plan_within(place, asked, calibration, ranks=ranks, layers=bar, **how)[0]
     return plan_conversion(
         place, asked, maps=maps, grouping=calibration.grouping, method=method, headers_only=False,
-        output=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
+        check=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -70,7 +70,6 @@ class Hub:
         self.answering = 0  # requests that are not recorded yet
         self._requests: list[Request] = []
         self.failing: dict[str, int] = {}  # beginning of a path -> status of the answer
-        self._watching: list[tuple[list[str], Callable[[], object]]] = []
         self.endpoint = ""
 
     def repo(self, name: str, directory: Path | None = None, **rights: Any) -> Repo:
@@ -89,16 +88,6 @@ class Hub:
     def sent(self, ending: str) -> int:
         """Bytes that went out from paths that end so."""
         return sum(r.sent for r in self.requests if r.path.endswith(ending))
-
-    def watch(self, look: Callable[[], object]) -> list[str]:
-        """The paths of whole weight files and data files from now on, as they begin; `look` at every piece of them."""
-        self._watching.append(([], look))
-        return self._watching[-1][0]
-
-    def piece(self, path: str, start: bool) -> None:
-        for seen, look in self._watching:
-            seen.extend([path] if start else [])
-            look()
 
     def fetched(self) -> set[str]:
         """Names of the files whose content was asked for."""
@@ -151,8 +140,6 @@ class _Handler(BaseHTTPRequestHandler):
         sent = 0
         try:
             while self.command != "HEAD" and sent < len(data):  # in pieces: a client may leave in between
-                if self.route.startswith("/lfs/") and not self.headers.get("Range"):
-                    self.hub.piece(self.route, start=not sent)
                 sent += self.wfile.write(data[sent : sent + 2**16])
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True

@@ -20,6 +20,7 @@ from training import Runs
 from gqa.checkpoint import shards
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.errors import OutputError
+from gqa.convert import api as convert_api
 from gqa.convert import convert_checkpoint
 from gqa.convert import merge as rewrite
 
@@ -146,7 +147,7 @@ def test_full_disk(disk: Path, tmp_path: Path, monkeypatch: Any, where: str, ove
     model, out = llama(tmp_path / "m", tensors=tensors, shards=2), disk / "out"
     (model / "vocab.txt").write_bytes(bytes(500_000))
     if where == "shards":
-        monkeypatch.setattr(rewrite, "require_space", lambda needed, out: None)
+        monkeypatch.setattr(convert_api, "require_space", lambda needed, out: None)
     if overwrite:
         assert run("--groups", 1, "--method", "mean", "-o", out, small(tmp_path / "other")).code == 0
     before, sound = snapshot(disk), snapshot(model)

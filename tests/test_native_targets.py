@@ -177,9 +177,9 @@ def test_bin_files_and_shards_give_the_same(name: str, checkpoint: Callable[[str
 
 
 def test_a_plan_from_headers_alone(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """As a dry run has them of a model at the hub: nothing is read, and the plan is that of the conversion."""
+    """As a dry run has them of a model at the hub: no tensor is read, and the plan is that of the conversion."""
     for name in ("gpt_neox", "codegen", "gpt2"):
-        headers = replace(read_checkpoint(checkpoint(name)), directory=None, side_files=())
+        headers = replace(read_checkpoint(checkpoint(name)), directory=tmp_path / "nowhere", side_files=())
         plan = make_plan(headers, 1)
         done = plan_conversion(checkpoint(name), 1)
         assert [(t.name, t.shape, t.dtype) for t in plan.tensors] == [(t.name, t.shape, t.dtype) for t in done.tensors]

@@ -62,7 +62,6 @@ def find_base(checkpoint: Checkpoint, conversion: dict[str, Any]) -> tuple[str, 
     source = conversion.get("source")
     if not isinstance(source, dict) or not isinstance(name := source.get("model"), str):
         return NO_TEACHER, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
-    assert checkpoint.directory is not None
     here = checkpoint.directory.resolve()
     places = [here / str(source["path"])] if source.get("path") else []
     places += [here.with_name(name)] if Path(name).name == name else []

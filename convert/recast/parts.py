@@ -83,9 +83,6 @@ class View(Checkpoint):
         recipe = self.recipes[spec.name]
         return recipe.compute is None and self.source.has_range(recipe.sources[0])
 
-    def files_of(self, spec: TensorSpec) -> set[str]:
-        return {part.file for part in self.recipes[spec.name].sources}
-
     @property
     def parameters(self) -> int:
         """Of the source, as far as it is used: masks that it stores are none, nor are zeros that the target adds."""

@@ -223,12 +223,12 @@ _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
 
 def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
     """What the result needs besides the tokenizer's files where a model type becomes another: keys of config.json, and
-    files. Of a checkpoint without its files (a dry run's) nothing is known.
+    files.
     """
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     present = set(checkpoint.side_files)
-    if checkpoint.directory is None or not present & _FILES:
+    if not present & _FILES:
         return {}, {}
     told = read_json(checkpoint.directory, _CONFIG) if _CONFIG in present else {}
     if TOKENIZER_MAPPING_NAMES.get(target) in _GENERAL:
