@@ -8,8 +8,7 @@ import signal
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -28,21 +27,7 @@ _LABEL = 12  # of them before what a line says
 CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean refined?` where a word that is not known is like one that is, else nothing."""
-    return "".join(f"; did you mean {found}?" for found in get_close_matches(word, list(known), 1))
-
-
-class Choice(click.Choice[str]):
-    """One of some words; of one that is misspelt the near one is told."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if str(value) in self.choices:
-            return str(value)
-        return self.fail(f"{self.get_invalid_choice_message(value, ctx).rstrip('.')}{near(value, self.choices)}")
-
-
-class Precision(Choice):
+class Precision(click.Choice[str]):
     """What numbers are computed in, by any of its names. `accelerate`: the result is accelerate's name (no, bf16)."""
 
     def __init__(self, *choices: str, accelerate: bool = False) -> None:
@@ -134,24 +119,7 @@ _METAVARS = {click.types.IntRange: "N", click.types.IntParamType: "N", click.typ
 
 
 class Option(click.Option):
-    """An option that may have `aliases`: other names that mean the same and that --help does not show. A name that it
-    had `formerly`, and that means something else in another command, is refused with the name that it has.
-    """
-
-    def __init__(self, *declared: Any, aliases: str = "", formerly: str = "", **how: Any) -> None:
-        super().__init__(*declared, **how)
-        self.formerly = formerly.split()
-        pairs = [alias.partition("/") for alias in aliases.split()]
-        self.aliases = [name for name, _, _ in pairs]
-        self.secondary_aliases = [name for _, _, name in pairs if name]
-
-    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
-        shown = self.opts, self.secondary_opts
-        self.opts, self.secondary_opts = [*self.opts, *self.aliases], [*self.secondary_opts, *self.secondary_aliases]
-        try:
-            super().add_to_parser(parser, ctx)
-        finally:
-            self.opts, self.secondary_opts = shown
+    """An option whose --help is short."""
 
     def make_metavar(self, ctx: click.Context) -> str:
         """Short and readable: N and X for numbers, whatever they are held to."""
@@ -182,7 +150,7 @@ _LAST = "Advanced"
 
 
 class Command(click.Command):
-    """A command whose --help has headings, and that tells the documented name that an unknown option is like."""
+    """A command whose --help has headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Every option once, under its heading, in the order of the command."""
@@ -195,17 +163,6 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records, col_max=26)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            shown = {name: name for found in self.params for name in (*found.opts, *found.secondary_opts)}
-            for found in self.params:
-                if isinstance(found, Option):
-                    shown |= dict.fromkeys((*found.aliases, *found.secondary_aliases, *found.formerly), found.opts[-1])
-            like = "".join(f"; did you mean {shown[name]}?" for name in get_close_matches(error.option_name, shown, 1))
-            raise click.UsageError(f"No such option {error.option_name}{like}") from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """At once it says that it has begun: to import torch and transformers takes seconds."""
@@ -226,7 +183,7 @@ def _sources(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 # Options of several commands, by their documented names.
 _POSITIVE = click.IntRange(min=1)
 SHARED: dict[str, dict[str, Any]] = {
-    "--groups": {"short": "-g", "aliases": "--kv-heads", "type": KVHeads(), "metavar": "G", "required": True},
+    "--groups": {"short": "-g", "type": KVHeads(), "metavar": "G", "required": True},
     "--data": {"multiple": True, "callback": _sources, "metavar": "SOURCE[,...]"},
     "--field": {
         "default": "text", "metavar": "NAME",
@@ -241,7 +198,7 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--precision": {"type": Precision("float32", "bfloat16", "float16")},
     "--attn-implementation": {
-        "formerly": "--attention", "metavar": "NAME",
+        "metavar": "NAME",
         "help": "How transformers computes attention: sdpa, eager, flash_attention_2 ...  "
         "[default: sdpa where the model has it]",
     },
@@ -259,7 +216,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 def option(*names: str, **how: Any) -> Decorator:
-    """`click.option` with `aliases` (see `Option`), the default shown, and what options of that name have in common."""
+    """`click.option` with the default shown and what options of that name have in common."""
     flags = [name for name in names if name.startswith("--")]
     how = SHARED.get(flags[0].partition("/")[0], {}) | {"show_default": True} | how if flags else how
     short = [name] if (name := how.pop("short", "")) else []

@@ -24,7 +24,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gqa.checkpoint.console import SHARED, Choice, Decorator, option
+import click
+
+from gqa.checkpoint.console import SHARED, Decorator, option
 
 T = TypeVar("T")
 
@@ -37,7 +39,7 @@ def option_field(default: Any, help: str | None = None, /, *flags: str, free: bo
         help: the line of --help; None for what options of that name have in common (`SHARED`).
         flags: `-o`, or the long name where it is not the field's own.
         free: may differ between a run and its continuation, as it is about where a run is kept and what is told of it.
-        how: `type`, `metavar`, `aliases` and whatever else `gqa.checkpoint.console.option` takes.
+        how: `type`, `metavar` and whatever else `gqa.checkpoint.console.option` takes.
     """
     how |= {"help": help} if help else {}
     return field(default=default, metadata={"flags": flags, "click": how, "free": free})
@@ -76,7 +78,7 @@ class OptionsOf(Generic[T]):
         if plain is bool:
             how = {"is_flag": True, "default": found.default, "show_default": found.default is not None} | how
         elif Literal in (get_origin(kind), get_origin(plain)):
-            how.setdefault("type", Choice(get_args(plain) or get_args(kind)))
+            how.setdefault("type", click.Choice(get_args(plain) or get_args(kind)))
         elif "type" not in SHARED.get(own, {}):
             how |= {"type": how.get("type", plain), "multiple": get_origin(kind) is tuple}
         if found.default not in (None, (), MISSING):

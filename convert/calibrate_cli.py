@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.checkpoint import console
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Choice, Command, option, version_option, with_options
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, option, version_option, with_options
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
@@ -93,7 +93,7 @@ Examples:
 @option("--groups", help="How many key/value heads to keep.")
 @option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE",
         help="The file to write.")  # fmt: skip
-@option("--method", type=Choice(ALIGNING), default="calibrated", help="How the heads of a group become one.")
+@option("--method", type=click.Choice(ALIGNING), default="calibrated", help="How the heads of a group become one.")
 @with_options(MAPS.decorators, TARGET)
 @option("--seed", help="The seed of random draws and samples.", **OF_DRAWS)
 @option("--revision")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gqa.checkpoint import console
-from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Choice, Command, option, version_option, with_options
+from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Command, option, version_option, with_options
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
@@ -72,14 +72,15 @@ _MERGING = [
            "layer keeps as many heads as it needs, which is measured on text that the model writes."),
     option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
            "MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]"),
-    option("--method", type=Choice((AUTO, *METHODS)), default=AUTO, help="How the heads of a group become one: see "
-           "below.", **only_for(lambda method: True)),
+    option("--method",
+        type=click.Choice((AUTO, *METHODS)), default=AUTO,
+           help="How the heads of a group become one: see below.", **only_for(lambda method: True)),
     option("--maps", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="Apply what gqa-calibrate "
            "wrote, instead of --method."),
 ]  # fmt: skip
 _WRITING = [
     option("--seed", help="The seed of random draws and samples.", **OF_DRAWS),
-    option("--dtype", type=Choice(["float32", "float16", "bfloat16", "float64"]), help="Store all weights so.  "
+    option("--dtype", type=click.Choice(["float32", "float16", "bfloat16", "float64"]), help="Store all weights so.  "
            "[default: as they are]"),
     option("--max-shard-size", type=ByteSize(), help="Bytes of one file at most, like 5GB.  [default: as MODEL]"),
     option("--revision"),

@@ -41,7 +41,7 @@ class EvaluateOptions:
         type=Count(4))
     stride: int | None = option_field(None, "Tokens from one window to the next.", type=Count())
     tokens: int | None = option_field(
-        None, "Stop after the document that reaches so many tokens.", aliases="--max-tokens")
+        None, "Stop after the document that reaches so many tokens.")
     beyond_positions: bool = option_field(False, "Allow a context longer than the model's.")
     kl: bool = option_field(
         False, "Compare next-token distributions with the baseline's, in lockstep.")
@@ -53,20 +53,20 @@ class EvaluateOptions:
         type=Several(click.IntRange(2, 8)))
     decode: bool = option_field(False, "Time prefill and decoding.")
     decode_batches: Sequence[int] = option_field(
-        (1, 8), "How many sequences --decode times at once.", aliases="--batches", type=Several(_POSITIVE),
+        (1, 8), "How many sequences --decode times at once.", type=Several(_POSITIVE),
         default="1,8")
     decode_contexts: Sequence[int] | None = option_field(
         None, "How long the prompts of --decode are.  [default: a half, all of the positions, 4096 at most]",
-        aliases="--contexts", type=Several(Count()))
-    decode_steps: int = option_field(32, "How many tokens --decode writes.", aliases="--steps", type=_POSITIVE)
-    decode_repeats: int = option_field(5, "How often --decode times each.", aliases="--repeats", type=_POSITIVE)
+        type=Several(Count()))
+    decode_steps: int = option_field(32, "How many tokens --decode writes.", type=_POSITIVE)
+    decode_repeats: int = option_field(5, "How often --decode times each.", type=_POSITIVE)
     memory: int | None = option_field(
         None, "Say what fits into so much memory of a device.", type=ByteSize(), metavar="SIZE")
     tensor_parallel: int = option_field(
         1, "How many devices share a model, of --memory.")
     batch_size: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     precision: str = option_field(
-        "auto", "What is computed in; auto: as stored.", formerly="--dtype",
+        "auto", "What is computed in; auto: as stored.",
         type=Precision("auto", "float32", "bfloat16", "float16"))
     device: str | None = option_field(
         None, "Where models run: cpu, cuda, cuda:1, mps, or auto: on all devices, then in the host's memory and on "

@@ -93,7 +93,7 @@ def convert_model(
         made, layers = _write(plan, output(plan), calibration, progress, writing)
     return ConvertedModel(
         path=made.out, plan=made.plan, warnings=made.warnings, layer_errors=layers, checksums=made.checksums,
-        seconds=time.monotonic() - began, tensor_parallel=tensor_parallel, _kept=own,
+        seconds=time.monotonic() - began, _kept=own,
     )  # fmt: skip
 
 

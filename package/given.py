@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -126,9 +125,7 @@ def asked(
     keys = {str(option.name): key_of(option) for option in options} | known
     for name in values:
         if name not in keys:
-            near = get_close_matches(name, known, 1)
-            told = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(sorted(known))}"
-            raise TypeError(f"{name!r} is no option; {told}")
+            raise TypeError(f"{name!r} is no option; choose {', '.join(sorted(known))}")
     try:
         words = words_of(command, {keys.get(name, name): value for name, value in {**places, **values, **more}.items()})
         return command.make_context(command.name, words)

@@ -1,11 +1,10 @@
-"""What the functions give: small objects that say in a line what was done, and show as a table in a notebook."""
+"""What the functions give: small objects that say in a line what was done."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +16,6 @@ if TYPE_CHECKING:
     from gqa.convert.heads.layout import Groups
     from gqa.convert.maps_file import MapsFile
     from gqa.convert.plan import Plan
-    from gqa.eval.tables import Table
-
-
-def html_table(title: str, rows: Iterable[Sequence[object]], header: Sequence[str] = (), note: str = "") -> str:
-    """A table for a notebook, which brings the style."""
-
-    def row(cells: Sequence[object], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-    head = f"<thead>{row(header, 'th')}</thead>" if header else ""
-    body = "".join(row(cells, "td") for cells in rows)
-    below = f"<p>{escape(note)}</p>" if note else ""
-    return f"<table><caption>{escape(title)}</caption>{head}<tbody>{body}</tbody></table>{below}"
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -72,18 +58,11 @@ class _Checkpoint(_Written):
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
 
-    def facts(self) -> dict[str, str]:
-        """What a notebook shows, by name."""
-        return {"path": str(self.path)}
-
     def _line(self) -> str:
         raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._line()}>"
-
-    def _repr_html_(self) -> str:
-        return html_table(self.path.name, self.facts().items())
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -91,7 +70,7 @@ class ConvertedModel(_Checkpoint):
     """What `convert_model` wrote.
 
     layer_errors: by layer, the squared error of its attention outputs relative to the base model's on the calibration
-    text; empty where the method looks at no text. seconds: of all of it. tensor_parallel: the ranks asked for.
+    text; empty where the method looks at no text. seconds: of all of it.
     """
 
     plan: Plan
@@ -99,30 +78,6 @@ class ConvertedModel(_Checkpoint):
     layer_errors: Mapping[int, float] = field(default_factory=dict)
     checksums: Mapping[str, Mapping[str, str]] | None = None
     seconds: float = 0.0
-    tensor_parallel: int | None = None
-
-    def facts(self) -> dict[str, str]:
-        """What a notebook shows, by name."""
-        from gqa.convert.heads.layout import groups_text
-        from gqa.convert.summary import kv_line, tensor_parallel
-
-        plan = self.plan
-        kept = groups_text(plan.groups)
-        told = {
-            **super().facts(),
-            "key/value heads": f"{plan.config.main.kv} -> {kept} of {plan.config.main.query} query heads",
-            "method": plan.method + (f": {plan.why}" if plan.why else ""),
-            "KV cache": kv_line(plan),
-            "parameters": f"{plan.checkpoint.parameters:,} -> {plan.parameters_after:,}",
-            "took": f"{self.seconds:.1f} s",
-        }
-        if self.layer_errors:
-            worst = max(self.layer_errors, key=lambda layer: self.layer_errors[layer])
-            told["largest error of a layer"] = f"{self.layer_errors[worst]:.4f} (layer {worst})"
-        if self.tensor_parallel:
-            _, text = tensor_parallel(plan.groups, plan.config.main.query, self.tensor_parallel)
-            told["tensor parallel"] = text.removeprefix("tensor parallel ")
-        return told | ({"warnings": "; ".join(self.warnings)} if self.warnings else {})
 
     def _line(self) -> str:
         from gqa.convert.heads.layout import groups_text
@@ -144,20 +99,6 @@ class TrainedModel(_Checkpoint):
         """Nats per token on text that was held out, before and after; None where none was."""
         losses = self.record["losses"]
         return losses["heldout_before"], losses["heldout_after"]
-
-    def facts(self) -> dict[str, str]:
-        """What a notebook shows, by name."""
-        record, (before, after) = self.record, self.heldout
-        told = {
-            **super().facts(),
-            "trained from": str(record["model"]),
-            "tokens": f"{record['tokens']:,} of {', '.join(record['data'])}",
-            "steps": f"{record['steps']:,}",
-            "teacher": record["teacher"] or "none",
-        }
-        if before is not None:
-            told["held-out loss"] = f"{before:.4f} -> {after:.4f} nats per token"
-        return told
 
     def _line(self) -> str:
         before, after = self.heldout
@@ -182,11 +123,6 @@ class FoundMaps(_Written):
     def __repr__(self) -> str:
         return f"<FoundMaps {self.path}: {self.method}, {self.groups} KV heads>"
 
-    def _repr_html_(self) -> str:
-        rows = [(layer, f"{error:.4f}") for layer, error in self.layer_errors.items()]
-        note = "squared error of attention outputs, relative to the base model's on the calibration text"
-        return html_table(repr(self)[1:-1], rows, ("layer", "error"), note if rows else "from the weights alone")
-
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Study:
@@ -197,13 +133,15 @@ class Study:
 
     def text(self) -> str:
         """The table that gqa-ablate prints."""
-        return self._table().text()
+        from gqa.eval.study.report import open_results, short_table
+
+        return short_table(open_results(self.path)).text()
 
     def recommend(
         self, max_loss_increase: float = 0.1, max_recall_loss: float = 5.0, kv_bytes: int | None = None
     ) -> str:
         """The smallest KV cache within so many nats per token above the base model and so many points of recall below
-        it, and the commands that make it. With `kv_bytes` instead what loses least within so many bytes a token.
+        it. With `kv_bytes` instead what loses least within so many bytes a token.
         """
         from gqa.eval.study.report import open_results
         from gqa.eval.study.tradeoff import Bounds, recommend
@@ -214,15 +152,6 @@ class Study:
     def __repr__(self) -> str:
         failed = sum(bool(row["error"]) for row in self.rows)
         return f"<Study {self.path}: {len(self.rows)} combinations{f', {failed} failed' if failed else ''}>"
-
-    def _repr_html_(self) -> str:
-        one = self._table()
-        return html_table(one.title, one.rows, one.header, one.note)
-
-    def _table(self) -> Table:
-        from gqa.eval.study.report import open_results, short_table
-
-        return short_table(open_results(self.path))
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -252,10 +181,3 @@ class Evaluation:
             parts.append(f"{model['name']}{told}" + (f" (x{ratio:.4g})" if ratio else ""))
         what = "perplexity of " if any("quality" in model for model in self.models) else ""
         return f"<Evaluation {what}{', '.join(parts)}>"
-
-    def _repr_html_(self) -> str:
-        from gqa.eval.report import tables, verdicts
-
-        found = dict(self.results)
-        lines = [f"<p>{escape(line)}</p>" for line in verdicts(found)]
-        return "".join([*lines, *(html_table(one.title, one.rows, one.header, one.note) for one in tables(found))])

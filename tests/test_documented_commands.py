@@ -36,7 +36,7 @@ SMALL = [
     (r"^(\d,\d)(,\d)+$", r"\1"),  # heads by layer, of which the stand-ins have two
 ]
 LIMITS = {
-    "--tokens": "512", "--calibration-tokens": "512", "--refine-steps": "2", "--steps": "2", "--max-tokens": "400",
+    "--tokens": "512", "--calibration-tokens": "512", "--refine-steps": "2", "--steps": "2",
     "--eval-tokens": "200", "--heldout-fraction": "0.2", "--context": "128", "--alphas": "0,0.1",
     "--methods": "refined", "--batch-size": "2", "--kv-budgets": "0.75",
     "--cache-bits": "4",

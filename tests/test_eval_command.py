@@ -152,7 +152,7 @@ def test_a_model_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(evaluate, "load", noted)
     line = "SRC G2 --data TEXT --context 128 --tokens 200 --precision float32 --kl --decode --decode-contexts 8 "
-    line += "--steps 1 --repeats 1 --batches 2"
+    line += "--decode-steps 1 --decode-repeats 1 --decode-batches 2"
     whole, auto, spread = (
         results(f"{line} {how}") for how in ("", "--device auto", "--device auto --host-memory 12MB")
     )

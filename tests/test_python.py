@@ -94,17 +94,16 @@ def test_maps_are_found_once_and_applied(place: Path, tmp_path: Path) -> None:
     maps = gqa.calibrate(place / "teacher", 2, tmp_path / "maps.safetensors", **how)
     assert sorted(maps.layer_errors) == [0, 1]
     assert maps.load().method == "calibrated"
-    assert f"<td>1</td><td>{maps.layer_errors[1]:.4f}</td>" in maps._repr_html_()
     made = gqa.convert_model(place / "teacher", 2, maps=maps, out=tmp_path / "maps", progress=False)
     direct = gqa.convert_model(place / "teacher", 2, "calibrated", out=tmp_path / "direct", **how)
     assert contents(made.path) == contents(direct.path)
     assert direct.layer_errors == maps.layer_errors
-    assert "largest error of a layer" in direct._repr_html_()
 
 
 def test_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
     how = {"steps": 2, "batch_size": 2, "learning_rate": 1e-2, "block_size": 32}
     words = [word for name, value in how.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words[words.index("--block-size")] = "--context"
     data = place / "data.jsonl"
     with fresh_accelerator():
         assert run(place / "model", "--data", data, "-o", tmp_path / "b", *words, "-q", program="gqa-uptrain").code == 0
@@ -121,7 +120,6 @@ def test_training_is_that_of_the_command(place: Path, tmp_path: Path, alone: Non
     assert all(torch.equal(ours[name], other[name]) for name in ours)
     assert made.record["options"]["learning_rate"] == 1e-2
     assert "2 steps" in repr(made)
-    assert "steps" in made._repr_html_()
 
 
 def test_models_in_memory_are_trained_and_compared(place: Path, loaded: Any, tmp_path: Path, tokenizer: Any) -> None:
@@ -141,12 +139,11 @@ def test_models_in_memory_are_trained_and_compared(place: Path, loaded: Any, tmp
     assert (found.path / "results.json").is_file()
     loaded.save_pretrained(tmp_path / "teacher")
     tokenizer.save_pretrained(tmp_path / "teacher")
-    words = ("--data", data, "--context", 32, "--max-tokens", 200)
+    words = ("--data", data, "--context", 32, "--tokens", 200)
     shown = run(tmp_path / "teacher", made.path, *words, program="gqa-eval")
     assert found.text() == shown.out.rstrip("\n")
     assert found.results["argv"] == []
     assert repr(found).startswith("<Evaluation perplexity of teacher ")
-    assert found._repr_html_().startswith("<p>4 of 4 heads")
 
 
 def test_a_study_is_that_of_the_command(place: Path, tmp_path: Path, alone: None) -> None:
@@ -163,7 +160,6 @@ def test_a_study_is_that_of_the_command(place: Path, tmp_path: Path, alone: None
     least = run("-o", tmp_path / "study", "--recommend", "--kv-bytes", 99, program="gqa-ablate").out
     assert least.rstrip().endswith(found.recommend(kv_bytes=99).rstrip())
     assert "none has a KV cache of at most 99 bytes" in least
-    assert found._repr_html_().startswith("<table><caption>Study of teacher")
     again = gqa.ablate(place / "teacher", str(rows), tmp_path / "study", progress=False, **how)
     assert again.rows == found.rows
     with pytest.raises(TypeError, match="'dry_run' is no option"):
@@ -257,8 +253,6 @@ def test_evaluation_options_say_everything(place: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_heads_that_a_budget_leaves(place: Path, tmp_path: Path) -> None:
-    made = gqa.convert_model(place / "teacher", 2, "mean", out=tmp_path / "two", tensor_parallel=4, progress=False)
-    assert "4: the 2 KV heads are replicated" in made.facts()["tensor parallel"]
     options = gqa.MapsOptions(gqa.CalibrationText((str(place / "data.jsonl"),), tokens=256, length=16))
     how: dict[str, Any] = {"kv_budget": 0.8, "options": options, "progress": False}
     free, shared = (
@@ -275,7 +269,7 @@ def test_ranks_share_the_heads_that_a_budget_leaves(place: Path, tmp_path: Path)
 def test_options_that_are_none_are_told(place: Path) -> None:
     """Among them what only a terminal can do, and where a result goes, which is `out`."""
     for name in ("contxt", "quiet", "json"):
-        with pytest.raises(TypeError, match=f"'{name}' is no option; (did you mean 'context'|choose .*context)"):
+        with pytest.raises(TypeError, match=f"'{name}' is no option; choose .*context"):
             gqa.evaluate(place / "teacher", data="stdlib:heldout", **{name: 3})
     with pytest.raises(TypeError, match="'output' is no option"):
         gqa.uptrain_model(place / "teacher", "stdlib:train", steps=1, output="mine")

@@ -153,14 +153,14 @@ def test_the_default_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, tmp_path: Path) -> None:
     """The weights of before, bit for bit, and it says so; at a sensible rate the teacher comes nearer."""
     words = (converted, "--steps", 3, "--batch-size", 2, "--warmup", 0, "--heldout-tokens", 128)
-    done = uptrain(*words, "--lr", 50, "-o", tmp_path / "ruined")
+    done = uptrain(*words, "--learning-rate", 50, "-o", tmp_path / "ruined")
     assert done.code == 0, done.err
     assert "unchanged   no step did better: the weights are those of converted." in done.out
     assert "Try a lower --learning-rate (now 50)" in " ".join(done.out.split())
     files = sorted(path.name for path in converted.glob("*.safetensors"))
     assert all((converted / name).read_bytes() == (tmp_path / "ruined" / name).read_bytes() for name in files)
     assert "as no step made it better: these weights are unchanged" in (tmp_path / "ruined" / "README.md").read_text()
-    done = uptrain(*words, "--lr", 1e-3, "-o", tmp_path / "better")
+    done = uptrain(*words, "--learning-rate", 1e-3, "-o", tmp_path / "better")
     losses = json.loads((tmp_path / "better" / "gqa_uptraining.json").read_text())["losses"]
     assert losses["distillation_after"] < losses["distillation_before"]
     assert losses["best_step"] > 0

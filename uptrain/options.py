@@ -48,7 +48,7 @@ class TrainOptions:
         "self:TOKENS for so much of it; several times, or with commas, for a mixture (SOURCE@WEIGHT).  "
         "[default: self]",
     )
-    field: str = option_field("text", aliases="--source-field")
+    field: str = option_field("text")
     target_field: str | None = option_field(
         None,
         "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which spans are "
@@ -82,7 +82,6 @@ class TrainOptions:
         "Tokens of one block.  [default: the model's positions, 2048 at most, less where there are less than 250 "
         "blocks]",
         "--context",
-        aliases="--block-size",
         type=Count(2),
     )
     repeats: bool | None = option_field(
@@ -107,7 +106,7 @@ class TrainOptions:
     )
     lora_rank: int = option_field(16, "The rank of the adapters of --train lora.", type=_FROM_ONE)
     optimizer: Literal["adamw", "adafactor"] = option_field("adamw", "What updates the weights.")
-    learning_rate: float = option_field(3e-4, "The learning rate at its highest.", aliases="--lr", type=_ABOVE_ZERO)
+    learning_rate: float = option_field(3e-4, "The learning rate at its highest.", type=_ABOVE_ZERO)
     schedule: Schedule = option_field("linear", "How the learning rate goes on after the warm-up.")
     warmup: int | None = option_field(
         None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import Choice, Count, Precision
+from gqa.checkpoint.console import Count, Precision
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import option_field
 from gqa.convert.align.watcher import Watcher
@@ -40,18 +40,15 @@ class CalibrationText:
         ("self",),
         "Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data "
         "set, stdlib:train; several times, or with commas, for a mixture (SOURCE@WEIGHT).",
-        aliases="--calibration",
         **OF_TEXT,
     )
     tokens: int = option_field(
-        65_536, "Tokens of text in all, shared by SOURCE@WEIGHT.", aliases="--calibration-tokens", type=Count(),
+        65_536, "Tokens of text in all, shared by SOURCE@WEIGHT.", type=Count(),
         metavar="COUNT", **OF_TEXT,
     )  # fmt: skip
-    length: int = option_field(
-        256, "Tokens of one block of text.", aliases="--calibration-length", type=Count(2), metavar="COUNT", **OF_TEXT
-    )
+    length: int = option_field(256, "Tokens of one block of text.", type=Count(2), metavar="COUNT", **OF_TEXT)
     seed: int = 0
-    field: str = option_field("text", aliases="--source-field", **OF_TEXT)
+    field: str = option_field("text", **OF_TEXT)
     target_field: str | None = option_field(
         None,
         "The column of targets for sources in --field, of encoder-decoders; self: the model writes them.  [default: "
@@ -63,7 +60,6 @@ class CalibrationText:
         True,
         "Let half of the blocks repeat themselves, which keeps a model able to look things up; not those of "
         "self:plain.",
-        aliases="--calibration-repeats/--no-calibration-repeats",
         **OF_TEXT,
     )
     trust_remote_code: bool = option_field(False, **OF_TEXT)
@@ -239,7 +235,7 @@ class MapsOptions:
         "auto",
         "Which heads share: neighbours, or those that lose least by it. auto: search among few heads (8, or 12 in "
         "pairs).",
-        type=Choice(GROUPINGS),
+        type=click.Choice(GROUPINGS),
         **OF_MAPS,
     )
     ridge: float = option_field(
@@ -250,7 +246,6 @@ class MapsOptions:
     dtype: str = option_field(
         "float32",
         "What layers are run in; 16 bits blur what the converted layers lack.",
-        aliases="--calibration-dtype",
         type=Precision(*DTYPES),
         **OF_TEXT,
     )

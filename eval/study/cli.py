@@ -65,7 +65,7 @@ _RUN = [
     option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase and "
            "--max-recall-loss, or what loses least within --kv-bytes."),
     option("--kv-bytes", type=ByteSize(), metavar="SIZE", help="At most so much KV cache a token."),
-    option("--max-loss-increase", aliases="--max-loss", type=click.FloatRange(min=0), default=0.1,
+    option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1,
            help="Nats per token above MODEL's."),
     option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
            "that MODEL gets right and the result does not, where MODEL recalls them."),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 import click
 
-from gqa.checkpoint.console import Choice, Count, Precision, Several
+from gqa.checkpoint.console import Count, Precision, Several
 from gqa.checkpoint.options import OptionsOf, option_field
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.align.options import MapsOptions
@@ -93,8 +93,7 @@ class Grid:
     methods: Sequence[str] = option_field(
         MISSING,
         "How heads are merged: those of the default as far as MODEL can have them, or any; random is a control, auto "
-        "what gqa-convert takes.",
-        aliases="--method", type=Several(Choice((AUTO, *METHODS))), metavar="METHOD[,...]", multiple=False,
+        "what gqa-convert takes.", type=Several(click.Choice((AUTO, *METHODS))), metavar="METHOD[,...]", multiple=False,
         default="mean,first,aligned,calibrated,refined",
     )  # fmt: skip
     groups: Sequence[int] | None = option_field(
@@ -106,17 +105,17 @@ class Grid:
     alphas: Sequence[float] = option_field(
         (0.0, 0.05),
         "Shares of the data to train on; 0: none.",
-        aliases="--alpha", type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.05",
+        type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.05",
     )  # fmt: skip
     train: Sequence[str] = option_field(
         (AUTO,),
         "Which weights train: all, attention, kv, lora; auto: attention where the method aligns heads, else all.",
-        type=Several(Choice((AUTO, *SCOPES))), metavar="NAME[,...]", default=AUTO,
+        type=Several(click.Choice((AUTO, *SCOPES))), metavar="NAME[,...]", default=AUTO,
     )  # fmt: skip
     teachers: Sequence[str] = option_field(
         ("source",),
         "source: learn MODEL's predictions; none: learn from text alone.",
-        aliases="--teacher", type=Several(Choice(TEACHERS)), metavar="NAME[,...]", default="source",
+        type=Several(click.Choice(TEACHERS)), metavar="NAME[,...]", default="source",
     )  # fmt: skip
     kv_budgets: Sequence[float] | None = option_field(
         None,
@@ -182,7 +181,7 @@ class StudyOptions:
     eval_batch: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
     dtype: str = option_field(
         "auto", "What is measured in; auto: as stored.", "--eval-precision",
-        formerly="--dtype", type=Precision("auto", "float32", "bfloat16", "float16"),
+        type=Precision("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
     kl: bool = option_field(
         True, "Compare predictions with MODEL's, which are kept meanwhile (2 bytes x vocabulary x tokens).",
