@@ -14,13 +14,31 @@ from typing import Any, NamedTuple
 
 import click
 
-EMBEDDED = Path(__file__).parents[1] / "examples" / "stdlib-mha"
+ROOT = Path(__file__).parents[1]
+EMBEDDED = ROOT / "examples" / "stdlib-mha"
 MIB = 1 << 20
-SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, tied
-    "135m": (576, 1536, 30, 9, 3, 49152, True),  # SmolLM2-135M
-    "135m-mha": (576, 1536, 30, 9, 9, 49152, True),
-    "1.1b": (2048, 5632, 22, 32, 4, 32000, False),  # TinyLlama
-    "llama-7b-4": (4096, 11008, 4, 32, 32, 32000, True),
+
+
+class Shape(NamedTuple):
+    """Of a Llama."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool = False
+    positions: int = 2048
+
+
+SHAPES = {
+    "135m": Shape(576, 1536, 30, 9, 3, 49152, True),  # SmolLM2-135M
+    "135m-mha": Shape(576, 1536, 30, 9, 9, 49152, True),
+    "1.1b": Shape(2048, 5632, 22, 32, 4, 32000),  # TinyLlama
+    "1.3b": Shape(2048, 5504, 24, 16, 16, 32000),
+    "llama-7b": Shape(4096, 11008, 32, 32, 32, 32000),
+    "llama-7b-4": Shape(4096, 11008, 4, 32, 32, 32000, True),  # four of its layers
 }
 SAMPLE_SECONDS = 0.003
 JSON_OPTION = click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
@@ -31,19 +49,25 @@ def write_json(figures: Any, file: Path | None) -> None:
         file.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def write_random(directory: Path, shape: str, dtype: str = "float32") -> str:
-    """A random Llama with the embedded tokenizer, whose ids it can all predict."""
+def random_llama(shape: Shape, dtype: str = "float32", device: str = "cpu", **options: Any) -> Any:
+    """A random model, made on the device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, intermediate, layers, heads, kv, vocabulary, tied = SHAPES[shape]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=2048, tie_word_embeddings=tied,
-        bos_token_id=1, eos_token_id=2, dtype=dtype,
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.positions, tie_word_embeddings=shape.tied, bos_token_id=1, eos_token_id=2,
+        dtype=dtype,
     )  # fmt: skip
-    LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype)).save_pretrained(directory)
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=getattr(torch, dtype), **options)
+
+
+def write_random(directory: Path, shape: str | Shape, dtype: str = "float32", device: str = "cpu") -> str:
+    """A checkpoint of a random Llama with the embedded tokenizer, whose ids it can all predict."""
+    random_llama(SHAPES[shape] if isinstance(shape, str) else shape, dtype, device).save_pretrained(directory)
     for file in EMBEDDED.glob("*token*"):
         shutil.copyfile(file, directory / file.name)
     return str(directory)
