@@ -28,6 +28,8 @@ WEIGHT_SUFFIXES = frozenset((
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data",
     ".tflite", ".mlmodel",
 ))  # fmt: skip
+# A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
+TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",

@@ -4,10 +4,7 @@ from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.read import Checkpoint, read_json
-
-# A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
-_TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
+from gqa.checkpoint.read import TOKENIZER_FILES, Checkpoint, read_json
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:
@@ -22,7 +19,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
     none = RefusedError(
         f"{checkpoint.name} has no tokenizer; copy its base model's tokenizer files into {directory}{advice}"
     )
-    if not any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern)):
+    if not any(found for pattern in TOKENIZER_FILES for found in directory.glob(pattern)):
         raise none
     try:
         model_type = read_json(directory, "config.json").get("model_type")  # a view's is another

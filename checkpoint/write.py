@@ -7,24 +7,33 @@ only the hidden directory, which the next run removes: a lock beside it tells a 
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from gqa.checkpoint.errors import OutputError, RefusedError
+from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.locks import locked
-from gqa.checkpoint.read import WEIGHT_SUFFIXES
+from gqa.checkpoint.read import TOKENIZER_FILES, WEIGHT_SUFFIXES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 32 << 20
+# Files of a checkpoint, for --overwrite of one whose record does not list its files.
+_CHECKPOINT_FILES = (
+    "config.json", "generation_config.json", "*processor_config.json", "*.index.json",
+    "model*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack",
+    *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "configuration_*.py", "modeling_*.py", "processing_*.py", "README.md", "LICENSE*", ".gitattributes", "gqa_*.json*",
+)  # fmt: skip
 DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
@@ -38,7 +47,7 @@ class CancelledError(Exception):
 
 
 class OutputDirectory:
-    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit()`."""
+    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit(name, record)`."""
 
     def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
         named = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
@@ -84,6 +93,11 @@ class OutputDirectory:
                 f"{self.out} holds no checkpoint (config.json and weights): --overwrite will not remove it; "
                 "give another output with -o"
             )
+        if others := _others(self.out):
+            raise RefusedError(
+                f"{self.out} holds {listing(others, 3)}, which --overwrite will not remove: not part of a checkpoint; "
+                "move it away or give another output with -o"
+            )
 
     def __enter__(self) -> OutputDirectory:
         with ExitStack() as held:
@@ -105,8 +119,10 @@ class OutputDirectory:
             self._held = held.pop_all()
         return self
 
-    def commit(self) -> None:
-        """Make everything durable and visible under the final name."""
+    def commit(self, name: str, record: Mapping[str, Any]) -> None:
+        """Make everything durable and visible under the final name, with `record` and a list of the files as `name`."""
+        files = sorted({name} | {p.relative_to(self.work).as_posix() for p in self.work.rglob("*") if p.is_file()})
+        write_text(self.work / name, json.dumps({**record, "files": files}, indent=2, ensure_ascii=False) + "\n")
         for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
             fsync_directory(directory)
         try:
@@ -131,6 +147,19 @@ class OutputDirectory:
         """Undo an --overwrite that was stopped between its two renames."""
         if self._old.is_dir() and not self._old.is_symlink() and not os.path.lexists(self.out):
             self._old.rename(self.out)
+
+
+def _others(directory: Path) -> list[str]:
+    """What is in a directory besides a checkpoint: what its records do not list, or what is not named as such files."""
+    listed: set[str] = set()
+    for record in directory.glob("gqa_*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a record of another tool
+            listed |= set(json.loads(record.read_bytes())["files"])
+    found = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = [path.relative_to(directory).as_posix() for path in found]
+    if listed:
+        return [name for name in names if name not in listed]
+    return [name for name in names if "/" in name or not any(fnmatchcase(name, kind) for kind in _CHECKPOINT_FILES)]
 
 
 def require_space(needed: int, out: Path) -> None:

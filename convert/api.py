@@ -192,7 +192,8 @@ def convert_plan(
     if not all((plan.checkpoint.directory / file).exists() for file in plan.checkpoint.files):
         raise RefusedError(f"the plan is of the headers of {plan.checkpoint.name}; make it with headers_only=False")
     out = Path(out)
-    require_space(plan.total_bytes, out)
+    output = OutputDirectory(out, plan.checkpoint.directory, overwrite)
+    require_space(plan.total_bytes, output.out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
             from gqa.checkpoint.loading import ranks
@@ -201,13 +202,12 @@ def convert_plan(
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
             if not ranks().is_main_process:  # which writes
                 return Conversion(out, plan, plan.warnings, {})
-        output = stack.enter_context(OutputDirectory(out, plan.checkpoint.directory, overwrite))
+        stack.enter_context(output)
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
-        write_text(output.work / PROVENANCE, provenance(plan, hashes, out, argv))
         write_text(output.work / "README.md", model_card(plan, out.name, argv))
         if load:
             verify_load(output.work)
-        output.commit()
+        output.commit(PROVENANCE, provenance(plan, hashes, out, argv))
     return Conversion(out, plan, (*plan.warnings, *warnings), hashes)
 
 

@@ -2,7 +2,6 @@
 model card for people and a provenance file for programs.
 """
 
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -160,8 +159,10 @@ def _place(plan: Plan, out: Path) -> str | None:
     return None if Path.home().name in way.parts and Path.home().name != "root" else way.as_posix()
 
 
-def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path, argv: Sequence[str]) -> str:
-    """How the result at `out` was made, as JSON."""
+def provenance(
+    plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path, argv: Sequence[str]
+) -> dict[str, Any]:
+    """How the result at `out` was made, JSON-ready."""
     told = plan_record(plan)
     record: dict[str, Any] = {
         **stamp("gqa-convert", argv),
@@ -181,8 +182,7 @@ def provenance(plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Pat
         record["source"]["path"] = _place(plan, out)
     maps = plan.merging.maps
     beside = {"recast": told["recast"], "maps": maps and _told_of_maps(maps.description), "sha256": checksums}
-    record |= {name: value for name, value in beside.items() if value}
-    return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    return record | {name: value for name, value in beside.items() if value}
 
 
 def model_card(plan: Plan, name: str, argv: Sequence[str]) -> str:

@@ -146,6 +146,33 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert snapshot(model.parent) == before, name
 
 
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("name", ["notes.txt", "runs/1.json", "train_config.json", ".env", "optimizer.pt", "link"])
+def test_overwrite_refuses_what_is_beside_a_checkpoint(model: Path, tmp_path: Path, name: str, record: bool) -> None:
+    """In a result and in a checkpoint without a record; a result of a model with such a file holds a copy of it."""
+    (model / "runs").mkdir()
+    for file in ("runs/1.json", "notes.txt", "tokenizer.json", "README.md"):
+        (model / file).write_text("{}")
+    out = tmp_path / "out"
+    assert run(*MERGED, "-o", out, model).code == 0
+    if record:  # what the product wrote is replaced
+        assert run("--groups", 1, "--method", "mean", "--overwrite", "-o", out, model).code == 0
+        name = f"my-{name}" if (out / name).exists() else name
+    else:
+        shutil.rmtree(out / "runs")
+        for file in ("notes.txt", "gqa_conversion.json"):
+            (out / file).unlink()
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).symlink_to(model) if name == "link" else (out / name).write_text("mine")
+    before = snapshot(tmp_path)
+    refused = run(*MERGED, "--overwrite", "-o", out, model)
+    check_refused(refused, f"out holds {name}, which --overwrite will not remove", "move it away")
+    assert snapshot(tmp_path) == before
+    (out / name).unlink()
+    (out / "empty").mkdir()
+    assert run(*MERGED, "--overwrite", "-o", out, model).code == 0
+
+
 def test_overwrite_removes_nothing_but_a_checkpoint(model: Path, tmp_path: Path) -> None:
     for files in (["precious.txt"], ["config.json", "precious.txt"], ["model.safetensors"]):
         out = tmp_path / "out"
@@ -203,7 +230,7 @@ def test_output_made_meanwhile_is_not_replaced(model: Path, tmp_path: Path) -> N
         (output.work / "config.json").write_text("{}")
         (out / "precious.txt").write_text("mine")
         with pytest.raises(OutputError, match="exists; choose another"):
-            output.commit()
+            output.commit("gqa_record.json", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
     assert (out / "precious.txt").read_text() == "mine"
 

@@ -228,7 +228,9 @@ def test_the_chain_of_what_was_done(place: Path, tmp_path: Path) -> None:
     words = [str(tmp_path / "converted"), "--data", str(place / "data.jsonl"), f"--teacher={teacher}", "--alpha", "0.5"]
     given = options_for(tmp_path / "converted", first, alpha=0.1, steps=None, heldout_tokens=256, teacher=teacher)
     _, record = trained(given, argv=words)
-    assert record == json.loads((first / "gqa_uptraining.json").read_text())
+    written = json.loads((first / "gqa_uptraining.json").read_text())
+    assert written.pop("files") == sorted(path.name for path in first.iterdir())
+    assert record == written
     assert record["argv"] == ["converted", "--data", "data.jsonl", "--teacher=source", "--alpha", "0.5"]
     assert record["conversion"]["tool"] == "gqa-convert"
     assert record["trained_before"] is None

@@ -5,7 +5,6 @@ read this one. `uptrain` is what the command calls.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -72,11 +71,10 @@ def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any])
             if name not in _WRITTEN and not holds_weights(name):
                 copy_file(source.path(name), work / name)
         copy_file(setup.metrics, work / METRICS)
-        write_text(work / UPTRAINING, json.dumps(record, indent=2) + "\n")
         write_text(work / "README.md", card(source, output.out.name, record))
         copy_file(source.path("config.json"), work / "config.json")
         _verify(work, source, options.trust_remote_code)
-        output.commit()
+        output.commit(UPTRAINING, record)
     if not options.keep_state:
         shutil.rmtree(setup.states.directory)
 
