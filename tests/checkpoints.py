@@ -8,7 +8,7 @@ import os
 import signal
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -217,19 +217,23 @@ class Result:
         return self.out.replace("\n            ", " ")
 
 
+def call(program: str, words: Iterable[object]) -> None:
+    """A command in this process, with its own messages and exit codes."""
+    modules = {"gqa-calibrate": "convert.calibrate_cli", "gqa-ablate": "eval.study.cli"}
+    module = modules.get(program, f"{program.removeprefix('gqa-')}.cli")
+    with mock.patch.object(sys, "argv", [program, *map(str, words)]):
+        import_module(f"gqa.{module}").main()
+
+
 def run(*words: object, program: str = "gqa-convert") -> Result:
     """`PROGRAM WORDS` in this process. Any exception but an exit fails the test, as a traceback would."""
-    own = {"gqa-calibrate": "convert.calibrate_cli", "gqa-ablate": "eval.study.cli"}
-    module = own.get(program, f"{program.removeprefix('gqa-')}.cli")
-    main = import_module(f"gqa.{module}").main
     code, before = 0, signal.getsignal(signal.SIGTERM)
     with (
-        mock.patch.object(sys, "argv", [program, *(str(word) for word in words)]),
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         try:
-            main()
+            call(program, words)
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         finally:

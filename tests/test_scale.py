@@ -203,12 +203,12 @@ def test_long_blocks_are_looked_at_in_pieces(tmp_path: Path) -> None:
 
 _LIMITED = """
 import resource, sys
-from gqa.cli import call
-limit, *words = sys.argv[1:]
+from gqa.eval.cli import main
+limit = sys.argv.pop(1)
 if int(limit):
     resource.setrlimit(resource.RLIMIT_AS, (int(limit), int(limit)))
 try:
-    call("eval", words)
+    main()
 finally:
     lines = open("/proc/self/status").read().splitlines()
     print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak")), file=sys.stderr)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import Result, load
+from checkpoints import Result, call, load
 from embedded import SOURCE, UNIFORM_VOCABULARY, texts
 from processes import Forks, Running, free_port
 
@@ -136,11 +136,9 @@ def state_weights(state: Path) -> dict[str, Any]:
 
 def command(job: dict[str, Any]) -> None:
     """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this module."""
-    from gqa.cli import call
-
     os.environ.update(job["environment"])
     exec(job["before"], globals())
-    call(job["program"], job["words"])
+    call(f"gqa-{job['program']}", job["words"])
 
 
 def warm(directory: str) -> None:
@@ -154,7 +152,7 @@ class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        warm = "import datasets.io.generator, gqa.cli, gqa.uptrain.cli, gqa.uptrain.run"
+        warm = "import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run"
         more = "import peft, processes, scipy.io, training"
         classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
         converted = f"training.warm({str(directory)!r})"
