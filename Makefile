@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 SERVING ?= .venv-serving
 LOWEST ?= .venv-lowest
 
-.PHONY: install lint format types docs test test-real test-scale test-serving test-lowest build check demo benchmark quantise clean
+.PHONY: install lint format types docs test test-real test-scale test-serving test-lowest build check demo benchmark clean
 
 install: $(VENV)/.installed
 
@@ -81,9 +81,6 @@ demo: install
 
 benchmark: install
 	$(BIN)/python benchmarks/convert.py
-
-quantise: $(SERVING)/.installed
-	HF_HUB_OFFLINE=1 TQDM_DISABLE=1 PYTHONPATH=tests $(SERVING)/bin/python benchmarks/quantise.py
 
 clean:
 	rm -rf build dist site typings .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
