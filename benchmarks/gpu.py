@@ -28,7 +28,6 @@ import io
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -42,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from harness import EMBEDDED, ROOT, SHAPES, Shape, random_llama, write_random
+from harness import EMBEDDED, ROOT, SHAPES, Shape, random_llama, run_command, write_random
 
 LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}  # seconds, if several parts run
 LEAST = 5.0  # seconds that must be left for another measurement
@@ -197,18 +196,12 @@ class Stages(io.StringIO):
 def command(module: str, *words: str) -> dict[str, Any]:
     """Run `python -m gqa.MODULE` in this process. Returns seconds and peak bytes by stage, and its JSON as `record`."""
     stages, output = Stages(), io.StringIO()
-    arguments, sys.argv = sys.argv, [f"gqa-{module}", *words, "--json"]
-    code: Any = 0
     try:
         with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):
-            runpy.run_module(f"gqa.{module}", run_name="__main__", alter_sys=False)
-    except SystemExit as leaving:
-        code = leaving.code
-    finally:
-        sys.argv = arguments
+            run_command(module, *words, "--json")
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}: {stages.getvalue()[-1500:]}") from error
     stages.next("end")
-    if code:
-        raise RuntimeError(f"gqa-{module} {' '.join(words)}: {stages.getvalue()[-1500:]}")
     seconds = {name: round(value, 2) for name, value in stages.seconds.items()}
     record = json.loads(output.getvalue().splitlines()[-1])
     return {"seconds": seconds, "peak_bytes": stages.peaks, "record": record}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
+import runpy
 import shutil
+import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,87 +75,94 @@ def write_random(directory: Path, shape: str | Shape, dtype: str = "float32", de
     return str(directory)
 
 
-def status(key: str, process: int | str = "self") -> int:
-    """Bytes of one line of /proc/PID/status; 0 where there is none."""
+def run_command(module: str, *words: str) -> None:
+    """`python -m gqa.MODULE` in this process. Raises RuntimeError where it fails."""
+    arguments, sys.argv = sys.argv, [f"gqa-{module}", *words]
+    try:
+        runpy.run_module(f"gqa.{module}", run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code:
+            raise RuntimeError(f"gqa-{module} {' '.join(words)}: exit {leaving.code}") from leaving
+    finally:
+        sys.argv = arguments
+
+
+class Run(NamedTuple):
+    """Seconds of a run, what it returned, and the peak of its anonymous memory above what it held when it was ready."""
+
+    seconds: float
+    value: Any
+    memory_bytes: int
+
+
+def run_alone(
+    prepare: Callable[..., Callable[[], Any]], *arguments: Any, before: Callable[[], None] | None = None
+) -> Run:
+    """Time what `prepare(*arguments)` returns, in a process of its own that has imported and loaded what it needs.
+
+    `before` is called here when it is ready. Its memory is read from here, where its own work cannot hold the reader
+    up; pages of files, which vanish when somebody needs memory, do not count.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, prepare, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    pipe.recv()
+    if before:
+        before()
+    start = peak = anonymous_bytes(process.pid)
+    pipe.send(None)
+    while not pipe.poll(SAMPLE_SECONDS):
+        peak = max(peak, anonymous_bytes(process.pid))
+    seconds, value = pipe.recv()
+    process.join()
+    return Run(seconds, value, peak - start)
+
+
+def _serve(pipe: Connection, prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> None:
+    run = prepare(*arguments)
+    pipe.send(None)
+    pipe.recv()
+    started = time.perf_counter()
+    value = run()
+    pipe.send((time.perf_counter() - started, value))
+
+
+def anonymous_bytes(process: int | None) -> int:
+    """0 where the system does not say."""
     try:
         text = Path(f"/proc/{process}/status").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(key)), 0)
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("RssAnon")), 0)
 
 
-def peak_from_here() -> Callable[[], int]:
-    """From here on the highest resident set counts; what is returned tells how far it is above what is held now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    return lambda: status("VmHWM") - before
+def rounds(
+    contestants: Mapping[str, tuple[Any, ...]], count: int, before: Callable[[], None] | None = None,
+    after: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[Run]]:  # fmt: skip
+    """Run all in turns, in another order in each round, so that other work on the machine hits all alike."""
+    runs: dict[str, list[Run]] = {name: [] for name in contestants}
+    for number in range(count):
+        names = [*contestants][number % len(contestants) :] + [*contestants][: number % len(contestants)]
+        for name in names:
+            runs[name].append(run_alone(*contestants[name], before=before))
+            after(name)
+            print(f"  round {number + 1}  {name:24}{runs[name][-1].seconds:8.2f} s", flush=True)
+    return runs
 
 
-def processor_seconds() -> float:
-    """Of children too: cp is one."""
-    return time.process_time() + sum(os.times()[2:4])
-
-
-class Turn(NamedTuple):
-    """Seconds by the clock and of the processors, what the run returned, and bytes of anonymous memory if sampled."""
-
-    seconds: float
-    processor: float
-    value: Any
-    anonymous: int = 0
-
-
-class Turns:
-    """A contestant's end: `wait` for a turn and what it is about, then say that it is `done`."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-
-    def wait(self) -> Any:
-        given = self.pipe.recv()
-        self._start, self._work = time.perf_counter(), processor_seconds()
-        return given
-
-    def done(self, value: Any = None) -> None:
-        self.pipe.send(Turn(time.perf_counter() - self._start, processor_seconds() - self._work, value))
-
-
-def serve(make: Callable[..., Callable[[Any], Any]], *arguments: Any) -> None:
-    """A contestant that prepares what `make` returns and runs it in every turn; its end tells the peak of its memory
-    above what was held before.
-    """
-    *arguments, turns = arguments  # type: ignore[assignment]
-    run = make(*arguments)
-    peak = peak_from_here()
-    turns.pipe.send(None)
-    while (given := turns.wait()) is not None:
-        turns.done(run(given))
-    turns.pipe.send(peak())
-
-
-class Contestant:
-    """A process that does `target(*arguments, turns)`; it sends something when it is ready and when it is to end."""
-
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(*arguments, Turns(theirs)), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.pipe.recv()
-
-    def turn(self, given: Any = True, sampled: bool = False) -> Turn:
-        """`sampled`: its memory is looked at from here, where its own work cannot hold the sampler up."""
-        pid = self.process.pid or 0
-        start = peak = status("RssAnon", pid) if sampled else 0
-        self.pipe.send(given)
-        while sampled and not self.pipe.poll(SAMPLE_SECONDS):
-            peak = max(peak, status("RssAnon", pid))
-        found: Turn = self.pipe.recv()
-        return found._replace(anonymous=peak - start)
-
-    def end(self) -> Any:
-        self.pipe.send(None)
-        found = self.pipe.recv()
-        self.process.join()
-        return found
+def report(runs: Mapping[str, Sequence[Run]], baseline: str, tokens: int | None = None) -> list[dict[str, Any]]:
+    """Print and return a row for each: times, the median over rounds of the time by the baseline's, and memory."""
+    rows = []
+    print(f"\n{'':24}{'median':>10}{'min - max':>18}{f'of {baseline}':>24}{'memory':>12}")
+    for name, own in runs.items():
+        seconds = [run.seconds for run in own]
+        ratio = statistics.median(a.seconds / b.seconds for a, b in zip(own, runs[baseline], strict=True))
+        row = {"name": name, "seconds": seconds, "ratio": ratio, "memory_bytes": max(run.memory_bytes for run in own)}
+        rows.append(row)
+        speed = f"{tokens / statistics.median(seconds):10,.0f} tokens/s" if tokens else ""
+        print(f"{name:24}{statistics.median(seconds):8.2f} s{min(seconds):8.2f} - {max(seconds):5.2f} s{ratio:24.3f}"
+              f"{row['memory_bytes'] / MIB:8,.0f} MiB{speed}")  # fmt: skip
+    return rows
