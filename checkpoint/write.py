@@ -6,6 +6,7 @@ only the hidden directory, which the next run removes: a lock beside it tells a 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
@@ -129,9 +130,10 @@ class OutputDirectory:
             self._check_existing()
         except RefusedError as error:  # it was made while this run was writing
             raise OutputError(str(error)) from None
-        if self.out.exists():
-            self.out.rename(self._old)
-        self.work.rename(self.out)
+        if not exchange(self.work, self.out):  # then OUT is absent for a moment: see _restore
+            if self.out.exists():
+                self.out.rename(self._old)
+            self.work.rename(self.out)
         fsync_directory(self.out.parent)
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
@@ -176,6 +178,12 @@ def _no_place(out: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot write beside {out}: {error.strerror or error}; give another output with -o")
 
 
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two files or directories in one step. False where one is not there, or the system has no such call."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    return call is not None and call(-100, os.fsencode(first), -100, os.fsencode(second), 2) == 0  # RENAME_EXCHANGE
+
+
 def fsync_directory(directory: Path) -> None:
     """Make names durable; systems without directory handles (Windows) need none."""
     if os.name == "posix":
@@ -196,13 +204,16 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A place beside `path` to write its successor to: durable and there when the block ends, gone if it fails."""
+    """A temporary file beside `path`, which replaces it durably when the block ends, and is removed if that fails."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
+        temporary.unlink(missing_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode  # by the umask, for libraries that narrow it
         yield temporary
+        temporary.chmod(mode)
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        temporary.chmod(0o666 & ~umask())
         temporary.replace(path)
         fsync_directory(path.parent)
     finally:
@@ -227,14 +238,8 @@ def copy_file(source: Path, target: Path) -> None:
         copy_range(read, write, 0, source.stat().st_size)
         os.fsync(write.fileno())
     if source.stat().st_mode & 0o100:
-        target.chmod(target.stat().st_mode | 0o111 & ~umask())
-
-
-def umask() -> int:
-    """The process' file mode mask, which the system only tells by setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
+        mode = target.stat().st_mode
+        target.chmod(mode | (mode & 0o444) >> 2)  # whoever may read it
 
 
 def copy_range(

@@ -35,6 +35,7 @@ from checkpoints import (
 )  # fmt: skip
 from safetensors.torch import load_file
 
+from gqa.checkpoint.write import replacing
 from gqa.convert import RefusedError, merge
 from gqa.convert.heads.config import edit_config, read_config
 
@@ -210,13 +211,19 @@ def test_only_the_changed_key_of_the_config_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o002])
-def test_modes_follow_the_umask(mask: int, tmp_path: Path) -> None:
+def test_modes_follow_the_umask(mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the product never sets, even to read it: other threads may write files of their own."""
     model = llama(tmp_path / "m")
     (model / "run.sh").write_text("#!/bin/sh\n")
     (model / "run.sh").chmod(0o755)
     before = os.umask(mask)
     try:
-        out = convert(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda mask: pytest.fail("it is set"))
+            out = convert(model)
+            with replacing(out / "new") as temporary:
+                temporary.unlink()
+                temporary.touch(0o600)
     finally:
         os.umask(before)
     for path in (out, *out.rglob("*")):
