@@ -29,7 +29,7 @@ METHODS = ("mean", "first", "procrustes", "aligned", "calibrated", "refined")
 def sampled(model: str, count: int, length: int) -> Any:
     """(count, length) token ids that the model writes itself, at temperature 1."""
     from gqa.checkpoint.loading import load_model
-    from gqa.convert.align.self_samples import samples
+    from gqa.convert.align.sampling import samples
 
     return samples(load_model(model, dtype="float32"), length, seed=1, batch=count)
 

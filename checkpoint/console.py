@@ -133,7 +133,7 @@ class Option(click.Option):
 
 # Under which heading --help lists an option, the same in all commands; the rest is under the last.
 _HEADINGS = {
-    "Basic": "groups kv-budget output method methods maps alphas alpha steps train teacher teachers kl "
+    "Basic": "groups kv-budget output method methods alphas alpha steps train teacher teachers kl "
     "recall cache-bits decode memory recommend dry-run device",
     "Quality": "grouping ridge refine-steps refine-batch refine-learning-rate refine-precision "
     "learning-rate schedule warmup decay weight-decay optimizer clip batch-size distill temperature "
@@ -290,8 +290,7 @@ def check_alone() -> None:
     if (found := os.environ.get("WORLD_SIZE", "1")) != "1":
         program = click.get_current_context().find_root().info_name
         raise RefusedError(
-            f"{program} runs in one process, and WORLD_SIZE is {found}; start it without torchrun or accelerate launch "
-            "(--method calibrated and refined share their work among several)"
+            f"{program} runs in one process, and WORLD_SIZE is {found}; start it without torchrun or accelerate launch"
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m gqa.convert`, and so every launcher: torchrun -m gqa.convert, accelerate launch -m gqa.convert."""
+"""`python -m gqa.convert`."""
 
 from gqa.convert.cli import main
 

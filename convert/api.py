@@ -17,8 +17,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.watcher import SILENT, Watcher
-from gqa.convert.heads.layout import Groups, groups_text
-from gqa.convert.maps_file import MapsFile, open_maps
+from gqa.convert.heads.layout import Groups
 from gqa.convert.merge import write
 from gqa.convert.methods import METHODS
 from gqa.convert.plan import Plan, make_plan, searches
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion",
-    "plan_maps", "plan_within",
+    "plan_within",
 ]  # fmt: skip
 
 
@@ -49,7 +48,6 @@ def plan_conversion(
     model: str | os.PathLike[str],
     groups: Groups,
     *,
-    maps: str | os.PathLike[str] | MapsFile | None = None,
     grouping: str = "auto",
     revision: str | None = None,
     headers_only: bool = True,
@@ -67,7 +65,6 @@ def plan_conversion(
         groups: G, the key/value heads of the result: a divisor of the base model's Hk (merging; arXiv 2305.13245,
             section 2.1) or a multiple of Hk that divides the query heads H (repeating, exact). Query head i reads
             KV head i // (H // G). A tuple has one for every layer, none above Hk; it gives custom modelling code.
-        maps: A file that gqa-calibrate wrote for this model and G, applied instead of `method`.
         grouping: How maps are going to be sought: `contiguous`; `search`, where heads may change places; `auto`.
         revision: Branch, tag or commit of a hub id.
         headers_only: Of a hub id fetch only config and headers (such a plan cannot be run).
@@ -87,12 +84,9 @@ def plan_conversion(
         RefusedError: The checkpoint or the options cannot be converted; one line says why and what is allowed.
         CorruptError: Files of the checkpoint are broken or hostile (a kind of RefusedError).
     """
-    found = maps if maps is None or isinstance(maps, MapsFile) else open_maps(Path(maps))
-    if found:
-        method, grouping = found.method, "contiguous"
 
     def plan(checkpoint: Checkpoint) -> Plan:
-        made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, found, target)
+        made = make_plan(checkpoint, groups, method, seed, dtype, max_shard_bytes, target)
         searches(made, grouping)  # refuses
         return made
 
@@ -132,27 +126,6 @@ def plan_within(
     check(source)
     (heads,), losses = heads_within(source, [share], how, ranks, layers)
     return plan(source, heads), heads, losses
-
-
-def plan_maps(
-    model: str | os.PathLike[str], groups: Groups, out: Path, *, overwrite: bool = False, **options: Any
-) -> Plan:
-    """`plan_conversion`, with weights, for maps that are going to be written to `out`. Refuses before weights are
-    fetched also where there are none to find, or no place for them.
-    """
-    from gqa.convert.align.find_maps import check_place
-
-    def check(plan: Plan) -> None:
-        if not plan.lacks_maps:
-            raise RefusedError(
-                f"nothing to calibrate: method {plan.method} with --groups {groups_text(groups)} of the "
-                f"{plan.config.main.kv} key/value heads of {plan.checkpoint.name} needs no maps"
-            )
-        check_place(out, overwrite)
-
-    plan = plan_conversion(model, groups, headers_only=False, check=check, **options)
-    check(plan)
-    return plan
 
 
 def convert_plan(
@@ -196,12 +169,9 @@ def convert_plan(
     require_space(plan.total_bytes, output.out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
-            from gqa.checkpoint.loading import ranks
             from gqa.convert.align.find_maps import with_maps
 
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
-            if not ranks().is_main_process:  # which writes
-                return Conversion(out, plan, plan.warnings, {})
         stack.enter_context(output)
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
         write_text(output.work / "README.md", model_card(plan, out.name, argv))

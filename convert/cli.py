@@ -18,9 +18,9 @@ from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Command, option, 
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
-from gqa.convert.calibrate_cli import MAPS, TARGET, read_maps, read_target
+from gqa.convert.cli_options import MAPS, TARGET, read_maps, read_target
 from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unused
-from gqa.convert.methods import ALIGNING, AUTO, AUTOMATIC, LAYERWISE, MEASURING, METHODS
+from gqa.convert.methods import ALIGNING, AUTO, AUTOMATIC, MEASURING, METHODS
 
 if TYPE_CHECKING:
     from gqa.convert.align.allot import Losses
@@ -59,7 +59,6 @@ Examples:
   gqa-convert --groups 8 ./Llama-2-7b-hf
   gqa-convert --groups 8 --dry-run meta-llama/Llama-2-7b-hf
   gqa-convert --groups 8 --method refined ./Llama-2-7b-hf
-  torchrun --nproc_per_node 8 -m gqa.convert --groups 8 --method refined ./Llama-2-7b-hf
   gqa-convert --groups 8 --method mean ./Llama-2-7b-hf    (as in the GQA paper; it needs training)
 """
 
@@ -75,8 +74,6 @@ _MERGING = [
     option("--method",
         type=click.Choice((AUTO, *METHODS)), default=AUTO,
            help="How the heads of a group become one: see below.", **only_for(lambda method: True)),
-    option("--maps", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="Apply what gqa-calibrate "
-           "wrote, instead of --method."),
 ]  # fmt: skip
 _WRITING = [
     option("--seed", help="The seed of random draws and samples.", **OF_DRAWS),
@@ -109,27 +106,19 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     the result loads with plain transformers and its KV cache shrinks with the number of heads. Without --method it is
     the best that needs only the weights; the GQA paper's mean pooling is --method mean.
     """
-    if options["maps"]:
-        refuse_unused([], f"--maps {options['maps']}, which holds what a method found")
     asked = AUTOMATIC if options["method"] == AUTO else (options["method"],)
     if not groups:  # text runs through the model anyway
         asked = (*asked, MEASURING)
         options["method"] = MEASURING if options["method"] == AUTO else options["method"]
     refuse_unused(asked, f"--method {options['method']}")
-    main = True
-    if options["method"] in LAYERWISE and not (options["maps"] or options["dry_run"]):
-        from gqa.checkpoint.processes import share_work
-
-        main = share_work(options)
-    else:
-        console.check_alone()
+    console.check_alone()
     options |= {"model": model, "groups": groups}
     plan = _planned(options)
     _announce(plan, options)
     if options["dry_run"]:
         _report(plan, None, options)
     else:
-        _convert(plan, options, main)
+        _convert(plan, options)
 
 
 def _planned(options: dict[str, Any]) -> Plan:
@@ -141,13 +130,11 @@ def _planned(options: dict[str, Any]) -> Plan:
     if options["groups"]:
         options["allotment"] = None
         return plan_conversion(
-            options["model"], options["groups"], maps=options["maps"], grouping=options["grouping"],
+            options["model"], options["groups"], grouping=options["grouping"],
             headers_only=options["dry_run"], check=partial(_place, options), **how,
         )  # fmt: skip
-    for other in ("maps", "dry_run"):
-        if options[other]:
-            option = f"--{other.replace('_', '-')}"
-            raise RefusedError(f"--kv-budget measures the layers of a model, {option} runs none; leave one of them out")
+    if options["dry_run"]:
+        raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")
     measuring = read_maps(options)
     console.say_device(measuring.device, options["quiet"])
     with Bar(options["quiet"]) as bar:
@@ -178,7 +165,7 @@ def _output(plan: Plan, options: dict[str, Any]) -> Path:
     return Path(options["output"] or default_output(plan.checkpoint.hub_id or options["model"], plan))
 
 
-def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
+def _convert(plan: Plan, options: dict[str, Any]) -> None:
     from gqa.convert.api import convert_plan
 
     out = _output(plan, options)
@@ -193,8 +180,6 @@ def _convert(plan: Plan, options: dict[str, Any], main: bool) -> None:
             checksums=options["checksums"], load=options["verify_load"], jobs=options["jobs"], progress=bar.written,
             argv=sys.argv[1:],
         )  # fmt: skip
-    if not main:
-        return
     if table := bar.table():
         _say(table, options)
     _report(result.plan, result, options, time.monotonic() - start)

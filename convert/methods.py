@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from gqa.convert.heads.layout import Role
     from gqa.convert.heads.modules import Change
-    from gqa.convert.maps_file import MapsFile
+    from gqa.convert.maps_file import StoredMaps
 
 Pooling = Callable[[int, int], HeadMaps]
 Finder = Callable[..., "Iterator[tuple[str, HeadMaps, dict[str, Tensor]]]"]
@@ -124,7 +124,6 @@ register("refined", "text", "minutes a layer", _TRAINED, refines=True)(mean)
 MEASURING = "calibrated"  # by which layers are measured that shall have different numbers of heads
 AUTOMATIC = tuple(method.name for method in METHODS.values() if not method.draws)  # what AUTO may turn out to be
 ALIGNING = tuple(method.name for method in METHODS.values() if method.aligns)
-LAYERWISE = tuple(method.name for method in METHODS.values() if method.reads_text)  # which processes share
 
 
 def best(fits: Callable[[Method], bool]) -> list[str]:
@@ -148,7 +147,7 @@ class Merging:
     method: str = "mean"
     seed: int = 0
     initializer_range: float = 0.02
-    maps: MapsFile | None = None
+    maps: StoredMaps | None = None
 
     @property
     def how(self) -> Method:
@@ -157,7 +156,7 @@ class Merging:
     def apply(self, change: Change, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What stored tensors become: split into heads, merged, joined. On meta tensors: the shapes of that."""
         if self.maps and change.outputs[0] in self.maps.names:
-            return [self.maps.tensor(name, tensors[0].is_meta) for name in change.outputs]
+            return [self.maps.tensor(name) for name in change.outputs]
         generator = self._generator(change)
         return change.mapped(tensors, lambda role, heads: self.merge(change, role, heads, generator))
 
@@ -172,7 +171,7 @@ class Merging:
             return heads if role in QUERY_ROLES else heads.repeat_interleave(groups // kv, dim=0)
         if self.how.redraws and change.rule.projection:
             return heads if role in QUERY_ROLES else self._random(change, heads, generator)
-        maps = self.maps.of(change.module, heads.is_meta) if self.maps else None
+        maps = self.maps.of(change.module) if self.maps else None
         return (maps or self.how.pool(kv, groups)).merge(role, heads)
 
     def _generator(self, change: Change) -> Generator:

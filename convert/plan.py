@@ -16,7 +16,6 @@ from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups, Layout, Rule
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
-from gqa.convert.maps_file import MapsFile, check_maps, check_shapes
 from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
 from gqa.convert.recast.targets import ANY, Target, recast
 
@@ -117,13 +116,12 @@ def make_plan(
     seed: int = 0,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
-    maps: MapsFile | None = None,
     target: Target = ANY,
 ) -> Plan:
     """Plan a conversion from headers alone. Raises RefusedError or CorruptError with one line.
 
-    `groups` that are the same in all layers are one number. `maps` are those that `method` made; without them a method
-    that needs any can be planned but not run. `target` is about models whose class cannot have fewer heads.
+    `groups` that are the same in all layers are one number. `target` is about models whose class cannot have fewer
+    heads.
     """
     if method not in (AUTO, *METHODS):
         raise RefusedError(f"unknown method {method!r}; choose {', '.join((AUTO, *METHODS))}")
@@ -145,12 +143,7 @@ def make_plan(
     beside = _rules_beside(config, method, checkpoint.name) if merges else ()
     found = (change for module in modules for change in module_changes(module, config, groups, beside))
     changes = [change for change in found if change.groups != change.heads.kv]
-    if maps:
-        check_maps(maps, checkpoint, modules, groups)
-        mapped = {module.path for module in modules if module.kind == "decoder-self" and module.layer < config.layers}
-        shapes = {t.name: t.shape for t in _outputs(checkpoint, changes, Merging(), None)}
-        check_shapes(maps, (change for change in changes if change.module in mapped), shapes)
-    merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02), maps)
+    merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02))
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new, edits = edit_config(config, groups, checkpoint.name, dtype)

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.options import TrainOptions
 
-    from .conversion import calibrate, convert_model
+    from .conversion import convert_model
     from .measuring import ablate, evaluate
-    from .results import ConvertedModel, Evaluation, FoundMaps, Study, TrainedModel
+    from .results import ConvertedModel, Evaluation, Study, TrainedModel
     from .training import uptrain_model
 
     __version__: str
@@ -35,15 +35,15 @@ _HOMES = {
     "gqa.eval.options": ("EvaluateOptions",),
     "gqa.uptrain.loop": ("DivergedError", "StoppedError"),
     "gqa.uptrain.options": ("TrainOptions",),
-    "gqa.conversion": ("calibrate", "convert_model"),
+    "gqa.conversion": ("convert_model",),
     "gqa.measuring": ("ablate", "evaluate"),
-    "gqa.results": ("ConvertedModel", "Evaluation", "FoundMaps", "Study", "TrainedModel"),
+    "gqa.results": ("ConvertedModel", "Evaluation", "Study", "TrainedModel"),
     "gqa.training": ("uptrain_model",),
 }
 _FOUND_IN = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - functions, what they give, what they take, what they raise
-    "convert_model", "uptrain_model", "evaluate", "ablate", "calibrate", "plan_conversion",
-    "ConvertedModel", "TrainedModel", "Evaluation", "Study", "FoundMaps", "Plan",
+    "convert_model", "uptrain_model", "evaluate", "ablate", "plan_conversion",
+    "ConvertedModel", "TrainedModel", "Evaluation", "Study", "Plan",
     "MapsOptions", "CalibrationText", "Refinement", "Target", "TrainOptions", "EvaluateOptions",
     "RefusedError", "CorruptError", "CorpusError", "OutputError", "DivergedError", "StoppedError",
     "__version__",

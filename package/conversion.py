@@ -1,4 +1,4 @@
-"""Conversion from Python: what gqa-convert and gqa-calibrate do."""
+"""Conversion from Python: what gqa-convert does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gqa.convert.align.watcher import Bar
 from gqa.convert.methods import AUTO, MEASURING
 
 from .given import Model, in_memory, scratch, stored, undisturbed
-from .results import ConvertedModel, FoundMaps
+from .results import ConvertedModel
 
 if TYPE_CHECKING:
     from gqa.convert.align.options import MapsOptions
@@ -38,7 +38,6 @@ def convert_model(
     kv_budget: float | None = None,
     tokenizer: Any = None,
     options: MapsOptions | None = None,
-    maps: str | os.PathLike[str] | None = None,
     target: Target | None = None,
     seed: int = 0,
     dtype: str | None = None,
@@ -62,7 +61,6 @@ def convert_model(
         kv_budget: Instead of `kv_heads`, the share of the KV cache that is left: layers keep as many as they need.
         tokenizer: Of a loaded model, to be written beside it: text is read with it.
         options: How maps are found; None for the command's defaults.
-        maps: A file that `calibrate` wrote, applied instead of `method`.
         target: What is asked of the class that a model is written for, where its own cannot have fewer heads.
         seed: Of random draws and samples; where it is not 0 it takes the place of those in `options`.
         dtype: Of the stored result (`float32`, `bfloat16`, `float16`, `float64`); None for each tensor's own.
@@ -84,7 +82,7 @@ def convert_model(
         own = scratch() if out is None and in_memory(model) else None
         place = stack.enter_context(stored(model, tokenizer))
         how: dict[str, Any] = {"seed": seed, "dtype": dtype, "max_shard_bytes": max_shard_bytes, "revision": revision}
-        how |= {"method": method, "target": target, "maps": maps}
+        how |= {"method": method, "target": target}
         said = (data, options, seed) if kv_budget is None else None  # else layers are measured on them
         output = partial(_output, place, Path(own.name) if own else None, out, said)
         calibration, ranks = _with_text(options, data, seed), tensor_parallel or 1
@@ -122,62 +120,22 @@ def _write(
     return made, bar.errors
 
 
-def calibrate(
-    model: Model,
-    kv_heads: int | Sequence[int],
-    out: str | os.PathLike[str],
-    method: str = "calibrated",
-    data: str | Sequence[str] | None = None,
-    progress: bool = True,
-    *,
-    tokenizer: Any = None,
-    options: MapsOptions | None = None,
-    target: Target | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    overwrite: bool = False,
-) -> FoundMaps:
-    """Find out how the heads of `model` are best merged, and write that to the file `out` (.safetensors).
-
-    Arguments as of `convert_model`, which applies it as `maps`. A run that was stopped goes on after its last finished
-    layer when it is called again. Raises RefusedError.
-    """
-    from gqa.convert.align.find_maps import find_maps
-    from gqa.convert.api import plan_maps
-    from gqa.convert.recast.targets import ANY
-
-    asked = _asked(kv_heads)
-    assert not isinstance(asked, float)
-    with undisturbed(progress), stored(model, tokenizer) as place:
-        plan = plan_maps(
-            place, asked, Path(out), overwrite=overwrite, method=method, seed=seed, revision=revision,
-            target=target or ANY, grouping=options.grouping if options else "auto",
-        )  # fmt: skip
-        _check_used(plan, data, options, seed)
-        with (bar := Bar(not progress)):
-            find_maps(plan, Path(out), _with_text(options, data, seed), bar, overwrite=overwrite)
-    return FoundMaps(path=Path(out), layer_errors=bar.errors, method=plan.method, groups=plan.groups)
-
-
 def _planned(
     place: str, asked: Groups | float, calibration: MapsOptions, progress: bool, ranks: int,
     output: Callable[[Plan], Path], out: str | os.PathLike[str] | None, overwrite: bool,
-    *, maps: str | os.PathLike[str] | None, method: str, target: Target | None, **how: Any,
+    *, method: str, target: Target | None, **how: Any,
 ) -> Plan:  # fmt: skip
     """For the heads that were asked for, or those that leave a share of the cache."""
     from gqa.convert.api import plan_conversion, plan_within
     from gqa.convert.recast.targets import ANY
 
-    if maps is not None and (method != AUTO or isinstance(asked, float)):
-        other = f"kv_budget {asked:g}" if isinstance(asked, float) else f"method {method!r}"
-        raise RefusedError(f"{other} and maps {os.fspath(maps)!r} are two ways; give one of them")
     how["target"] = target or ANY
     if isinstance(asked, float):
         how |= {"method": MEASURING if method == AUTO else method, "out": out, "overwrite": overwrite}
         with Bar(not progress) as bar:
             return plan_within(place, asked, calibration, ranks=ranks, layers=bar, **how)[0]
     return plan_conversion(
-        place, asked, maps=maps, grouping=calibration.grouping, method=method, headers_only=False,
+        place, asked, grouping=calibration.grouping, method=method, headers_only=False,
         check=lambda plan: OutputDirectory(output(plan), None, overwrite), **how,
     )  # fmt: skip
 

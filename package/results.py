@@ -13,8 +13,6 @@ from .given import undisturbed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from gqa.convert.heads.layout import Groups
-    from gqa.convert.maps_file import MapsFile
     from gqa.convert.plan import Plan
 
 
@@ -104,24 +102,6 @@ class TrainedModel(_Checkpoint):
         before, after = self.heldout
         told = "" if before is None else f", held-out loss {before:.4f} -> {after:.4f}"
         return f"{self.path}: {self.record['steps']:,} steps, {self.record['tokens']:,} tokens{told}"
-
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class FoundMaps(_Written):
-    """What `calibrate` wrote: a file that `convert_model` takes as `maps`."""
-
-    layer_errors: Mapping[int, float]
-    method: str
-    groups: Groups
-
-    def load(self) -> MapsFile:
-        """The maps, by module."""
-        from gqa.convert.maps_file import open_maps
-
-        return open_maps(self.path)
-
-    def __repr__(self) -> str:
-        return f"<FoundMaps {self.path}: {self.method}, {self.groups} KV heads>"
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

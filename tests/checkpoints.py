@@ -219,7 +219,7 @@ class Result:
 
 def call(program: str, words: Iterable[object]) -> None:
     """A command in this process, with its own messages and exit codes."""
-    modules = {"gqa-calibrate": "convert.calibrate_cli", "gqa-ablate": "eval.study.cli"}
+    modules = {"gqa-ablate": "eval.study.cli"}
     module = modules.get(program, f"{program.removeprefix('gqa-')}.cli")
     with mock.patch.object(sys, "argv", [program, *map(str, words)]):
         import_module(f"gqa.{module}").main()

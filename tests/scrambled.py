@@ -18,11 +18,14 @@ from torch import Tensor
 
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
+from gqa.convert.align.find_maps import with_maps
 from gqa.convert.align.options import CalibrationText, MapsOptions
+from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
+from gqa.convert.plan import Plan
 
 Stored = dict[str, dict[str, Tensor]]  # by name: the tensors of the file that holds it
 # What the tensors of queries, keys, values and outputs are called, below an attention module.
@@ -211,3 +214,17 @@ def _replace(stored: Stored, name: str, change: Callable[[Tensor], Tensor], swap
 def relative(actual: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the range of what is expected."""
     return float((actual - expected).abs().max() / (expected.max() - expected.min()))
+
+
+def find_maps(
+    plan: Plan, out: Path, options: MapsOptions, watcher: Watcher = SILENT, overwrite: bool = False
+) -> dict[str, Tensor]:
+    """The maps that a conversion to `out` finds, by the names that they are stored under."""
+    with with_maps(plan, out, options, watcher, overwrite=overwrite) as made:
+        maps = made.merging.maps
+        assert maps
+        return {name: maps.tensor(name) for name in maps.names}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(tensor.equal(other[name]) for name, tensor in one.items())

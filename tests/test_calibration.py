@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scrambled import Ids, on_ids, relative
+from scrambled import Ids, find_maps, on_ids, relative
 from test_families import attention_of, write_checkpoint
 from test_families import load as load_tiny
 from tiny_models import TINY, build, inputs, logits
@@ -19,7 +19,6 @@ from torch import Tensor
 from gqa.convert import Plan, convert_checkpoint, plan_conversion
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.closed_form import LayerResult, Task, closed_form
-from gqa.convert.align.find_maps import find_maps
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.options import Refinement
 from gqa.convert.align.refine import Calls, refine

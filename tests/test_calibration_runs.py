@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import signal
@@ -17,21 +19,22 @@ import torch
 from embedded import SOURCE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from scrambled import Ids, on_ids
+from scrambled import Ids, equal, find_maps, on_ids
 from test_calibration import SHORT, Told, plan_of
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
 
+from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.align import watcher
 from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.find_maps import find_maps, with_maps
-from gqa.convert.align.options import MapsOptions, Refinement
+from gqa.convert.align.find_maps import with_maps
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.align.stream import Stream
-from gqa.convert.maps import HeadMaps
-from gqa.convert.maps_file import join_maps, save_maps
+from gqa.convert.maps_file import StoredMaps
 from gqa.convert.methods import ALIGNING, METHODS
+from gqa.convert.summary import _told_of_maps
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +47,67 @@ def test_goes_on_where_it_was_interrupted(source: Path, tmp_path: Path, method: 
     """Bit for bit what a run without interruption gives, and another seed does not; other options are refused until
     --overwrite.
     """
-    plan, options = plan_of(source, method), on_ids(refinement=SHORT)
-    whole = find_maps(plan, tmp_path / "whole.safetensors", options).path
-    path = tmp_path / "parts.safetensors"
+    plan, options, out = plan_of(source, method), on_ids(refinement=SHORT), tmp_path / "parts"
+    whole = find_maps(plan, tmp_path / "whole", options)
     with pytest.raises(KeyboardInterrupt):
-        find_maps(plan, path, options, Told(stop_after=1))
-    assert not path.exists()
+        find_maps(plan, out, options, Told(stop_after=1))
     with pytest.raises(RefusedError, match=r"unfinished run with ridge 0\.03, not 0\.5; run it to its end, or start"):
-        find_maps(plan, path, replace(options, ridge=0.5))
-    find_maps(plan, path, options, told := Told())
+        find_maps(plan, out, replace(options, ridge=0.5))
+    assert equal(find_maps(plan, out, options, told := Told()), whole)
     assert len(told.errors) == 1, "the first layer was not done again"
-    assert path.read_bytes() == whole.read_bytes()
-    with pytest.raises(RefusedError, match=r"parts\.safetensors exists; give another name or --overwrite"):
-        find_maps(plan, path, options)
-    with pytest.raises(KeyboardInterrupt):
-        find_maps(plan, path, options, Told(stop_after=1), overwrite=True)
-    assert path.read_bytes() == whole.read_bytes(), "the old file stays until there is a new one"
     for other in (replace(options, ridge=0.5), replace(options, text=Ids(seed=1))):
-        find_maps(plan, path, other, overwrite=True)
-        assert path.read_bytes() != whole.read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["parts.safetensors", "whole.safetensors"]
+        with pytest.raises(KeyboardInterrupt):
+            find_maps(plan, out, options, Told(stop_after=1))
+        assert not equal(find_maps(plan, out, other, overwrite=True), whole)
+    assert not list(tmp_path.iterdir())
+
+
+def exchange_mlps(model: Path) -> None:
+    for file in model.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: of.flip(0) if ".mlp." in name else of for name, of in tensors.items()}, file, {"format": "pt"})
+
+
+def rotate_slower(model: Path) -> None:
+    checkpoints.edit_json(model / "config.json", lambda config: config["rope_parameters"].update(rope_theta=500.0))
+
+
+def touch(model: Path) -> None:
+    for file in model.iterdir():
+        os.utime(file, ns=(1, 1))
+
+
+@pytest.mark.parametrize(("change", "same"), [(exchange_mlps, False), (rotate_slower, False), (touch, True)])
+@pytest.mark.parametrize("method", ["calibrated", "aligned"])
+def test_layers_of_another_model_are_refused(
+    source: Path, tmp_path: Path, method: str, change: Callable[[Path], None], same: bool
+) -> None:
+    """Whatever differs, though no attention tensor does; contents decide, not the times of files."""
+    model = Path(shutil.copytree(source, tmp_path / "m"))
+    with pytest.raises(KeyboardInterrupt):
+        find_maps(plan_of(model, method), tmp_path / "out", on_ids(), Told(stop_after=1))
+    change(model)
+    if same:
+        find_maps(plan_of(model, method), tmp_path / "out", on_ids(), told := Told())
+        assert len(told.errors) == 1
+    else:
+        with pytest.raises(RefusedError, match="holds layers of an unfinished run with model"):
+            find_maps(plan_of(model, method), tmp_path / "out", on_ids())
+
+
+@pytest.mark.parametrize("file", ["state", "00000"])
+@pytest.mark.parametrize("left", [0, 100, -8])
+def test_a_damaged_file_is_named_and_made_anew(source: Path, tmp_path: Path, file: str, left: int) -> None:
+    """As a power failure leaves it, cut off."""
+    plan, options = plan_of(source), on_ids()
+    whole = find_maps(plan, tmp_path / "out", options)
+    with pytest.raises(KeyboardInterrupt):
+        find_maps(plan, tmp_path / "out", options, Told(stop_after=1))
+    path = tmp_path / ".out.gqa-work" / f"{file}.safetensors"
+    os.truncate(path, left % path.stat().st_size)
+    assert equal(find_maps(plan, tmp_path / "out", options, told := Told()), whole)
+    assert (len(told.errors), len(told.warnings)) == (2, 1)
+    assert told.warnings[0].startswith(f"{path} is damaged")
 
 
 @pytest.mark.parametrize("groups", [2, (4, 2, 4, 1, 1)])
@@ -74,33 +118,31 @@ def test_weights_are_not_looked_at_again(method: str, groups: Any, tmp_path: Pat
     """
     tiny = replace(TINY["llama+bias"], options=TINY["llama+bias"].options | {"num_hidden_layers": 5})
     source = write_checkpoint(build(tiny, 4), tmp_path / "m")
-    plan, options, maps = plan_conversion(source, groups, method=method, headers_only=False), MapsOptions(), tmp_path
+    plan, options = plan_conversion(source, groups, method=method, headers_only=False), MapsOptions()
+    out = tmp_path / "o"
     merging = [layer for layer in range(5) if groups == 2 or groups[layer] < 4]
-    whole, read = find_maps(plan, maps / "whole", options).path.read_bytes(), list[int]()
+    whole, read = find_maps(plan, out, options), list[int]()
+    state = tmp_path / ".o.gqa-work" / "state.safetensors"
     given = Stream.given
     monkeypatch.setattr(Stream, "given", lambda own, module: read.append(module.layer) or given(own, module))
     for done in range(1, len(merging) + 1):
-        path = maps / f"{done}"
         with pytest.raises(KeyboardInterrupt):
-            find_maps(plan, path, options, Told(stop_after=done))
-        (state,) = maps.glob(f".{done}.gqa-work/streams.safetensors")
+            find_maps(plan, out, options, Told(stop_after=done))
         assert {name: of.dtype for name, of in load_file(state).items()} == (
             {"stream": torch.float64} if METHODS[method].guesses else {}
         )
         with pytest.raises(RefusedError, match="unfinished run with device cpu, not cuda"):
-            find_maps(plan, path, replace(options, device="cuda"))
+            find_maps(plan, out, replace(options, device="cuda"))
         read.clear()
-        find_maps(plan, path, options, told := Told())
+        assert equal(find_maps(plan, out, options, told := Told()), whole)
         assert len(told.errors) == len(merging) - done
         assert read == list(range(merging[done - 1] + 1, merging[-1] + 1)), "the finished layers were read again"
-        assert path.read_bytes() == whole
     with pytest.raises(KeyboardInterrupt):
-        find_maps(plan, maps / "other", options, Told(stop_after=1))
-    state = maps / ".other.gqa-work" / "streams.safetensors"
+        find_maps(plan, out, options, Told(stop_after=1))
     with safe_open(state, framework="pt") as file:
         metadata = file.metadata()
     save_file({name: torch.eye(32, dtype=torch.float64) for name in load_file(state)}, state, metadata)
-    assert (find_maps(plan, maps / "other", options).path.read_bytes() == whole) == (method == "procrustes")
+    assert equal(find_maps(plan, out, options), whole) == (method == "procrustes")
 
 
 _STOPPED = """
@@ -152,28 +194,38 @@ def test_maps_are_kept_until_something_was_made_of_them(source: Path, tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_layers_are_joined_without_holding_them(tmp_path: Path) -> None:
-    """Byte for byte what is written at once, in a memory that does not grow with the layers."""
-    generator, told = torch.Generator().manual_seed(0), {"method": "refined", "groups": 2}
-    maps, weights = dict[str, HeadMaps](), dict[str, torch.Tensor]()
-    for layer in range(4):
-        drawn = (torch.randn(2, 8, 16, generator=generator) for _ in range(2))
-        of = {f"m{layer}": HeadMaps(*drawn, order=(1, 0))}
-        weight = {f"w{layer}": torch.randn(3_000_000, generator=generator)}
-        save_maps(tmp_path / f"{layer}.safetensors", of, weight, told)
-        maps, weights = maps | of, weights | weight
-    save_maps(tmp_path / "whole", maps, weights, told)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    join_maps(tmp_path / "joined", sorted(tmp_path.glob("*.safetensors")), told)
-    assert resident("VmHWM") - before < 12 << 20
-    assert (tmp_path / "joined").read_bytes() == (tmp_path / "whole").read_bytes()
+def test_each_map_is_read_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though four projections need it."""
+    taken, read = list[str](), StoredMaps.tensor
+
+    def counting(self: StoredMaps, name: str) -> torch.Tensor:
+        taken.extend([] if name.endswith("/order") else [name])  # orders are a few numbers
+        return read(self, name)
+
+    monkeypatch.setattr(StoredMaps, "tensor", counting)
+    calibration = on_ids(refinement=SHORT, grouping="search")
+    convert_checkpoint(source, 2, tmp_path / "out", method="refined", calibration=calibration)
+    assert taken
+    assert len(taken) == len(set(taken))
 
 
-def resident(key: str) -> int:
-    """Bytes of memory, by the name that Linux has for them."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+def test_the_result_says_how_its_maps_were_made(source: Path, tmp_path: Path) -> None:
+    """No directory of this machine is in it."""
+    out = convert_checkpoint(source, 2, tmp_path / "out", method="calibrated", calibration=on_ids()).out
+    maps = json.loads((out / "gqa_conversion.json").read_text())["maps"]
+    assert {"method", "groups", "model", "name", "text", "content", "ridge", "versions"} <= maps.keys()
+    told = {"text": {"sources": [f"{tmp_path}/secret/text.txt@2", "self"]}}
+    assert _told_of_maps(told) == {"text": {"sources": ["text.txt@2", "self"]}}
+    assert "(method calibrated)" in (out / "README.md").read_text()
+
+
+def test_what_tells_texts_apart(source: Path, tmp_path: Path) -> None:
+    text, told = tmp_path / "text.txt", []
+    for content in ("one", "two", "two"):
+        text.write_text(content)
+        told.append(CalibrationText((str(text), "self")).identify(read_checkpoint(source)))
+    assert told[0] != told[1] == told[2]
+    assert told[0][1] == "self"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +269,7 @@ def test_modules_that_are_looked_at_are_counted(
     monkeypatch.setattr(watcher, "_LOG_SECONDS", 0.0)
     plan = plan_conversion(write_checkpoint(build(TINY[name], 4), tmp_path / "model"), groups, method="procrustes")
     with watcher.Bar(quiet=False) as shown:
-        find_maps(plan, tmp_path / "maps", MapsOptions(device="cpu"), shown)
+        find_maps(plan, tmp_path / "out", MapsOptions(device="cpu"), shown)
         shown.update(0)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"module {modules}/{modules} | {modules} module | ")
@@ -316,18 +368,17 @@ def test_one_line_for_what_cannot_be_calibrated(
     file.write_text(text or "")
     before = checkpoints.snapshot(tmp_path)
     words = ("-g", 2, "--data", "self" if text is None else file, "--context", 16, "--tokens", 64)
-    refined = ("--method", "refined", "--refine-steps", 2)
-    for program, output, method in (("gqa-calibrate", "maps.safetensors", ()), ("gqa-convert", "out", refined)):
-        done = checkpoints.run(model, "-o", tmp_path / output, *words, *method, program=program)
+    for method in (("calibrated",), ("refined", "--refine-steps", 2)):
+        done = checkpoints.run(model, "-o", tmp_path / "out", *words, "--method", *method)
         assert done.code == 2, done.err
         assert done.out == ""
-        assert re.fullmatch(f"{program}: {expected}\n", done.err), done.err
+        assert re.fullmatch(f"gqa-convert: {expected}\n", done.err), done.err
         assert checkpoints.snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize(("program", "method"), [*zip(("gqa-calibrate", "gqa-convert") * 2, ALIGNING, strict=True)])
+@pytest.mark.parametrize("method", ALIGNING)
 def test_what_is_said_of_a_stop_is_true(
-    small: Path, tmp_path: Path, program: str, method: str, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first layer: it is kept."""
 
@@ -338,10 +389,10 @@ def test_what_is_said_of_a_stop_is_true(
     (tmp_path / "text.txt").write_text("words " * 99)
     text = ("--data", tmp_path / "text.txt", "--context", 16, "--tokens", 64) if METHODS[method].reads_text else ()
     steps = ("--refine-steps", 2) if METHODS[method].refines else ()
-    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", method, *text, *steps, program=program)
+    done = checkpoints.run(small, "-o", tmp_path / "out", "-g", 2, "--method", method, *text, *steps)
     assert done.code == 130
-    assert (tmp_path / ".out.gqa-work" / "streams.safetensors").is_file()
-    assert ("after the last finished layer" if program == "gqa-calibrate" else method) in done.err
+    assert (tmp_path / ".out.gqa-work" / "state.safetensors").is_file()
+    assert method in done.err
 
 
 def fails(error: Exception) -> Callable[..., None]:
@@ -397,7 +448,7 @@ def test_sources_with_an_at_sign(small: Path, tmp_path: Path) -> None:
     """In a file's name it is no weight; behind one it is."""
     file = tmp_path / "me@home.txt"
     file.write_text("words " * 200)
-    words = ("-g", 2, "-o", tmp_path / "maps", "--context", 16, "--tokens", 64, "-q")
+    words = ("-g", 2, "-o", tmp_path / "out", "--method", "calibrated", "--context", 16, "--tokens", 64, "-q")
     for given in (file, f"{file}@2,self@1"):
-        done = checkpoints.run(small, *words, "--data", given, "--overwrite", program="gqa-calibrate")
+        done = checkpoints.run(small, *words, "--data", given, "--overwrite")
         assert (done.code, done.err) == (0, "")

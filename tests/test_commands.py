@@ -26,7 +26,6 @@ from gqa.uptrain.options import TrainOptions
 
 ROOMS = {
     "gqa-convert": "convert.cli",
-    "gqa-calibrate": "convert.calibrate_cli",
     "gqa-uptrain": "uptrain.cli",
     "gqa-eval": "eval.cli",
     "gqa-ablate": "eval.study.cli",
@@ -34,7 +33,6 @@ ROOMS = {
 # Arguments without which a command says nothing else.
 LEAST = {
     "gqa-convert": ["m", "-g", "2"],
-    "gqa-calibrate": ["m", "-g", "2", "-o", "maps"],
     "gqa-uptrain": ["m", "--data", "text", "-o", "out"],
     "gqa-eval": ["m"],
     "gqa-ablate": ["m", "-o", "study"],
@@ -109,8 +107,6 @@ def test_values(program: str, words: str, name: str, value: object) -> None:
         ("gqa-convert", "--tokens 5GB", "'5GB' is not a number of tokens; give one like 65536, 64k, 500M or 1B"),
         ("gqa-convert", "--precision int8", "'int8' is not one of 'float32', 'bfloat16', 'float16'"),
         ("gqa-convert", "--method random --seed -1", "-1 is not in the range 0<=x"),
-        ("gqa-calibrate", "--method mean", "'mean' is not one of 'procrustes', "),
-        ("gqa-calibrate", "-o .", "'.' is a directory"),
         ("gqa-uptrain", "--precision fp8", "'fp8' is not one of"),
     ],
 )

@@ -19,10 +19,9 @@ from training import fresh_accelerator, tiny_checkpoint, write_corpus
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = {
-    "gqa-convert": "convert.cli", "gqa-calibrate": "convert.calibrate_cli", "gqa-uptrain": "uptrain.cli",
+    "gqa-convert": "convert.cli", "gqa-uptrain": "uptrain.cli",
     "gqa-eval": "eval.cli", "gqa-ablate": "eval.study.cli",
 }  # fmt: skip
-PROGRAMS = {"gqa.convert.calibrate_cli": "gqa-calibrate"}
 # Query and KV heads of the stand-ins; what is not here (hub ids, other families) has its options read only.
 MODELS = {
     "examples/stdlib-mha": (8, 8), "Llama-2-7b-hf": (32, 32), "some-gqa-model": (32, 8),
@@ -44,7 +43,6 @@ LIMITS = {
 _TEXT = {"--tokens": "512", "--context": "64"}
 # What is said besides, where all words of a key stand in the command.
 ADDED = {
-    "gqa-calibrate": _TEXT,
     "gqa-uptrain": {"--steps": "2", "--context": "64", "--batch-size": "2", "--heldout-tokens": "256"},
     "gqa-eval --data": {"--no-recall": "", "--tokens": "400"},
     "gqa-eval --decode": {"--decode-steps": "2", "--decode-repeats": "1"},
@@ -76,7 +74,7 @@ def commands(page: Path) -> Iterator[tuple[str, list[str], bool]]:
             yield program, rest, True
         elif "-m" in rest:
             module, *rest = rest[rest.index("-m") + 1 :]
-            yield PROGRAMS.get(module, module.replace("gqa.", "gqa-")), rest, False
+            yield module.replace("gqa.", "gqa-"), rest, False
 
 
 SHOWN = [(page, *command) for page in PAGES for command in commands(page)]
@@ -143,7 +141,7 @@ def made_small(program: str, words: list[str]) -> list[str]:
     if program == "gqa-ablate" and "stdlib:train" in words and "--heldout" not in words:
         found += ["--heldout", "heldout.jsonl"]  # stdlib:train brings it along
     study_of_old = program == "gqa-ablate" and "--data" not in words
-    planned = {"--maps", "--dry-run"} & {*words}
+    planned = "--dry-run" in words
     told = planned or study_of_old
     for name, extras in ADDED.items():
         if not told and {program, *words}.issuperset(name.split()):

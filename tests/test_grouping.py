@@ -6,21 +6,17 @@ import re
 from dataclasses import replace
 from itertools import combinations, permutations
 from pathlib import Path
-from typing import Any
 
 import checkpoints
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from scrambled import on_ids, rearrange, relative
+from scrambled import find_maps, on_ids, rearrange, relative
 from test_families import load, write_checkpoint
-from test_maps import metadata
 from tiny_models import TINY, build, inputs, logits
 
 import gqa.convert.align.grouping as module
-from gqa.convert import CorruptError, RefusedError, convert_checkpoint, plan_conversion
+from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.align.alignment import procrustes_key, procrustes_value
-from gqa.convert.align.find_maps import find_maps
 from gqa.convert.align.grouping import Group, best_partition, find_order
 from gqa.convert.align.moments import Moments
 from gqa.convert.heads.symmetries import Rotary
@@ -102,29 +98,16 @@ def rearranged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     indirect=["rearranged"],
 )
 def test_by_the_command(rearranged: Path, tmp_path: Path, method: str) -> None:
-    """From the option to the written checkpoint, and by way of a file of maps; neighbours lose a lot."""
+    """From the option to the written checkpoint; neighbours lose a lot."""
     tiny, lost = TINY["llama+bias"], {}
     expected = logits(tiny, load(tiny, rearranged), inputs(tiny))
-    plan = plan_conversion(rearranged, 2, method=method, headers_only=False)
-    maps = find_maps(plan, tmp_path / "maps.safetensors", on_ids(grouping="search")).path
-    ways: dict[str, Any] = {
-        grouping: {"method": method, "calibration": on_ids(grouping=grouping)} for grouping in ("contiguous", "auto")
-    }
-    for name, how in (*ways.items(), ("maps", {"maps": maps})):
-        out = convert_checkpoint(rearranged, 2, tmp_path / name, **how).out
-        lost[name] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
-    assert lost["maps"] == lost["auto"] < 1e-4  # of so few heads all partitions are tried
+    for grouping in ("contiguous", "auto"):
+        calibration = on_ids(grouping=grouping)
+        out = convert_checkpoint(rearranged, 2, tmp_path / grouping, method=method, calibration=calibration).out
+        lost[grouping] = relative(logits(tiny, load(tiny, out), inputs(tiny)), expected)
+    assert lost["auto"] < 1e-4  # of so few heads all partitions are tried
     assert lost["contiguous"] > 1e-2
     assert "--grouping search" in (out / "gqa_conversion.json").read_text()
-    tensors = load_file(maps)
-    orders = [name for name in tensors if name.endswith("/order")]
-    assert orders
-    broken = tmp_path / "broken.safetensors"
-    tensors[orders[0]] = torch.tensor([0, 0, 1, 3])
-    save_file(tensors, broken, metadata=metadata(maps))
-    with pytest.raises(CorruptError, match=r"has .*/order that is no order; make it again with gqa-calibrate"):
-        convert_checkpoint(rearranged, 2, tmp_path / "never", maps=broken)
-    assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,6 @@ def test_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: M
     hub.repo(NAME, model(tmp_path / "source"))
     (machine.work / "taken").touch()
     for (program, *words), says in (
-        (("gqa-calibrate", "-g", 4, "-o", "maps", NAME), "--groups 4 of the 4 key/value heads"),
-        (("gqa-calibrate", "-g", 2, "-o", "no/maps", NAME), "is no directory"),
-        (("gqa-calibrate", "-g", 2, "-o", "taken", NAME), "exists; give another name"),
         (("gqa-convert", "--kv-budget", "0.1", NAME), "--kv-budget 0.1 is not possible"),
     ):
         failed = machine.run(*words, program=program)

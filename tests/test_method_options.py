@@ -8,8 +8,7 @@ import pytest
 from checkpoints import leftovers, llama, run
 
 from gqa.checkpoint.console import Count
-from gqa.convert import cli, convert_checkpoint, plan_conversion
-from gqa.convert.calibrate_cli import command
+from gqa.convert import cli, convert_checkpoint
 from gqa.convert.method_option import MethodOption
 from gqa.convert.methods import METHODS
 
@@ -49,19 +48,7 @@ def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp
     assert "--refine-steps is not used" in run("--groups", 2, "--refine-steps", 200, tmp_path / "nothing").err
 
 
-def test_maps_leave_no_method_to_choose(tmp_path: Path) -> None:
-    (tmp_path / "maps").touch()
-    for name, option in OPTIONS.items():
-        said = run("--groups", 2, "--maps", tmp_path / "maps", *words(option), tmp_path / "nothing").err
-        found = f"gqa-convert: {name} is not used by --maps {tmp_path / 'maps'}, which holds what a method"
-        assert said.startswith(found)
-
-
-def test_the_other_commands_refuse_the_same(tmp_path: Path) -> None:
-    options = {option.opts[0] for option in command.params if isinstance(option, MethodOption)}
-    assert options == OPTIONS.keys() - {"--method"}
-    calibrate = ("--groups", 2, "-o", tmp_path / "maps", "--method", "aligned", "--ridge", 1, tmp_path / "nothing")
-    assert "--ridge is not used by --method aligned" in run(*calibrate, program="gqa-calibrate").err
+def test_studies_refuse_the_same(tmp_path: Path) -> None:
     study = ("--data", "text", "-o", tmp_path / "study", "--methods", "mean,aligned", "--refine-batch", 2, "nothing")
     said = run(*study, program="gqa-ablate").err
     assert "--refine-batch is not used by --methods mean,aligned; it goes with --method refined" in said
@@ -76,12 +63,3 @@ def test_the_name_says_the_method_if_there_is_any(groups: int, name: str, tmp_pa
     assert (tmp_path / name / "config.json").is_file()
     assert ("--method is not used: none of the 4 heads are merged" in done.out) == (groups >= 4)
     assert convert_checkpoint(model, groups, method="first", overwrite=True).out == tmp_path / name
-
-
-def test_maps_give_the_name_of_their_method(tmp_path: Path) -> None:
-    model = llama(tmp_path / "m")
-    arguments = ("--groups", 2, "-o", tmp_path / "maps", "--method", "procrustes", model)
-    assert run(*arguments, program="gqa-calibrate").code == 0
-    assert run("--groups", 2, "--maps", tmp_path / "maps", model).code == 0
-    assert (tmp_path / "m-gqa2-procrustes" / "config.json").is_file()
-    assert plan_conversion(model, 2, maps=tmp_path / "maps").method == "procrustes"

@@ -39,13 +39,13 @@ def model(tmp_path: Path) -> Path:
     return llama(tmp_path / "m", side_files=False)
 
 
-@pytest.mark.parametrize("program", ["gqa-convert", "gqa-calibrate"])
-def test_one_process(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["aligned", "refined"])
+def test_one_process(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each of several would do all of it, into the same place."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = (llama(tmp_path / "m"), "--groups", 2, "--method", "aligned", "-o", tmp_path / "out.safetensors")
-    check_refused(run(*words, program=program), "runs in one process", program=program)
-    assert not (tmp_path / "out.safetensors").exists()
+    words = (llama(tmp_path / "m"), "--groups", 2, "--method", method, "-o", tmp_path / "out")
+    check_refused(run(*words), "runs in one process")
+    assert not (tmp_path / "out").exists()
 
 
 NOTHING = ("./nothing", "/nothing/there", "a/b/c", "two words", "../m\n", "a\x1b[2Jb")

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.options import CalibrationText, MapsOptions
-from gqa.convert.align.self_samples import samples
+from gqa.convert.align.sampling import samples
 
 pytestmark = pytest.mark.real
 

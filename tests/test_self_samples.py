@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import header_only
+from checkpoints import edit_json, header_only
 from embedded import SOURCE, bring_tokenizer, copy_source, load
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import gqa.convert.align.sampling as sampling
 import gqa.convert.align.self_samples as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert.align.options import CalibrationText
-from gqa.convert.align.self_samples import Draw, Room, SampledBlocks, attend_one, sampled_blocks, samples
+from gqa.convert.align.sampling import Draw, Room, attend_one, samples
+from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
 from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.corpus.sources import OwnText, is_self, parse_self
 from gqa.eval.evaluate import SAMPLES, _samples
@@ -72,7 +77,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
     assert told == [batch] * 2
     many, told = sampled(teacher, 10)
     assert told == [2 * batch] * 2
-    (file,) = cache.glob("*.int32")
+    file = cache / few.directory.name / "000002.int32"
     file.write_bytes(file.read_bytes()[:-7])
     for expected in ([batch] * 2, []):
         again, told = sampled(teacher, 10)
@@ -84,7 +89,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(teacher, cache: Path) ->
     assert ids(many).dtype == np.int64
     assert (ids(many)[:, 0] == teacher.config.bos_token_id).all()
     assert not np.array_equal(ids(sampled(teacher, 3, seed=1)[0]), ids(few))
-    assert len(list(cache.glob("*.int32"))) == 2
+    assert len(list(cache.iterdir())) == 2
     with pytest.raises(IndexError):
         few[3]
 
@@ -124,6 +129,30 @@ def test_a_source_that_stands_twice_is_other_text() -> None:
     assert len(set(several)) == len(several) == 24
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.update(rope_theta=500.0),
+        lambda config: config.update(hidden_act="gelu"),
+        None,
+    ],
+)
+def test_samples_of_another_model_are_not_used(change: Any, teacher, cache: Path, tmp_path: Path) -> None:
+    """Nor of other versions of the libraries; a model that has moved keeps its own."""
+    before, model = sampled(teacher, 3)[0], copy_source(tmp_path)
+    assert sampled(teacher, 3, source=model)[1] == []
+    if change:
+        edit_json(model / "config.json", change)
+    else:
+        tensors = load_file(file := model / "model.safetensors")
+        name = next(name for name in tensors if ".mlp." in name)
+        tensors[name][-1, -1] += 1
+        save_file(tensors, file, {"format": "pt"})
+    after, told = sampled(teacher, 3, source=model)
+    assert told
+    assert after.fingerprint != before.fingerprint
+
+
 def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text as batch by batch: each has a seed of its own. A CPU takes them one by one."""
     float32, asked, plain = teacher.float(), list[int](), module.samples
@@ -135,7 +164,7 @@ def test_as_many_at_a_time_as_memory_holds(teacher, cache: Path, monkeypatch: py
     monkeypatch.setattr(module, "samples", told)
     one = sampled(float32, 20)[0]
     expected = ids(one)
-    one.file.unlink()
+    shutil.rmtree(one.directory)
     monkeypatch.setattr(module, "free_memory", lambda device: 1 << 40)
     monkeypatch.setattr(module, "at_once", lambda *given: 3 * 4 + 1)
     assert np.array_equal(ids(sampled(float32, 20)[0]), expected)
@@ -162,8 +191,8 @@ def test_a_model_that_no_device_holds(teacher, cache: Path, monkeypatch: pytest.
     for free in (None, 2 * weights, weights):  # of which an eighth is kept free
         monkeypatch.setattr(module, "free_memory", lambda device, free=free: free if device.type == "cpu" else None)
         found = sampled_blocks(opened, "cpu", read_checkpoint(SOURCE), SIZE, 5, 0, plain=True)
-        written.append(found.file.read_bytes()[: 5 * SIZE * 4])
-        found.file.unlink()
+        written.append(ids(found).tobytes())
+        shutil.rmtree(found.directory)
     assert asked == ["cpu", "cpu", "auto"]
     assert written == written[:1] * 3
 
@@ -203,9 +232,9 @@ def test_a_text_begins_as_the_tokenizer_begins_it(teacher, cache: Path, tmp_path
 
 
 def test_a_part_repeats_itself_unless_it_is_plain(teacher, cache: Path) -> None:
-    """One file of samples serves both; what repeats itself is another text to a state of training."""
+    """The same samples serve both; what repeats itself is another text to a state of training."""
     plain, mixed = (sampled(teacher, 8, plain=plain, size=40)[0] for plain in (True, False))
-    assert plain.file == mixed.file
+    assert plain.directory == mixed.directory
     assert plain.fingerprint != mixed.fingerprint
     same = (ids(plain) == ids(mixed)).all(axis=1)
     assert 3 <= same.sum() <= 5
@@ -268,7 +297,7 @@ def test_samples_are_as_surprising_as_the_model_expects(
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return super().__call__(input_ids, scores / temperature)
 
-    monkeypatch.setattr(module, "Draw", Other)
+    monkeypatch.setattr(sampling, "Draw", Other)
     ids = samples(teacher, 33, seed=3, batch=32)
     with torch.no_grad():
         log = teacher(input_ids=ids[:, :-1]).logits.double().log_softmax(-1)
@@ -318,8 +347,8 @@ def test_sampling_does_not_copy_what_it_has(teacher, monkeypatch: pytest.MonkeyP
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr(module, "Room", Counted)
-    monkeypatch.setattr(module, "_MORE", 16)
+    monkeypatch.setattr(sampling, "Room", Counted)
+    monkeypatch.setattr(sampling, "_MORE", 16)
     ours = samples(teacher, 40, seed=1, batch=3)
     assert [layer.get_seq_length() for layer in made] == [39] * teacher.config.num_hidden_layers
     monkeypatch.setattr(type(teacher), "_supports_default_dynamic_cache", lambda self: False)
@@ -337,7 +366,7 @@ def test_transformers_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
     """After samples and after what fails; meanwhile other models attend as they did."""
     before, other, single = known(), load(SOURCE), []
     prompt, expected = torch.tensor([[5]]), load(SOURCE)(input_ids=torch.tensor([[5]])).logits
-    monkeypatch.setattr(module, "attend_one", lambda *given: single.append(0) or attend_one(*given))
+    monkeypatch.setattr(sampling, "attend_one", lambda *given: single.append(0) or attend_one(*given))
 
     class Beside(Draw):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -347,7 +376,7 @@ def test_transformers_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None
             assert len(single) == steps
             return super().__call__(input_ids, scores)
 
-    monkeypatch.setattr(module, "Draw", Beside)
+    monkeypatch.setattr(sampling, "Draw", Beside)
     samples(load(SOURCE), 4, seed=0, batch=1)
     assert single
     assert known() == before

@@ -421,33 +421,6 @@ def impatient(seconds: float) -> None:
     torch.distributed.init_process_group = lambda **given: begin(**given | {"timeout": limit})
 
 
-def tell_tokens(file: str) -> None:
-    """How many tokens' heads a process looks at, layer by layer."""
-    from gqa.convert.align.moments import Moments
-
-    add = Moments.add
-
-    def tell(self: Moments, q: Any, *given: Any) -> None:
-        add(self, q, *given)
-        note(file, q.shape[0] * q.shape[2])
-
-    Moments.add = tell  # type: ignore[method-assign]
-
-
-def tell_solves(file: str) -> None:
-    """Each key and value of a group that a process solves for."""
-    import gqa.convert.align.moments as module
-
-    for name in ("shared_key", "shared_value"):
-        solve = getattr(module, name)
-
-        def tell(*given: Any, name: str = name, solve: Any = solve) -> Any:
-            note(file, name)
-            return solve(*given)
-
-        setattr(module, name, tell)
-
-
 def keep_samples(cache: str, batch: int, file: str) -> None:
     """What a model writes is kept there, so many sequences a batch; how many batches a process wrote."""
     import datasets.config

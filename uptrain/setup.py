@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,8 +142,8 @@ def prepare(
             share_model(training, checkpoint, accelerator)
         if not dry:  # which of several names are stored is known when they are read
             check_exportable(model, checkpoint)
-    # One process tokenises, and the others find it done; what the teacher writes they write together.
-    with nullcontext() if is_self(options.data[0]) else main_first():
+    # One process tokenises, or lets the teacher write, and the others find it done.
+    with main_first():
         dataloader = _data(options, checkpoint, model, tokenizer, longest, writes, dry)
         options = dataloader.options
     with main_first():
@@ -174,7 +174,7 @@ def _written(
     """So many blocks of `size` tokens that the teacher writes."""
     load, plain = partial(_load, teacher, options, device=device), parse_self(options.data[0]).plain
     return sampled_blocks(
-        load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write, together=True,
+        load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 

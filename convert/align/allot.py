@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.processes import own_share, total
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.align.calibration import Calibrator
 from gqa.convert.align.layerwise import Stream
@@ -135,7 +134,7 @@ def losses_alone(
     """
     calibrator = Calibrator(plan, blocks, options)
     pair, changed = calibrator.pair, dict[int, Stream]()
-    true = pair.arrive({"input_ids": measured[own_share(len(measured), options.at_once)]}).source
+    true = pair.arrive({"input_ids": measured}).source
     for layer in range(calibrator.layers):
         results = calibrator.run(layer)
         calibrator.streams.converted.hidden.copy_(
@@ -158,4 +157,4 @@ def losses_alone(
         for layer, stream in changed.items():
             other = pair.source.depart(stream.hidden[rows]).log_softmax(-1)
             lost[layer] += float((base.exp() * (base - other)).sum())
-    return [total(nats) / measured.numel() for nats in lost]
+    return [nats / measured.numel() for nats in lost]

@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gqa.checkpoint.processes import as_first, own_share, total
 from gqa.checkpoint.write import write_tensor
 from gqa.convert.align.closed_form import LayerResult, Task, closed_form, position_weights
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.options import MapsOptions
 from gqa.convert.align.pair import Inputs, Pair, check_finite
 from gqa.convert.align.refine import Calls, refine, seen_of
-from gqa.convert.maps import HeadMaps
 from gqa.convert.plan import Plan
 
 
@@ -27,25 +25,22 @@ class Calibrator:
     """All layers of one model in turn; what it holds between two layers can be kept and given to another."""
 
     def __init__(
-        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, kept: Mapping[str, Any] | None = None,
+        self, plan: Plan, blocks: Tensor | Inputs, options: MapsOptions, state: Mapping[str, Tensor] | None = None,
         place: Path | None = None,
     ) -> None:  # fmt: skip
-        """`blocks` are (N, T) token ids of calibration text, or what else the model is given, of which each process
-        takes its share; `kept` is what an earlier one was to keep after some layers, of all blocks. Where a layer is
-        refined, the source's stream lies in a file in `place`.
+        """`blocks` are (N, T) token ids of calibration text, or what else the model is given; `state` is that of an
+        earlier calibrator after some layers. Where a layer is refined, the source's stream lies in a file in `place`.
         """
-        self.pair, kept, self._place = Pair(plan, options), kept or {}, place
-        inputs: Inputs = {"input_ids": blocks} if isinstance(blocks, Tensor) else blocks
-        rows = own_share(len(next(iter(inputs.values()))), options.at_once)
-        self._inputs = {name: of[rows] for name, of in inputs.items()}
+        self.pair, self._place = Pair(plan, options), place
+        self._inputs: Inputs = {"input_ids": blocks} if isinstance(blocks, Tensor) else blocks
         with torch.no_grad():
-            if "encoded" in kept:
-                self.streams = self.pair.decode(self._inputs, (kept["encoded"][rows], kept["encoded converted"][rows]))
+            if state and "encoded" in state:
+                self.streams = self.pair.decode(self._inputs, (state["encoded"], state["encoded converted"]))
             else:
                 self.streams = self.pair.arrive(self._inputs)
-        if kept:
-            self.streams.source.hidden.copy_(kept["source"][rows])
-            self.streams.converted.hidden.copy_(kept["converted"][rows])
+        if state:
+            self.streams.source.hidden.copy_(state["source"])
+            self.streams.converted.hidden.copy_(state["converted"])
 
     @property
     def layers(self) -> int:
@@ -58,13 +53,13 @@ class Calibrator:
             blocks = self._inputs["decoder_input_ids"]
         return blocks.numel() + trained * max(1, len(self.pair.modules_of(layer)))
 
-    def keep(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """What is needed to go on after the last layer that was run."""
         streams = self.streams
-        found = {"source": streams.source.hidden, "converted": streams.converted.hidden}
+        state = {"source": streams.source.hidden, "converted": streams.converted.hidden}
         if streams.encoded:
-            found |= {"encoded": streams.encoded[0], "encoded converted": streams.encoded[1]}
-        return found
+            state |= {"encoded": streams.encoded[0], "encoded converted": streams.encoded[1]}
+        return state
 
     @torch.no_grad()
     def run(self, layer: int, progress: Callable[[int], None] = lambda tokens: None) -> list[LayerResult]:
@@ -87,14 +82,13 @@ class Calibrator:
             return []
         scale = self._scale([pair.looking_at(module, own) for module in modules])
         counts = position_weights(streams.converted.hidden, streams.converted.real)
-        refines, positions, missed = pair.plan.merging.how.refines, int(total(counts.numel())), None
+        refines, missed = pair.plan.merging.how.refines, None
         fitted = seen_of(counts, pair.options.training) if refines else counts
         found, done = list[LayerResult](), dict[str, Tensor]()
         for module in modules:
             own, last = pair.looking_at(module, pair.original(layer, done) if done else own), module == modules[-1]
-            task = Task(pair, module, own, streams, positions, scale, fitted, done, missed)
+            task = Task(pair, module, own, streams, scale, fitted, done, missed)
             result = closed_form(task) if pair.symmetry else LayerResult(module, pair.mean(module), float("nan"))
-            result = replace(result, maps=_agreed(result.maps))
             if refines:
                 result = self._refined(result, replace(task, counts=counts), last, progress)
             elif last:
@@ -144,7 +138,7 @@ class Calibrator:
             check_finite(own.index, one, other)
             rounding = max(1e-3, 8 * torch.finfo(one.dtype).eps)
             alike = alike and torch.allclose(one, other, rtol=0, atol=rounding * float(one.abs().max()))
-        return None if total(not alike) else scale  # what any process has found out
+        return scale if alike else None
 
     def _refined(self, found: LayerResult, task: Task, last: bool, progress: Callable[[int], None]) -> LayerResult:
         """With the converted module's trained tensors and the error that is left. With the `last` module of a layer the
@@ -179,10 +173,3 @@ class Calibrator:
             best, _, error = refine(attention, start, calls, targets, task.counts, how, progress)
         weights = self.pair.stored({names[name]: tensor for name, tensor in best.items()})
         return replace(found, weights=weights, error=error)
-
-
-def _agreed(maps: HeadMaps) -> HeadMaps:
-    """The same on all processes, also where the devices of some round otherwise."""
-    parts = {part: getattr(maps, part) for part in ("key", "value", "query", "output")}
-    agreed: dict[str, Any] = as_first({part: tensor for part, tensor in parts.items() if tensor is not None})
-    return replace(maps, **agreed)

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64, float64_device
 from gqa.checkpoint.errors import listing
-from gqa.checkpoint.processes import add_up, mean_of_all, share_of, total
 from gqa.convert.align.aligned import heads_of
-from gqa.convert.align.alignment import CUT, GroupMaps, pseudo_inverse, ridge, unturned
+from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
 from gqa.convert.align.grouping import find_order
 from gqa.convert.align.layerwise import Layer
 from gqa.convert.align.moments import Moments, head_maps, stack_groups
@@ -96,7 +94,7 @@ def position_weights(stream: Tensor, real: Tensor | None = None) -> Tensor:
     """
     found = 1 / mean_squares(stream).clamp_min(1e-30)
     found = found if real is None else found * real
-    return found / mean_of_all(found)
+    return found / found.mean()
 
 
 def mean_squares(stream: Tensor) -> Tensor:
@@ -127,7 +125,6 @@ class Task:
     streams before the layer, of which the converted one is what the merged heads will be given; and what attention
     should compute.
 
-    positions: Of all processes.
     scale: By what the outputs of the layer's attention modules are multiplied before they are added to the stream;
         None where that is not all that becomes of them.
     counts: (N, T) how much an error counts, see `position_weights`.
@@ -139,7 +136,6 @@ class Task:
     module: AttentionModule
     own: Layer
     streams: Streams
-    positions: int
     scale: float | None
     counts: Tensor
     before: Mapping[str, Tensor] = field(default_factory=dict)
@@ -171,8 +167,7 @@ class Task:
 def closed_form(task: Task) -> LayerResult:
     """Keys, then values as the merged attention sees them, then the refit of W_O.
 
-    Where groups are searched for, heads are moved together with all that belongs to them. Sums are those of all
-    processes, each of which solves for its share of the groups.
+    Where groups are searched for, heads are moved together with all that belongs to them.
     """
     pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
     text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
@@ -188,11 +183,10 @@ def closed_form(task: Task) -> LayerResult:
         moments = moments.regrouped(order or tuple(range(heads.kv)), groups)
     if order:
         w_o = w_o[query_order(order, heads.query)]
-    own = share_of(groups)
-    keys: list[GroupMaps] = gather_object(moments.shared_keys(rotary, own)) if free_keys else []
+    keys = moments.shared_keys(rotary) if free_keys else []
     seen = _seen_values(task, head_maps(heads, groups, keys, [], order))
     w_o = w_o.to(device).double()
-    found = gather_object(moments.shared_values(seen.unflatten(0, (groups, -1))[own], w_o, own))
+    found = moments.shared_values(seen.unflatten(0, (groups, -1)), w_o)
     return _refit(task, head_maps(heads, groups, keys, found, order), w_o.flatten(0, 1))
 
 
@@ -208,9 +202,7 @@ def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> 
         significance = significance * task.counts[seen.rows][:, None].to(q.device)
         counted = task.counts[seen.rows].any(1, keepdim=True).to(q.device)  # blocks
         moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(seen.mask, k) * counted)
-    add_up(moments.keys, moments.key_means, moments.queries, moments.values)
-    moments.counted = int(total(moments.counted))
-    return moments.averaged(task.positions)
+    return moments.averaged(task.counts.numel())
 
 
 def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
@@ -235,8 +227,7 @@ def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
             one = as_float64(rows[:, :, head]).flatten(0, 1)
             seen_by[head] += one.T @ one
-    add_up(seen_by)
-    return seen_by.div_(task.positions)
+    return seen_by.div_(task.counts.numel())
 
 
 def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
@@ -265,8 +256,7 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
         rows = as_float64(seen.joined.flatten(0, 1).float() * root)
         gram.add_(rows.T @ rows)
         cross.add_(rows.T @ target.to(rows))
-    add_up(gram, cross, asked)
-    count = int(total(int(task.counts.count_nonzero())))
+    count = int(task.counts.count_nonzero())
     start = maps.output.to(w_o)
     found = ridge(gram / count, cross / count, start, task.pair.options.ridge)
     fitted = found.T @ w_o  # the new W_O

@@ -78,21 +78,19 @@ class Moments:
         means = self.key_means[0][rows(self.key_means.shape[1] // len(order))]
         return Moments(blocks(self.keys[0]), means, self.queries[list(order)], blocks(self.values[0]))
 
-    def shared_keys(self, rotary: Rotary, own: slice = slice(None)) -> list[GroupMaps]:
-        """The closed form of each group's key, or of some groups' `own`."""
+    def shared_keys(self, rotary: Rotary) -> list[GroupMaps]:
+        """The closed form of each group's key."""
         queries = self.queries.unflatten(0, (len(self.keys), -1))
-        return [
-            shared_key(*of, rotary).cpu() for of in zip(self.keys[own], queries[own], self.key_means[own], strict=True)
-        ]
+        return [shared_key(*of, rotary).cpu() for of in zip(self.keys, queries, self.key_means, strict=True)]
 
-    def shared_values(self, seen: Iterable[Tensor], w_o: Tensor, own: slice = slice(None)) -> list[GroupMaps]:
-        """The closed form of each group's value, or of some groups' `own`: `seen` gives (H / G, m e, m e) of one of
-        them after another, the moments of the stacked values that each query head sees; w_o (H, e, D).
+    def shared_values(self, seen: Iterable[Tensor], w_o: Tensor) -> list[GroupMaps]:
+        """The closed form of each group's value: `seen` gives (H / G, m e, m e) of one of them after another, the
+        moments of the stacked values that each query head sees; w_o (H, e, D).
         """
         groups = len(self.values)
         m = len(self.queries) // groups
         owner = torch.arange(m).repeat_interleave(len(w_o) // len(self.queries))
-        parts = zip(seen, self.values[own], w_o.double().unflatten(0, (groups, -1))[own], strict=True)
+        parts = zip(seen, self.values, w_o.double().unflatten(0, (groups, -1)), strict=True)
         return [shared_value(each, values, w @ w.mT, owner).cpu() for each, values, w in parts]
 
 

@@ -132,7 +132,7 @@ class CalibrationText:
         plain, seed = parse_self(source).plain or not self.repeats, self._seed(number)
         written = sampled_blocks(
             load, device, checkpoint, self.length, -(-tokens // self.length), seed, plain, watcher,
-            together=True, trust_remote_code=trusted,
+            trust_remote_code=trusted,
         )  # fmt: skip
         return torch.stack([torch.as_tensor(written[index]["input_ids"]) for index in range(len(written))])
 

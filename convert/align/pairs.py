@@ -20,7 +20,14 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.align.self_samples import SampledBlocks, batch_seed, content, kept, samples, seed_apart
+from gqa.convert.align.sampling import samples
+from gqa.convert.align.self_samples import (
+    SampledBlocks,
+    batch_seed,
+    samples_identity,
+    seed_apart,
+    store_batches,
+)
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder, read_pairs
@@ -94,28 +101,28 @@ class PairMaker:
         return list(zip(sources, self._write(sources, seed_apart(seed, "targets")), strict=True))
 
     def sampled(self, count: int, write: bool = True) -> SampledBlocks:
-        """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are kept as
-        those of decoders are, and all processes make them together. Raises RefusedError. Unless it is to `write`, they
-        are none that could be read.
+        """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are stored as
+        those of decoders are. Raises RefusedError. Unless it is to `write`, they are none that could be read.
         """
+        size = 2 * self.length
         if not write:
-            return SampledBlocks(Path(), 2 * self.length, count, "", self._seed, 0, plain=True)
+            return SampledBlocks(Path(), WRITTEN, size, count, "", self._seed, 0, plain=True)
 
-        def begin(batches: int) -> int:
+        def begin(batches: int) -> tuple[Any, int]:
             self._announce(2 * WRITTEN * batches)
-            return 1
+            return None, 1
 
-        def written(numbers: range) -> Tensor:
+        def sample(_: Any, numbers: Sequence[int]) -> Tensor:
             rows = torch.full((WRITTEN, 2, self.length), -1)
             for row, pair in enumerate(self._own(WRITTEN, batch_seed(self._seed, numbers[0]))):
                 for side, ids in enumerate(pair):
                     rows[row, side, : len(ids)] = torch.tensor(ids)
             return rows.flatten(1)
 
-        known = content(self._checkpoint, self._trusted)
-        told = f"own pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
-        file = kept(told, 2 * self.length, WRITTEN, count, begin, written, together=True)
-        return SampledBlocks(file, 2 * self.length, count, f"self {file.stem}", self._seed, 0, plain=True)
+        known = samples_identity(self._checkpoint, self._trusted)
+        identity = f"own pairs {known} {self._encoder.marks} {self._seed} {self.length} {self._dtype}"
+        directory = store_batches(identity, size, WRITTEN, count, begin, sample)
+        return SampledBlocks(directory, WRITTEN, size, count, f"self {directory.name}", self._seed, 0, plain=True)
 
     def inputs(self, pairs: Sequence[Pair]) -> dict[str, Tensor]:
         """What the model is given, by the names of its forward's arguments, padded at the end. Raises RefusedError."""

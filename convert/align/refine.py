@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from gqa.checkpoint.processes import add_up, as_first, mean_of_all, place_of, total
 from gqa.convert.align.attention import watchable
 from gqa.convert.align.closed_form import mean_squares
 from gqa.convert.align.layerwise import Given, Layer, Stream, is_by_block
@@ -103,17 +102,16 @@ def refine(
     energy at the start and at the best.
     """
     device, length = next(iter(start.values())).device, calls.hidden.shape[1]
-    own, generator = place_of(len(calls.hidden)), torch.Generator().manual_seed(how.seed)
-    heldout, train = _split(int(total(len(calls.hidden))), how, generator)
+    generator = torch.Generator().manual_seed(how.seed)
+    heldout, train = _split(len(calls.hidden), how, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
     optimizers = _optimizers(list(weights.values()), how.learning_rate)
     schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / how.steps) for each in optimizers]
-    scale = mean_of_all(mean_squares(targets) * counts).clamp_min(1e-30).to(device)
+    scale = (mean_squares(targets) * counts).mean().clamp_min(1e-30).to(device)
 
     def losses(rows: Tensor) -> Iterator[Tensor]:
-        """Parts of the mean over blocks: those of this process, as many at a time as a layer takes."""
-        mine = rows[(rows >= own.start) & (rows < own.stop)] - own.start
-        for part in mine.split(max(1, AT_ONCE // length)):
+        """Parts of the mean over blocks, as many at a time as a layer takes."""
+        for part in rows.split(max(1, AT_ONCE // length)):
             given = calls.given(part, device)
             with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
                 output = called(module, weights, given)
@@ -123,7 +121,7 @@ def refine(
     def error() -> float:
         with torch.no_grad():
             found = [loss * len(rows) for rows in heldout.split(how.batch) for loss in losses(rows)]
-        return total(float(torch.stack(found).sum()) if found else 0.0) / len(heldout)
+        return float(torch.stack(found).sum()) / len(heldout)
 
     def copy() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
@@ -137,26 +135,23 @@ def refine(
             optimizer.zero_grad()
         for loss in losses(rows):
             loss.backward()
-        for tensor in weights.values():  # a process may have none of these blocks
-            tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            add_up(tensor.grad)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
             optimizer.step()
             schedule.step()
         progress(len(rows) * length)
         if ((step + 1) % every == 0 or step + 1 == how.steps) and (found := error()) < least:
             best, least = copy(), found
-    return as_first(best), first, least
+    return best, first, least
 
 
 def seen_of(counts: Tensor, how: Refinement) -> Tensor:
-    """What positions (N, T) of this process' blocks count before `refine` holds some of these out: those count nothing.
+    """What positions (N, T) count before `refine` holds some of these out: those count nothing.
     A start that had seen them would be better there than on new text, and hardly any step would be kept.
     """
-    heldout, train = _split(int(total(len(counts))), how, torch.Generator().manual_seed(how.seed))
-    own, seen = place_of(len(counts)), counts.new_empty(int(total(len(counts))))
+    heldout, train = _split(len(counts), how, torch.Generator().manual_seed(how.seed))
+    seen = counts.new_empty(len(counts))
     seen[heldout], seen[train] = 0, 1  # in this order: a single block is both
-    return counts * seen[own].unsqueeze(1)
+    return counts * seen.unsqueeze(1)
 
 
 def _split(blocks: int, how: Refinement, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.provenance import portable, without_place
 from gqa.convert.align.allot import heads_within, uneven
 from gqa.convert.estimate import TRAINING, operations
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.layout import Groups
-from gqa.convert.heads.modules import attention_modules
-from gqa.convert.maps_file import fingerprint
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
 from gqa.corpus.likelihood import ChunkedHead
@@ -118,7 +117,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     sources = [source for column in columns for source in parse_sources(training.data, field=column)]
     identity = {
         "model": without_place(subject.checkpoint.hub_id or subject.name),
-        "fingerprint": fingerprint(subject.checkpoint, attention_modules(subject.checkpoint, config)),
+        "fingerprint": checkpoint_digest(subject.checkpoint),
         **options.binding(),
         "content of the data": text_digest(" ".join(source.identify() for source in sources)).hex(),
         "content of the held-out text": text_digest(

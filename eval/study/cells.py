@@ -23,7 +23,6 @@ from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.cache_bits import quantise_cache, quantised_attention
-from gqa.convert.align.find_maps import find_maps
 from gqa.convert.heads.layout import Groups
 from gqa.convert.plan import make_plan
 from gqa.corpus.likelihood import ChunkedHead
@@ -194,16 +193,11 @@ def convert(bench: Bench, cell: Cell, work: Path) -> float:
     options, groups, note = bench.options, bench.heads[cell.heads], work / "seconds.json"
     if note.exists():
         return float(json.loads(note.read_text()))
-    start, maps = time.perf_counter(), None
-    method = "mean" if cell.method in UNMERGED else cell.method
+    start, method = time.perf_counter(), "mean" if cell.method in UNMERGED else cell.method
     plan = make_plan(open_model(options.model), groups, method, cell.seed)
-    if plan.lacks_maps:  # found in a file of their own: layers that are done are not sought again
-        maps = work / "maps.safetensors"
-        if not maps.exists():
-            work.mkdir(exist_ok=True)
-            find_maps(plan, maps, options.maps_of(cell))
+    calibration = options.maps_of(cell) if plan.lacks_maps else None
     convert_checkpoint(
-        options.model, groups, work / CONVERTED, method=method, seed=cell.seed, maps=maps, overwrite=True
+        options.model, groups, work / CONVERTED, method=method, seed=cell.seed, calibration=calibration, overwrite=True
     )
     seconds = time.perf_counter() - start
     note.write_text(json.dumps(seconds))

@@ -25,7 +25,7 @@ from gqa.checkpoint.console import (
 )
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.options import OptionsOf
-from gqa.convert.calibrate_cli import MapsWords
+from gqa.convert.cli_options import MapsWords
 from gqa.convert.method_option import OF_TEXT, is_given, refuse_unused
 from gqa.convert.methods import AUTO, AUTOMATIC, MEASURING
 from gqa.eval.study.study import GRID, STUDY, TRAINING

@@ -1,25 +1,17 @@
-"""gqa-calibrate, and the options that it shares with gqa-convert: what maps are found on and how."""
+"""Options of gqa-convert, and of gqa-ablate by other names: how maps are found, and for which class."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from gqa.checkpoint import console
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, option, version_option, with_options
+from gqa.checkpoint.console import option
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf
 from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
-from gqa.convert.align.watcher import Bar
-from gqa.convert.method_option import OF_DRAWS, OF_MAPS, refuse_unused
-from gqa.convert.methods import ALIGNING, LAYERWISE
+from gqa.convert.method_option import OF_MAPS
 
 if TYPE_CHECKING:
-    from gqa.convert.heads.layout import Groups
     from gqa.convert.recast.targets import Target
 
 
@@ -65,7 +57,7 @@ TARGET = [  # about the class that a model is written for
 
 
 def read_maps(options: Mapping[str, Any]) -> MapsOptions:
-    """What the options of gqa-convert and gqa-calibrate say."""
+    """What the options of gqa-convert say."""
     return MAPS.read(options, options["seed"], options["device"])
 
 
@@ -78,58 +70,3 @@ def read_target(options: Mapping[str, Any]) -> Target:
     if options["attention"] is not None and not (named and set(named) <= set(KINDS)):
         raise RefusedError(f"--attention {options['attention']!r} is not known; choose {', '.join(KINDS)}")
     return Target(options["remote_code"], tuple(kind for kind in KINDS if kind in named) or None)
-
-
-_EPILOG = """\b
-Examples:
-  gqa-calibrate ./Llama-2-7b-hf --groups 8 -o maps.safetensors
-  gqa-convert ./Llama-2-7b-hf --groups 8 --maps maps.safetensors
-  torchrun --nproc_per_node 8 -m gqa.convert.calibrate_cli ./Llama-2-7b-hf --groups 8 -o maps.safetensors
-"""
-
-
-@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
-@click.argument("model", metavar="MODEL")
-@option("--groups", help="How many key/value heads to keep.")
-@option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE",
-        help="The file to write.")  # fmt: skip
-@option("--method", type=click.Choice(ALIGNING), default="calibrated", help="How the heads of a group become one.")
-@with_options(MAPS.decorators, TARGET)
-@option("--seed", help="The seed of random draws and samples.", **OF_DRAWS)
-@option("--revision")
-@option("--overwrite", help="Replace FILE, and forget an unfinished run of other options.")
-@option("--verbose")
-@option("--quiet")
-@version_option
-def command(model: str, groups: Groups, output: Path, **options: Any) -> None:
-    """Find out how the heads of MODEL are best merged into G, and write that as maps that gqa-convert applies.
-
-    Finished layers are kept: the same command continues a run that was stopped.
-    """
-    from gqa.checkpoint.processes import share_work
-    from gqa.convert.align.find_maps import find_maps
-    from gqa.convert.api import plan_maps
-
-    share_work(options) if options["method"] in LAYERWISE else console.check_alone()
-    refuse_unused([options["method"]], f"--method {options['method']}")
-    how = read_maps(options)
-    plan = plan_maps(
-        model, groups, output, overwrite=options["overwrite"], method=options["method"], seed=options["seed"],
-        revision=options["revision"], target=read_target(options), grouping=how.grouping,
-    )  # fmt: skip
-    start = time.monotonic()
-    console.say_device(how.device, options["quiet"])
-    with Bar(options["quiet"]) as bar:
-        find_maps(plan, output, how, bar, overwrite=options["overwrite"])
-    if not options["quiet"]:
-        click.echo(bar.table() or "from the weights alone")
-        click.echo(f"written     {output} in {time.monotonic() - start:.1f} s")
-
-
-def main() -> None:
-    """Entry point; exit codes as `gqa.checkpoint.console.run` says."""
-    console.run(command, "gqa-calibrate", "the same command continues after the last finished layer")
-
-
-if __name__ == "__main__":
-    main()

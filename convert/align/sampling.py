@@ -1,0 +1,155 @@
+"""Sequences sampled from a model, many at a time, with less overhead a step than transformers' own loop has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, LogitsProcessorList
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gqa.checkpoint.devices import out_of_memory
+from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.loading import cache_name
+from gqa.convert.align.attention import registered
+from gqa.corpus.tokens import first_token
+
+_MORE = 128  # tokens by which a cache grows
+
+
+@torch.no_grad()
+def samples(
+    model: Any, length: int, *, seed: int | Sequence[int], batch: int,
+    progress: Callable[[int], object] = lambda tokens: None,
+    given: Mapping[str, Tensor] | None = None, banned: Sequence[int] = (),
+) -> Tensor:  # fmt: skip
+    """(batch, length) token ids, the same for the same seed, batch and machine, none of those that are `banned`; of
+    several seeds one batch below the other. Raises RefusedError.
+
+    Nothing stops a sequence: after EOS the model starts another text, as it does in training. `given` is what an
+    encoder reads, by the names of its arguments.
+    """
+    if not hasattr(model, "generate"):
+        raise RefusedError(
+            f"{model.name_or_path} cannot be sampled from: {type(model).__name__} has no head that predicts tokens; "
+            "give text instead of self"
+        )
+    start = first_token(model.config, model.name_or_path)
+    how = GenerationConfig(do_sample=False, max_new_tokens=length - 1, pad_token_id=start)  # Draw does the sampling
+    how.eos_token_id, how.decoder_start_token_id, how.suppress_tokens = None, start, list(banned) or None
+    model.generation_config = how  # else the checkpoint's own habits (top-p, penalties) fill in what is not set
+    seeds = [seed] if isinstance(seed, int) else seed
+    draw = LogitsProcessorList([Draw(*(torch.Generator().manual_seed(one) for one in seeds), progress=progress)])
+    batch *= len(seeds)
+    prompt = torch.full((batch, 1), start, device=model.device)
+    try:
+        with _quick_steps(model):
+            read = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} if given is None else {
+                **given, "decoder_input_ids": prompt
+            }  # fmt: skip
+            # Not the class' own, which may add tokens and other searches.
+            found: Tensor = GenerationMixin.generate(
+                model, **read, generation_config=how, logits_processor=draw, **_cache(model)
+            )
+    except (ValueError, RuntimeError, TypeError, NotImplementedError, MemoryError) as error:
+        told = f"{model.name_or_path} cannot be sampled from: {explain(error)}; give text instead of self"
+        if out_of_memory(error):
+            told = (
+                f"out of memory on {model.device} while {model.name_or_path} writes {batch} samples of {length} "
+                "tokens at a time; give shorter blocks, another --device, or text instead of self"
+            )
+        raise RefusedError(told) from error
+    return found.cpu()
+
+
+class Draw:
+    """A logits processor: one token of each row at temperature 1, by the inverse of the distribution function. It takes
+    one random number a row; torch.multinomial takes one for each token of the vocabulary, a third of a step's time.
+    """
+
+    def __init__(self, *generators: torch.Generator, progress: Callable[[int], object] = lambda tokens: None) -> None:
+        """Each of `generators` is of as many rows."""
+        self._generators, self._progress = generators, progress
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """(B, V) logits -> the same shape, 0 for the token that is drawn and -inf for all others."""
+        precise = torch.float32 if scores.device.type == "mps" else torch.float64
+        reached = scores.float().softmax(-1).cumsum(-1, dtype=precise)
+        each = len(scores) // len(self._generators)
+        drawn = torch.cat([torch.rand(each, 1, generator=one, dtype=precise) for one in self._generators])
+        drawn = drawn.to(scores.device)
+        tokens = torch.searchsorted(reached, drawn * reached[:, -1:], right=True).clamp_max(scores.shape[1] - 1)
+        self._progress(len(scores))
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+
+class Room(DynamicLayer):  # type: ignore[misc]
+    """A layer's cache with room to grow: transformers' own is copied whole for every token that it takes, which is two
+    thirds of the time of a small model.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """(B, G, t, d) keys and (B, G, t, e) values of t more tokens -> those of all that have been taken."""
+        first = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._rooms = [x[:, :, :0] for x in (key_states, value_states)]
+        end = first + key_states.shape[2]
+        for number, new in enumerate((key_states, value_states)):
+            if end > (old := self._rooms[number]).shape[2]:
+                self._rooms[number] = new.new_zeros(*new.shape[:2], -(-end // _MORE) * _MORE, new.shape[3])
+                self._rooms[number][:, :, :first] = old[:, :, :first]
+            self._rooms[number][:, :, first:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self._rooms)
+        for part, room in zip((self.keys, self.values), self._rooms, strict=True):
+            part.room = room  # type: ignore[attr-defined]
+        return self.keys, self.values
+
+
+def _cache(model: Any) -> dict[str, Any]:
+    """The cache to generate into, where the model takes transformers' usual one. Sliding layers stay as they are."""
+    if model.config.is_encoder_decoder or not getattr(model, "_supports_default_dynamic_cache", bool)():
+        return {}
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.layers = [Room() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return {cache_name(model): cache}
+
+
+def _quick_steps(model: Any) -> AbstractContextManager[None]:
+    """Meanwhile attention of single queries of this model is two plain products on a CPU: torch's kernel takes them one
+    by one, which is four times slower in bfloat16. Other models attend as they did.
+    """
+    if model.device.type != "cpu":
+        return nullcontext()
+    plain, own = ALL_ATTENTION_FUNCTIONS["sdpa"], set(model.modules())
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        beside = any(options.get(name) is not None for name in ("position_bias", "softcap", "cache"))
+        if module not in own or query.shape[2] > 1 or beside:
+            whole: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, **options)
+            return whole
+        return attend_one(query, key, value, attention_mask, options.get("scaling")), None
+
+    return registered({"sdpa": attend})
+
+
+def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None = None) -> Tensor:
+    """(B, H, 1, d) queries, (B, G, T, d) keys, (B, G, T, e) values, a mask of (B, 1 or H, 1, T) -> (B, 1, H, e)."""
+    groups, scaling = key.shape[1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    length = key.shape[2]
+    # Products of what is not contiguous copy it first; the rest of the room is zeros.
+    key, value = (getattr(part, "room", part) for part in (key, value))
+    scores = ((query.unflatten(1, (groups, -1)).squeeze(3) * scaling) @ key.mT)[..., :length]  # (B, G, H / G, T)
+    if mask is not None:
+        shared = mask if mask.shape[1] == 1 else mask.unflatten(1, (groups, -1)).squeeze(3)
+        scores = scores.masked_fill(~shared, -torch.inf) if mask.dtype == torch.bool else scores + shared
+    paid = pad(scores.softmax(-1, dtype=torch.float32).to(value.dtype), (0, value.shape[2] - length))
+    seen: Tensor = paid @ value
+    return seen.flatten(1, 2)[:, None]
