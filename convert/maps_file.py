@@ -76,9 +76,7 @@ def maps_tensors(maps: Iterable[tuple[str, HeadMaps]]) -> dict[str, Tensor]:
     return tensors
 
 
-def save_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = MappingProxyType({})
-) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write a safetensors file whole and durable or not at all; tensors are not copied, as they are by the library."""
     # The largest numbers first, so that all are aligned.
     stored = {name: _STORED[str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()}

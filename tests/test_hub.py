@@ -119,9 +119,7 @@ def test_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: M
     """By what measures layers or looks at them first, too."""
     hub.repo(NAME, model(tmp_path / "source"))
     (machine.work / "taken").touch()
-    for (program, *words), says in (
-        (("gqa-convert", "--kv-budget", "0.1", NAME), "--kv-budget 0.1 is not possible"),
-    ):
+    for (program, *words), says in ((("gqa-convert", "--kv-budget", "0.1", NAME), "--kv-budget 0.1 is not possible"),):
         failed = machine.run(*words, program=program)
         assert (failed.code, says in failed.err) == (2, True), failed
     assert (before := hub.sent(".safetensors")) < 10 * FIRST_BYTES

@@ -66,9 +66,7 @@ def with_maps(
         yield replace(plan, merging=replace(plan.merging, maps=layers.maps()))
 
 
-def _look_at_weights(
-    plan: Plan, layers: _FinishedLayers, search: bool, options: MapsOptions, watcher: Watcher
-) -> None:
+def _look_at_weights(plan: Plan, layers: _FinishedLayers, search: bool, options: MapsOptions, watcher: Watcher) -> None:
     """Module after module, from the first that is not finished on."""
     first = layers.count
     count = sum(bool(plan.changes_of(module)) for module in attention_modules(plan.checkpoint, plan.config))
@@ -80,9 +78,7 @@ def _look_at_weights(
         watcher.layer(number, count, float("nan"))
 
 
-def _run_layers(
-    plan: Plan, layers: _FinishedLayers, inputs: Inputs, options: MapsOptions, watcher: Watcher
-) -> None:
+def _run_layers(plan: Plan, layers: _FinishedLayers, inputs: Inputs, options: MapsOptions, watcher: Watcher) -> None:
     """Layer after layer, from the first that is not finished on."""
     how, first = options.refinement, layers.count
     trained = how.steps * how.batch * options.text.length if plan.merging.how.refines else 0
