@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,19 @@ from gqa.eval.text import Text, choose_context, perplexity, read_text
 SCHEMA = 2
 SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
 SHOWN = 4  # greedy texts of each model in a report
+Nats = NDArray[np.float32]
 
 
 def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str]) -> dict[str, Any]:
     """Everything that was asked for, as one JSON-ready object; empty on all ranks but the first.
 
     `argv` are the arguments of the command. What can be refused without running a model is refused first.
+    What keeps recall, texts or decoding from being measured is stored in results[part]["refused"] where something else
+    is measured.
     """
     transformers.utils.logging.set_verbosity_error()
-    quiet = options.quiet or not ranks().is_main_process
     device = run_device(options)
-    say_device(device, quiet)
+    say_device(device, options.quiet or not ranks().is_main_process)
     subjects = with_bits(open_subjects(names, options.trust_remote_code, options.revision), options.cache_bits or ())
     for subject in subjects if options.data or options.decode else ():
         subject.check_predicts_tokens()
@@ -63,41 +65,189 @@ def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str])
     if options.memory:
         context = choose_context(subjects, options.context, options.beyond_positions)
         results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context, options.precision)
-    with quantised_attention(options.cache_bits or ()):
-        text = None
-        if options.data:
-            text = read_text(subjects, options)
-            results["text"] = {"data": options.data, **text.record()}
-            measure_quality(subjects, text, options)
-            if text.protocol == "pairs" and (options.kl or options.output):
-                with _kept(results, "written", spared=True):
-                    measure_written(subjects, text, options)
-        measured = bool(options.memory or text)
+    text = read_text(subjects, options) if options.data else None
+    if text:
+        results["text"] = {"data": options.data, **text.record()}
+    measured = bool(text or options.memory)
+    if text or recall_context:
+        comparison = Comparison(subjects, text, recall_context, options)
+        with quantised_attention(options.cache_bits or ()):
+            refused = compare(subjects, comparison)
         if recall_context:
-            with _kept(results, "recall", spared=measured or not options.recall, context=recall_context):
-                measure_recall(subjects, text, recall_context, options)
-            measured = measured or "refused" not in results["recall"]
-        if not ranks().is_main_process:  # the rest is not split
-            return {}
-        if options.decode:
-            with _kept(results, "decode", spared=measured):
-                time_decoding(subjects, options, contexts)
+            results["recall"] = {"context": recall_context, "first_reading": comparison.first_reading}
+            measured |= "recall" not in refused
+        for part, reason in refused.items():
+            results.setdefault(part, {})["refused"] = reason
+    if not ranks().is_main_process:  # the rest is not split
+        return {}
+    if options.decode:
+        try:
+            time_decoding(subjects, options, contexts)
+        except RefusedError as error:
+            if not measured:
+                raise
+            results["decode"] = {"refused": str(error)}
     return results
 
 
-@contextmanager
-def _kept(results: dict[str, Any], part: str, spared: bool, **about: Any) -> Iterator[None]:
-    """`results` are told `about` a part that is measured now, and what keeps it from that where the rest is `spared`:
-    it does not cost what was measured before.
+def compare(subjects: Sequence[Subject], comparison: Comparison) -> dict[str, str]:
+    """Add to each record what is measured of it; a part that is refused for one model is left out of all. Returns the
+    reasons, by part.
     """
-    try:
-        yield
-    except RefusedError as error:
-        if not spared:
-            raise
-        about["refused"] = str(error)
-    if about:
-        results[part] = about
+    found = [comparison.measure(subject) for subject in subjects]
+    if comparison.text:
+        found[0]["quality"] = comparison.baseline_quality()
+    for subject, parts in zip(subjects, found, strict=True):
+        for part in ("quality", "written", "recall"):  # in this order: recall may know more of positions
+            if part not in comparison.refused:
+                subject.record.update(parts.get(part, {}))
+    return comparison.refused
+
+
+class Comparison:
+    """Models measured one after the other, each loaded once: the first one first, with which the others are compared.
+
+    text: Whose tokens are scored, if any; refused: why a part (`written`, `recall`) could not be measured.
+    context: Tokens about which models are asked; None to leave recall out.
+    """
+
+    def __init__(
+        self, subjects: Sequence[Subject], text: Text | None, context: int | None, options: EvaluateOptions
+    ) -> None:  # fmt: skip
+        self.text, self.refused = text, dict[str, str]()
+        self.first_reading: float | None = None  # share of the first copies of text that the first model gets right
+        self._first, self._context, self._options = subjects[0], context, options
+        self._positions = min((subject.positions for subject in subjects if subject.positions), default=None)
+        self._live: ChunkedHead | None = None  # the first model, where distributions are compared with its own
+        self._nats: Nats | None = None  # of the first model on the text
+        self._far_nats: Nats | None = None  # of the first model in `_far`
+        self._texts: Sequence[Window] = ()  # that the first model writes
+        self._asked: Sequence[Questions] = ()
+        self._far: Sequence[Window] = ()  # windows as long as the models' positions
+
+    def measure(self, subject: Subject, alone: bool = False) -> dict[str, dict[str, Any]]:
+        """What is measured of a model, as parts of its record. With `options.kl` the quality of the first is known once
+        a second model is measured (`baseline_quality`), unless it is scored `alone`.
+
+        Raises RefusedError where its quality cannot be measured, or recall where nothing else is asked for.
+        """
+        first, options, found = subject is self._first, self._options, dict[str, dict[str, Any]]()
+        if first and self._context:
+            self._attempt("recall", self._ask)
+        if not self.text and "recall" in self.refused:
+            return {}
+        head = _head(subject, options)
+        if self.text and (alone or not (first and options.kl)):
+            found["quality"] = self._quality(subject, head, self.text)
+        parts = {"written": self._write, "recall": self._recall}
+        if not self.text or self.text.protocol != "pairs" or not (options.kl or options.output):
+            del parts["written"]
+        if not self._context:
+            del parts["recall"]
+        for part, measured in parts.items():
+            if (values := self._attempt(part, measured, subject, head)) is not None:
+                found[part] = values
+        if first and options.kl:
+            self._live = head
+        return found
+
+    def _attempt(self, part: str, measured: Callable[..., Any], *given: Any) -> Any:
+        """One optional measurement: a refusal is kept, unless nothing else is asked for."""
+        if part in self.refused:
+            return None
+        try:
+            return measured(*given)
+        except RefusedError as error:
+            if part == "recall" and self._options.recall and not (self.text or self._options.memory):
+                raise
+            self.refused[part] = str(error)
+            return None
+
+    def _quality(self, subject: Subject, head: ChunkedHead, text: Text) -> dict[str, Any]:
+        scores = _score(subject, head, text, self._options, baseline=self._live)
+        if subject is self._first:
+            self._nats = scores.nats
+            return self.baseline_quality()
+        if self._nats is None and self._live and scores.baseline_nats is not None:
+            self._nats = scores.baseline_nats
+            if not np.isfinite(self._nats).all():
+                _score(self._first, self._live, text, self._options)  # refuses, and says where
+        assert self._nats is not None
+        return summary(scores, text, self._nats)
+
+    def baseline_quality(self) -> dict[str, Any]:
+        """The first model's perplexity on the text, once it is known."""
+        assert self.text is not None
+        assert self._nats is not None
+        return {"quality": perplexity(self._nats, self.text), "by_context": by_context(self._nats, self.text.windows)}
+
+    def _write(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
+        """How long an encoder-decoder writes what the first one writes for the sources."""
+        assert self.text is not None
+        size, pairs = self._options.batch_size, sources_of(self.text.windows)
+        with _explained(subject.name, self._options, "greedy texts", "give a smaller --batch-size or --context"):
+            own = write(head.model, pairs if subject is self._first else pairs[:SHOWN], size)
+            self._texts = self._texts or own
+            hits = score(head, self._texts, batch_size=size).hits
+        return {"greedy": agreement(hits, self._texts), "samples": as_text(subject.tokenizer, own[:SHOWN])}
+
+    def _ask(self) -> None:
+        """Questions about up to `context` tokens of the text, and of what the first model writes itself."""
+        first, options, context = self._first, self._options, self._context or 0
+        check_recall([first], context)
+        tokenizer, windows = first.tokenizer, self.text.windows if self.text else ()
+        prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if prefix is None:
+            raise RefusedError(f"the tokenizer of {first.name} has neither BOS nor EOS to start with; give --no-recall")
+        samples = _samples(first, min(SAMPLE, context), options)
+        self._prompts = prompts(tokenizer, samples[: len(PROMPTS)])
+        streams = {"text": [window.ids[-window.scored :] for window in windows], "samples": samples}
+        plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
+        plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
+        self._asked = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
+        if not options.context:
+            self._far = long_windows(plain.get("text", np.array([], int)), self._positions, context, prefix)
+
+    def _recall(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
+        """What a model finds again in its context, how long it says what the first one says, and, where no context is
+        asked for and the text is enough, its loss by position in windows as long as the models' positions.
+        """
+        first, options, questions = subject is self._first, self._options, self._asked
+        if first:
+            with _explained(subject.name, options, "greedy texts", "give --no-recall"):
+                self._texts = continued(head.model, self._prompts)
+        windows = [*(window for one in questions for window in one.windows), *self._texts]
+        tried = f"a batch of {options.batch_size} sequences of {self._context:,} tokens"
+        share = sum(window.scored for window in [*windows, *self._far]) // ranks().num_processes
+        with (
+            _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"),
+            _bar(share, "tok", f"{subject.name}, recall", options) as bar,
+        ):
+            scores = score(head, windows, batch_size=options.batch_size, progress=bar.update)
+            shown = self._texts[:SHOWN]
+            if first:
+                self.first_reading = first_reading(head, questions, options.batch_size)
+            else:
+                shown = continued(head.model, [window.ids[: -window.scored] for window in shown])
+            found = {
+                "recall": recall(questions, scores),
+                "greedy": agreement(scores.hits[-sum(window.scored for window in self._texts) :], self._texts),
+                "samples": as_text(self._first.tokenizer, shown),
+            }
+            if self._far:
+                nats = score(head, self._far, batch_size=1, progress=bar.update).nats
+                found["by_context"] = by_context(nats, self._far, self._far_nats, runs(self._far))
+                self._far_nats = nats if first else self._far_nats
+        return found
+
+
+def first_reading(head: ChunkedHead, questions: Sequence[Questions], batch_size: int) -> float | None:
+    """The share of answers about second copies of text that a model gets right where the same tokens stand first:
+    without any recall. None where there is no text.
+    """
+    copies = [window for one in questions if one.kind == "text" for window in one.windows]
+    firsts = [Window(copy.ids[: copy.scored + 2], copy.scored) for copy in copies]
+    return float(score(head, firsts, batch_size=batch_size).hits.mean()) if firsts else None
 
 
 def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
@@ -171,33 +321,6 @@ def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> 
         raise RefusedError(f"{name} cannot be compiled: {line}; leave --compile out") from None
 
 
-def measure_quality(subjects: Sequence[Subject], text: Text, options: EvaluateOptions) -> NDArray[np.float32]:
-    """Add to each record the perplexity on the same windows and, with `options.kl`, how it differs from the
-    first's, whose nats per token are returned.
-
-    One model is in memory at a time; two while they are compared in lockstep.
-    """
-    first, *others = subjects
-    live = own = None
-    if options.kl and others:
-        live = _head(first, options)
-    else:
-        own = _score(first, _head(first, options), text, options).nats
-    for subject in others:
-        head = _head(subject, options)
-        scores = _score(subject, head, text, options, baseline=live)
-        if live and scores.baseline_nats is not None:
-            own = scores.baseline_nats  # found in lockstep
-            if not np.isfinite(own).all():
-                _score(first, live, text, options)  # refuses, and says where
-        assert own is not None
-        subject.record.update(summary(scores, text, own))
-        del head  # before the next one is loaded
-    assert own is not None
-    first.record.update({"quality": perplexity(own, text), "by_context": by_context(own, text.windows)})
-    return own
-
-
 def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:
     model = load(subject, options)
     subject.record.update(
@@ -219,7 +342,7 @@ def _bar(total: int, unit: str, name: str, options: EvaluateOptions) -> Any:
     return progress_bar(total, unit, name, options.quiet or not ranks().is_main_process)
 
 
-def summary(scores: Scores, text: Text, baseline: NDArray[np.float32]) -> dict[str, Any]:
+def summary(scores: Scores, text: Text, baseline: Nats) -> dict[str, Any]:
     """What scores say, alone and against the baseline's nats, JSON-ready."""
     nats, clusters = scores.nats, text.clusters
     compared: dict[str, Any] = paired_ratio(nats, baseline, clusters)
@@ -256,38 +379,6 @@ def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, context
         }
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What models are asked about their context, and the texts that the first of them writes by itself.
-
-    stream: Token ids of the text that is evaluated; prefix: what a sequence begins with; tokenizer: of the first.
-    """
-
-    asked: Sequence[Questions]
-    texts: Sequence[Window]
-    stream: NDArray[np.integer[Any]]
-    prefix: int
-    tokenizer: Any
-
-    @property
-    def windows(self) -> list[Window]:
-        return [*(window for one in self.asked for window in one.windows), *self.texts]
-
-    def measured(self, scores: Scores) -> dict[str, Any]:
-        """What `scores` of the windows say of a model, for its record."""
-        written = scores.hits[-sum(window.scored for window in self.texts) :]
-        return {"recall": recall(self.asked, scores), "greedy": agreement(written, self.texts)}
-
-    def written_by(self, model: PreTrainedModel | None = None) -> list[dict[str, str]]:
-        """Some of the prompts, and what a model writes after them, the first unless one is given, as a report shows
-        them. Raises RefusedError.
-        """
-        shown = self.texts[:SHOWN]
-        if model is not None:
-            shown = continued(model, [window.ids[: -window.scored] for window in shown])
-        return as_text(self.tokenizer, shown)
-
-
 def check_recall(subjects: Sequence[Subject], context: int) -> None:
     """Raises RefusedError where a model cannot be asked about `context` tokens."""
     first, least = subjects[0], 2 * DISTANCES[0]
@@ -297,74 +388,6 @@ def check_recall(subjects: Sequence[Subject], context: int) -> None:
         raise RefusedError(f"--recall is for decoders, and {first.name} is an encoder-decoder")
     if context < least:
         raise RefusedError(f"--recall needs a context of at least {least} tokens, and --context is {context}")
-
-
-def make_probe(first: Subject, text: Text | None, context: int, options: EvaluateOptions) -> Probe:
-    """Questions about up to `context` tokens of `text`, where there is one, and of what the first model writes itself.
-
-    Raises RefusedError.
-    """
-    check_recall([first], context)
-    tokenizer, windows = first.tokenizer, text.windows if text else ()
-    prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if prefix is None:
-        raise RefusedError(f"the tokenizer of {first.name} has neither BOS nor EOS to start with; give --no-recall")
-    samples = _samples(first, min(SAMPLE, context), options)
-    streams = {"text": [window.ids[-window.scored :] for window in windows], "samples": samples}
-    plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
-    plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
-    asked = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
-    model = load(first, options)
-    with _explained(first.name, options, "greedy texts", "give --no-recall"):
-        texts = continued(model, prompts(tokenizer, samples[: len(PROMPTS)]))
-    return Probe(asked, texts, plain.get("text", np.array([], int)), prefix, tokenizer)
-
-
-def measure_recall(subjects: Sequence[Subject], text: Text | None, context: int, options: EvaluateOptions) -> None:
-    """Add to each record what the model finds again in `context` tokens, and how long it says what the first says.
-
-    Where no context is asked for the loss by position becomes that of windows as long as the models' positions, where
-    the text is enough. Raises RefusedError.
-    """
-    probe = make_probe(subjects[0], text, context, options)
-    windows, found = probe.windows, list[dict[str, Any]]()
-    limit = min((subject.positions for subject in subjects if subject.positions), default=None)
-    far = [] if options.context else long_windows(probe.stream, limit, context, probe.prefix)
-    nats: list[NDArray[np.float32]] = []
-    tried = f"a batch of {options.batch_size} sequences of {context:,} tokens"
-    share = sum(window.scored for window in [*windows, *far]) // ranks().num_processes
-    for subject in subjects:
-        head = _head(subject, options)
-        with (
-            _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"),
-            _bar(share, "tok", f"{subject.name}, recall", options) as bar,
-        ):
-            found.append(probe.measured(score(head, windows, batch_size=options.batch_size, progress=bar.update)))
-            found[-1]["samples"] = probe.written_by(None if subject is subjects[0] else head.model)
-            if far:
-                nats.append(score(head, far, batch_size=1, progress=bar.update).nats)
-                base = nats[0] if nats[1:] else None
-                found[-1]["by_context"] = by_context(nats[-1], far, base, runs(far))
-        del head  # before the next one is loaded
-    for subject, record in zip(subjects, found, strict=True):  # of all or of none
-        subject.record.update(record)
-
-
-def measure_written(subjects: Sequence[Subject], text: Text, options: EvaluateOptions) -> None:
-    """Add to each record how long an encoder-decoder writes what the first one writes for the sources. Raises
-    RefusedError.
-    """
-    pairs, texts, found = sources_of(text.windows), list[Window](), list[dict[str, Any]]()
-    for subject in subjects:
-        head = _head(subject, options)
-        with _explained(subject.name, options, "greedy texts", "give a smaller --batch-size or --context"):
-            own = write(head.model, pairs if subject is subjects[0] else pairs[:SHOWN], options.batch_size)
-            texts = texts or own
-            hits = score(head, texts, batch_size=options.batch_size).hits
-        found.append({"greedy": agreement(hits, texts), "samples": as_text(subject.tokenizer, own[:SHOWN])})
-        del head  # before the next one is loaded
-    for subject, record in zip(subjects, found, strict=True):  # of all or of none
-        subject.record.update(record)
 
 
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:
