@@ -66,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
     plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "gqa", "font.size": 11, "text.color": GREY}
     figure, panels = plt.subplots(1, 2, figsize=(12, 3.6), width_ratios=(1.15, 1))
-    study(panels[0], [json.loads(line) for line in (args.study / "rows.jsonl").read_text().splitlines()])
+    study(panels[0], [json.loads(line) for line in (args.study / "results.jsonl").read_text().splitlines()])
     published(panels[1], json.loads(args.published.read_text())["models"])
     for axes in panels:
         axes.minorticks_off()

@@ -70,11 +70,11 @@ def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str])
         results["text"] = {"data": options.data, **text.record()}
     measured = bool(text or options.memory)
     if text or recall_context:
-        comparison = Comparison(subjects, text, recall_context, options)
+        comparison = Comparison(subjects, text, recall_context, options, bool(options.kl or options.output))
         with quantised_attention(options.cache_bits or ()):
             refused = compare(subjects, comparison)
         if recall_context:
-            results["recall"] = {"context": recall_context, "first_reading": comparison.first_reading}
+            results["recall"] = {"context": recall_context}
             measured |= "recall" not in refused
         for part, reason in refused.items():
             results.setdefault(part, {})["refused"] = reason
@@ -108,15 +108,17 @@ class Comparison:
     """Models measured one after the other, each loaded once: the first one first, with which the others are compared.
 
     text: Whose tokens are scored, if any; refused: why a part (`written`, `recall`) could not be measured.
-    context: Tokens about which models are asked; None to leave recall out.
+    context: Tokens about which models are asked; None to leave recall out. `writes`: encoder-decoders write texts.
     """
 
     def __init__(
-        self, subjects: Sequence[Subject], text: Text | None, context: int | None, options: EvaluateOptions
+        self, subjects: Sequence[Subject], text: Text | None, context: int | None, options: EvaluateOptions,
+        writes: bool = False,
     ) -> None:  # fmt: skip
         self.text, self.refused = text, dict[str, str]()
         self.first_reading: float | None = None  # share of the first copies of text that the first model gets right
         self._first, self._context, self._options = subjects[0], context, options
+        self._writes = bool(writes and text and text.protocol == "pairs")
         self._positions = min((subject.positions for subject in subjects if subject.positions), default=None)
         self._live: ChunkedHead | None = None  # the first model, where distributions are compared with its own
         self._nats: Nats | None = None  # of the first model on the text
@@ -139,13 +141,9 @@ class Comparison:
         head = _head(subject, options)
         if self.text and (alone or not (first and options.kl)):
             found["quality"] = self._quality(subject, head, self.text)
-        parts = {"written": self._write, "recall": self._recall}
-        if not self.text or self.text.protocol != "pairs" or not (options.kl or options.output):
-            del parts["written"]
-        if not self._context:
-            del parts["recall"]
-        for part, measured in parts.items():
-            if (values := self._attempt(part, measured, subject, head)) is not None:
+        parts = (("written", self._writes, self._write), ("recall", self._context, self._recall))
+        for part, asked, measured in parts:
+            if asked and (values := self._attempt(part, measured, subject, head)) is not None:
                 found[part] = values
         if first and options.kl:
             self._live = head
@@ -174,6 +172,11 @@ class Comparison:
                 _score(self._first, self._live, text, self._options)  # refuses, and says where
         assert self._nats is not None
         return summary(scores, text, self._nats)
+
+    @property
+    def live(self) -> PreTrainedModel | None:
+        """The first model, where it stays in memory."""
+        return self._live.model if self._live else None
 
     def baseline_quality(self) -> dict[str, Any]:
         """The first model's perplexity on the text, once it is known."""

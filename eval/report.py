@@ -16,44 +16,21 @@ from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
-from gqa.eval.tables import Table, not_measured, shown, table
+from gqa.eval.tables import Column, Table, cell, not_measured, number, table
 
 Record = dict[str, Any]
 
 PICTURES = ("by_context", "recall", "decode")
 
-_QUALITY = {
-    "model": "{name}", "KV heads": "{heads[kv]}", "perplexity": "{quality[token_perplexity]:number}",
-    "x baseline": "{against_baseline[ratio]:.4g}",
-    "95 % interval": "{against_baseline[ratio_low]:.4g} - {against_baseline[ratio_high]:.4g}",
-    "nats/token": "{quality[nats_per_token]:.4f}", "difference": "{against_baseline[log_ratio]:+.4f}",
-}  # fmt: skip
-_TEXT_QUALITY = {"bits/byte": "{quality[bits_per_byte]:.4f}", "word perplexity": "{quality[word_perplexity]:number}"}
-_DISTRIBUTIONS = {
-    "model": "{name}", "mean KL": "{kl[mean]:.4g} ± {kl[mean_error]:.1g}", "top-1 agreement": "{same_top:.2%}",
-    "acceptance": "{acceptance:.2%}",
-    "tokens/round": "{tokens_per_round[of_2]:.2f}, {tokens_per_round[of_4]:.2f}, {tokens_per_round[of_8]:.2f}",
-}  # fmt: skip
-_MEANINGS = {
-    "acceptance": "acceptance: of tokens that the model drafts for the baseline in speculative decoding, sampled at "
-    "temperature 1",
-    "tokens/round": "tokens/round: what it gives where 2, 4 and 8 are drafted",
-}
-_CACHE = {
-    "model": "{name}", "weights": "{weight_bytes:size}", "KV/token": "{bytes_per_token:size}",
-    "of baseline": "{share}", "KV at context": "{at_context}", "context": "{context}",
-}  # fmt: skip
 _KINDS = {
     "text": ("text", "the text twice"), "samples": ("samples", "own samples twice"),
     "random": ("random", "random tokens twice"), "look-up": ("values", "values by their keys"),
     "passkey": ("passkeys", "a passkey"),
 }  # fmt: skip
-_NATS, _RATIO = "{nats:.4f}", "{ratio:.4g} ({ratio_low:.4g} - {ratio_high:.4g})"
-_DECODE = {
-    "model": "{name}", "batch": "{batch}", "context": "{context:,}", "per token": "{seconds_per_token:.2ms} ms",
-    "x baseline": "{faster:.2f}", "prefill": "{prefill_seconds:,.1ms} ms",
-    "min - max": "{fastest:.2ms} - {slowest:.2ms}", "tokens/s": "{tokens_per_second:,.0f}",
-}  # fmt: skip
+# Parts that may be refused, and their titles.
+_WRITTEN, _DECODING = "What is written for the sources", "Decoding"
+_REFUSED = {"written": _WRITTEN, "decode": _DECODING}
+NAME: Column = ("model", lambda m: str(m["name"]))
 
 
 def verdicts(results: Record) -> list[str]:
@@ -106,11 +83,6 @@ def recalled(model: Record) -> dict[str, float]:
     return found
 
 
-# Parts that what could not be measured of them is said of, and their titles.
-_WRITTEN, _DECODING = "What is written for the sources", "Decoding"
-_REFUSED = {"written": _WRITTEN, "decode": _DECODING}
-
-
 def tables(results: Record, every: bool = False) -> list[Table]:
     """What was measured: the columns and tables for a glance, or `every` one."""
     models: list[Record] = results["models"]
@@ -130,9 +102,21 @@ def tables(results: Record, every: bool = False) -> list[Table]:
 
 
 def _quality(models: list[Record], text: Record) -> Table:
+    columns: list[Column] = [
+        NAME,
+        ("KV heads", lambda m: str(m["heads"]["kv"])),
+        ("perplexity", lambda m: number(m["quality"]["token_perplexity"])),
+        ("x baseline", lambda m: f"{m['against_baseline']['ratio']:.4g}"),
+        ("95 % interval", lambda m: "{ratio_low:.4g} - {ratio_high:.4g}".format_map(m["against_baseline"])),
+        ("nats/token", lambda m: f"{m['quality']['nats_per_token']:.4f}"),
+        ("difference", lambda m: f"{m['against_baseline']['log_ratio']:+.4f}"),
+    ]
+    if models[0]["quality"]["bits_per_byte"] is not None:
+        columns += [
+            ("bits/byte", lambda m: f"{m['quality']['bits_per_byte']:.4f}"),
+            ("word perplexity", lambda m: number(m["quality"]["word_perplexity"])),
+        ]
     dtypes = " and ".join(dict.fromkeys(m["dtype"] for m in models if "dtype" in m))
-    whole = models[0]["quality"]["bits_per_byte"] is not None
-    columns = _QUALITY | (_TEXT_QUALITY if whole else {})
     return table(f"Quality on {text['data']}", columns, models, f"{what_is_scored(text)}; in {dtypes}", short=5)
 
 
@@ -148,35 +132,50 @@ def what_is_scored(text: Record) -> str:
     )
 
 
+_MEANINGS = {
+    "acceptance": "acceptance: of tokens that the model drafts for the baseline in speculative decoding, sampled at "
+    "temperature 1",
+    "tokens/round": "tokens/round: what it gives where 2, 4 and 8 are drafted",
+}
+_DISTRIBUTIONS: list[Column] = [
+    NAME,
+    ("mean KL", lambda m: "{mean:.4g} ± {mean_error:.1g}".format_map(m["kl"])),
+    ("top-1 agreement", lambda m: f"{m['same_top']:.2%}"),
+    ("acceptance", lambda m: f"{m['acceptance']:.2%}"),
+    ("tokens/round", lambda m: "{of_2:.2f}, {of_4:.2f}, {of_8:.2f}".format_map(m["tokens_per_round"])),
+]
+
+
 def _distributions(models: list[Record]) -> Table:
     compared = [model["against_baseline"] | {"name": model["name"]} for model in models[1:]]
-    note = "KL(baseline || model) in nats"
-    title = f"Next-token distributions against {models[0]['name']}"
+    title, note = f"Next-token distributions against {models[0]['name']}", "KL(baseline || model) in nats"
     return table(title, _DISTRIBUTIONS, compared, note, short=4, meanings=_MEANINGS)
 
 
 def _recall(models: list[Record], settings: Record) -> Table:
     if "refused" in settings:
         return not_measured("Recall from the context", settings["refused"])
-    records = [
-        {"name": model["name"], **model["greedy"], **{f"of {kind}": share for kind, share in recalled(model).items()}}
-        for model in models
-    ]
-    columns = {"model": "{name}"} | {name: f"{{of {kind}:.1%}}" for kind, (name, _) in _KINDS.items()}
+    columns = [NAME]
+    for kind, (name, _) in _KINDS.items():
+        if kind != "text" or kind in recalled(models[0]):
+            columns.append((name, lambda m, kind=kind: f"{recalled(m)[kind]:.1%}"))  # type: ignore[misc]
+    columns.append(("greedy", lambda m: f"{m['greedy']['tokens']:.1f}"))
     note = (
         "share of answers that the context tells and that are the most probable token, at all distances up to "
         f"{settings['context']:,} tokens: second copies of the text, of what {models[0]['name']} writes and of random "
         "tokens, values by their keys, passkeys; greedy: tokens for which a model says what the first one says, of "
         f"{models[0]['greedy']['longest']:.0f} (rounding alone may make it leave)"
     )
-    if "text" not in recalled(models[0]):
-        del columns[_KINDS["text"][0]]
-    return table("Recall from the context", columns | {"greedy": "{tokens:.1f}"}, records, note)
+    return table("Recall from the context", columns, models, note)
 
 
 def _written(models: list[Record]) -> Table:
     """Of encoder-decoders, what they write for the sources."""
-    columns = {"model": "{name}", "greedy": "{greedy[tokens]:.1f}", "whole": "{greedy[whole]:.0%}"}
+    columns: list[Column] = [
+        NAME,
+        ("greedy", lambda m: f"{m['greedy']['tokens']:.1f}"),
+        ("whole", lambda m: f"{m['greedy']['whole']:.0%}"),
+    ]
     greedy = models[0]["greedy"]
     note = (
         f"always the most probable token; greedy: tokens for which a model says what {models[0]['name']} says, of "
@@ -197,18 +196,26 @@ def _distances(models: list[Record]) -> Table:
 
 
 def _cache(models: list[Record], memory: Record | None) -> Table:
-    columns, caches = dict(_CACHE), [m["kv_cache"] for m in models if "kv_cache" in m]
-    if any(cache.get("cross_bytes_per_token") for cache in caches):
-        columns = dict(list(columns.items())[:3]) | {"of source": "{cross_bytes_per_token:size}"} | columns
-    measured = [cache["measured"]["tokens"] for cache in caches if "measured" in cache]
-    if measured:
-        columns |= {
-            f"measured, {measured[0]:,} tokens": "{measured[bytes]:size}",
-            "formula": "{measured[formula]:size}",
-        }
+    caches = [m["kv_cache"] for m in models if "kv_cache" in m]
+    first = cache_bytes(models[0]) if "kv_cache" in models[0] else None
     remarks = [cache["remark"] for cache in caches if cache["remark"]]
+
+    def share(model: Record) -> str:
+        own = cache_bytes(model)
+        return f"{own / first:.3g}" if first else ""
+
+    columns: list[Column] = [
+        NAME,
+        ("weights", lambda m: size(m["weight_bytes"])),
+        ("KV/token", lambda m: size(m["kv_cache"]["bytes_per_token"])),
+    ]
+    if any(cache.get("cross_bytes_per_token") for cache in caches):
+        columns.append(("of source", lambda m: size(m["kv_cache"]["cross_bytes_per_token"])))
     if memory:
-        columns = dict(list(columns.items())[:3]) | {"batch": "{batch}", "longest": "{longest}"} | columns
+        columns += [
+            ("batch", lambda m: _fits(m["kv_cache"]["fits"], "batch")),
+            ("longest", lambda m: _fits(m["kv_cache"]["fits"], "longest")),
+        ]
         ranks = f" on each of {memory['ranks']} ranks" if memory["ranks"] > 1 else ""
         dtype = "" if memory["precision"] == "auto" else f" in {memory['precision']}"
         remarks.append(
@@ -217,50 +224,58 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
             "positions"
         )
         remarks += [cache["fits"]["impossible"] for cache in caches if "impossible" in cache["fits"]]
-    first = cache_bytes(models[0]) if "kv_cache" in models[0] else None
-    note = "; ".join(dict.fromkeys(remarks))
-    return table("Memory", columns, (_cached(model, first) for model in models), note, missing="?", short=5)
+    columns += [
+        ("of baseline", share),
+        ("KV at context", lambda m: size(m["kv_cache"]["bytes_at_context"]) if m["kv_cache"]["context"] else ""),
+        ("context", lambda m: f"{m['kv_cache']['context']:,}" if m["kv_cache"]["context"] else "no limit"),
+    ]
+    if measured := [cache["measured"]["tokens"] for cache in caches if "measured" in cache]:
+        columns += [
+            (f"measured, {measured[0]:,} tokens", lambda m: size(m["kv_cache"]["measured"]["bytes"])),
+            ("formula", lambda m: size(m["kv_cache"]["measured"]["formula"])),
+        ]
+    return table("Memory", columns, models, "; ".join(dict.fromkeys(remarks)), missing="?", short=5)
 
 
-def _cached(model: Record, first: int | None) -> Record:
-    """A model with what its cache takes, in words where there is no number."""
-    if "kv_cache" not in model:
-        return model
-    cache: Record = model["kv_cache"]
-    limit = cache["context"]
-    found = {
-        "share": f"{cache_bytes(model) / first:.3g}" if first else "",
-        "at_context": size(cache["bytes_at_context"]) if limit else "",
-        "context": f"{limit:,}" if limit else "no limit",
-    }
-    if fits := cache.get("fits"):
-        none = "-" if "impossible" in fits else "no limit"
-        found |= {name: none if (most := fits[name]) is None else f"{most:,}" for name in ("batch", "longest")}
-    return {**model, **cache, **found}
+def _fits(fits: Record, name: str) -> str:
+    """A batch or a length, in words where there is no number."""
+    none = "-" if "impossible" in fits else "no limit"
+    return none if fits[name] is None else f"{fits[name]:,}"
 
 
 def _decode(models: list[Record]) -> Table:
     turns = zip(*(m["decode"]["points"] for m in models), strict=True)
     records = [
-        point | {
-            "name": model["name"],
-            "faster": points[0]["seconds_per_token"] / point["seconds_per_token"],
-        }
+        point | {"name": model["name"], "faster": points[0]["seconds_per_token"] / point["seconds_per_token"]}
         for points in turns for model, point in zip(models, points, strict=True)
     ]  # fmt: skip
+    columns: list[Column] = [
+        NAME,
+        ("batch", lambda p: str(p["batch"])),
+        ("context", lambda p: f"{p['context']:,}"),
+        ("per token", lambda p: f"{1e3 * p['seconds_per_token']:.2f} ms"),
+        ("x baseline", lambda p: f"{p['faster']:.2f}"),
+        ("prefill", lambda p: f"{1e3 * p['prefill_seconds']:,.1f} ms"),
+        ("min - max", lambda p: f"{1e3 * p['fastest']:.2f} - {1e3 * p['slowest']:.2f}"),
+        ("tokens/s", lambda p: f"{p['tokens_per_second']:,.0f}"),
+    ]
     decode, first = models[0]["decode"], models[0]["decode"]["points"][0]
     note = (
         f"median of {decode['repeats']} interleaved repeats of {decode['steps']} tokens, {first['attention']}, "
         f"{first['dtype']}"
     )
-    return table(_DECODING, _DECODE, records, note, short=5)
+    return table(_DECODING, columns, records, note, short=5)
 
 
 def _context(models: list[Record]) -> Table:
+    def ratio(one: Record) -> str:
+        bounds = cell(one, lambda b: f" ({b['ratio_low']:.4g} - {b['ratio_high']:.4g})")
+        return f"{one['ratio']:.4g}{bounds}"
+
     header = ("tokens read before", *(m["name"] for m in models), "tokens scored")
     rows = [
-        (f"{bins[0]['from']:,} - {bins[0]['to']:,}", *shown(bins[0], [_NATS]),
-         *(shown(b, [_RATIO], *shown(b, ["{ratio:.4g}"]))[0] for b in bins[1:]), f"{bins[0]['tokens']:,}")
+        (f"{bins[0]['from']:,} - {bins[0]['to']:,}", f"{bins[0]['nats']:.4f}", *map(ratio, bins[1:]),
+         f"{bins[0]['tokens']:,}")
         for bins in zip(*(m["by_context"] for m in models), strict=True)
     ]  # fmt: skip
     note = f"{models[0]['name']}: nats per token" + ("; others: perplexity, x its (95 %)" if len(models) > 1 else "")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import string
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gqa.checkpoint.console import WIDTH
-from gqa.convert.summary import size
 
 _NAME, _LEAST = 32, 16  # characters of a name in a table that is cut, and the fewest
 
@@ -76,50 +74,33 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 2 - tail]}..{text[-tail:]}"
 
 
-class _Formats(string.Formatter):
-    """Format strings with three more formats: `size` of bytes, `number` of five digits, `ms` of seconds. Words stay as
-    they are where a number is expected.
-    """
-
-    def format_field(self, value: Any, spec: str) -> str:
-        if isinstance(value, str):
-            return value
-        if spec == "size":
-            return size(value)
-        if spec == "number":
-            return number(value)
-        if spec.endswith("ms"):
-            return f"{value * 1e3:{spec.removesuffix('ms')}f}"
-        return str(super().format_field(value, spec))
+Column = tuple[str, Callable[[Any], str]]  # a title, and the cell of a record
 
 
-def shown(record: Any, columns: Iterable[str], missing: str = "") -> tuple[str, ...]:
-    """Cells of a row by their format strings; `missing` where the record has no such numbers."""
-    cells = []
-    for column in columns:
-        try:
-            cells.append(_Formats().vformat(column, (), record))
-        except (KeyError, TypeError):  # not measured, or null
-            cells.append(missing)
-    return tuple(cells)
-
-
-def filled(columns: dict[str, str], records: Iterable[Any]) -> dict[str, str]:
-    """The columns in which any record has something."""
-    records = list(records)
-    return {name: form for name, form in columns.items() if any(shown(record, [form])[0] for record in records)}
-
-
-def number(value: float) -> str:
-    """Five digits: more are not the same in every batch size."""
-    if not 1 <= value < 1e5:
-        return f"{value:.4g}"
-    return f"{value:,.{4 - int(math.log10(value))}f}"
+def cell(record: Any, function: Callable[[Any], str], missing: str = "") -> str:
+    """`missing` where the record has no such number."""
+    try:
+        return function(record)
+    except (KeyError, TypeError):  # not measured, or null
+        return missing
 
 
 def table(
-    title: str, columns: dict[str, str], records: Iterable[Any], note: str, missing: str = "", **told: Any
-) -> Table:
-    """A line for each record, by the format strings of the `columns`; `told` are further fields of the table."""
-    rows = tuple(shown(record, columns.values(), missing) for record in records)
-    return Table(title, tuple(columns), rows, note, **told)
+    title: str, columns: Iterable[Column], records: Iterable[Any], note: str, missing: str = "",
+    short: int | None = None, meanings: Mapping[str, str] | None = None, filled: bool = False,
+) -> Table:  # fmt: skip
+    """A line for each record; `filled`: only the columns in which a record has something."""
+    columns, records = list(columns), list(records)
+    if filled:
+        columns = [column for column in columns if any(cell(record, column[1]) for record in records)]
+    rows = tuple(tuple(cell(record, function, missing) for _, function in columns) for record in records)
+    return Table(title, tuple(name for name, _ in columns), rows, note, short, meanings or {})
+
+
+def number(value: Any) -> str:
+    """Five digits: more are not the same in every batch size. Words stay as they are."""
+    if isinstance(value, str):
+        return value
+    if not 1 <= value < 1e5:
+        return f"{value:.4g}"
+    return f"{value:,.{4 - int(math.log10(value))}f}"

@@ -106,7 +106,7 @@ class TrainedModel(_Checkpoint):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Study:
-    """What `ablate` measured. `rows` are those of rows.jsonl, one for each combination; `path` has the report."""
+    """What `ablate` measured. `rows` are those of results.jsonl, one for each combination; `path` has the report."""
 
     path: Path
     rows: list[dict[str, Any]]

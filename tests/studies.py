@@ -72,12 +72,13 @@ def measured(out: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
 def untimed(out: Path) -> list[dict[str, Any]]:
-    """Rows without what depends on the machine, in the order of the file."""
-    return [{k: v for k, v in row.items() if k not in TIMED and "decode" not in k} for row in rows(out)]
+    """Rows without what depends on the machine or the command."""
+    known = (*TIMED, "environment", "options")
+    return [{k: v for k, v in row.items() if k not in known and "decode" not in k} for row in rows(out)]
 
 
 def copied(directory: Path) -> Path:
@@ -97,10 +98,5 @@ def row(method: str, groups: int, alpha: float, loss: float, seed: int = 0, **mo
     """A measured row, above a source of 2 nats and 4 heads of 100 bytes."""
     cell = Cell(method, groups, seed, "all", "none", alpha)
     found = {"loss": loss, "loss_increase": loss - 2.0, "kv_bytes_per_token": 100 * groups, "error": None}
-    options = {
-        "model": "org/name", "data": "text", "calibration": "text", "calibration_tokens": 1024,
-        "calibration_length": 64, "calibration_repeats": True, "grouping": "contiguous", "ridge": 1e-4,
-        "refine_precision": "no", "refine_steps": 9, "refine_batch": 4, "refine_learning_rate": 0.003,
-        "learning_rate": 0.001,
-    }  # fmt: skip
-    return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **options, **more}
+    shared = {"options": {"model": "org/name"}, "environment": {}}
+    return {**cell._asdict(), **found, "train_tokens": int(1000 * alpha), **shared, **more}

@@ -14,12 +14,11 @@ from checkpoints import run, snapshot
 from datasets import load_dataset
 from embedded import SOURCE
 from evaluations import few_questions
-from studies import PLAINLY, SAME, ablate, copied, gqa_ablate, measured, place, rows, study, untimed, words
+from studies import PLAINLY, SAME, ablate, copied, measured, place, rows, study, untimed, words
 from training import Runs, tiny_checkpoint, words_for
 
 from gqa.convert.align.options import MapsOptions
 from gqa.eval.study import ablation
-from gqa.eval.study import cells as study_cells
 from gqa.eval.study.study import Cell, Grid, StudyOptions
 from gqa.uptrain.options import TrainOptions
 
@@ -53,22 +52,21 @@ def test_cells_are_what_the_commands_give(tmp_path: Path) -> None:
     given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **PLAINLY)
     command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
     models = iter(evaluated(model, converted, trained, "--kl", "--cache-bits", "4,2"))
-    measured(tmp_path / "study", pictures=True, methods="first", cache_bits="4,2", no_kl=None)
-    assert (tmp_path / "study" / "frontier.svg").exists()
+    measured(tmp_path / "study", methods="first", cache_bits="4,2", no_kl=None)
     found, losses = by_cell(tmp_path / "study"), []
     for bits in (None, 4, 2):
         for method, groups, alpha in (("none", 4, 0.0), ("first", 1, 0.0), ("first", 1, 0.1)):
             expected, cell = next(models), Cell(method, groups, 0, "all", "none", alpha, bits)
-            if (method, bits) == ("none", None):
-                continue  # the source itself, with which others are compared
+            if cell.is_source and not bits:  # with which others are compared
+                assert found.pop(cell)["loss"] == pytest.approx(expected["quality"]["nats_per_token"], abs=1e-6)
+                continue
             row, quality, against = found.pop(cell), expected["quality"], expected["against_baseline"]
             losses += [row["loss"]]
             assert row["loss"] == pytest.approx(quality["nats_per_token"], abs=1e-6)
             assert row["bits_per_byte"] == pytest.approx(quality["bits_per_byte"], abs=1e-6)
             assert row["loss_increase"] == pytest.approx(against["log_ratio"], abs=1e-6)
-            rounded = (against["kl"]["mean"], against["acceptance"])  # from the source's predictions
-            assert [row[name] for name in ("kl", "acceptance")] == pytest.approx(rounded, abs=2e-3)
-            assert row["top1_agreement"] == pytest.approx(against["same_top"], abs=0.01)
+            compared = (against["kl"]["mean"], against["acceptance"], against["same_top"])
+            assert [row[name] for name in ("kl", "acceptance", "top1_agreement")] == pytest.approx(compared, abs=1e-6)
             assert row["kv_bytes_per_token"] == expected["kv_cache"]["bytes_per_token"]
             assert "decode_tokens_per_second" not in row
     assert {cell[:2] + cell[5:7] for cell in found} == {("first", 1, 0.3, bits) for bits in (None, 4, 2)}
@@ -85,8 +83,8 @@ def test_what_is_trained_is_what_the_command_makes_of_it(tmp_path: Path) -> None
     command("gqa-convert", "-q", "--groups", 1, "--method", "mean", "-o", converted, place() / "model")
     for rate in (3e-3, 30.0):
         trained, how = tmp_path / f"trained-{rate:g}", {"batch_size": 4, "context": 64, "learning_rate": rate}
-        plain, early, late = measured(tmp_path / f"study-{rate:g}", learning_rate=rate, **usual)
-        told = {(row["train"], row["teacher"], row["schedule"]) for row in (plain, early, late)}
+        plain, early, late = measured(tmp_path / f"study-{rate:g}", learning_rate=rate, **usual)[1:]
+        told = {(row["train"], row["teacher"], row["options"]["schedule"]) for row in (plain, early, late)}
         assert told == {("all", "source", "linear")}
         given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, **how)
         command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
@@ -98,16 +96,16 @@ def test_what_is_trained_is_what_the_command_makes_of_it(tmp_path: Path) -> None
 
 def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrated on the study's own data, once; what is untrained is the same for all, what is trained is not."""
-    convert, made = study_cells.convert_checkpoint, []
+    convert, made = ablation.convert_checkpoint, []
 
     def noting(*given: Any, **options: Any) -> Any:
         made.append(options["method"])
         return convert(*given, **options)
 
-    monkeypatch.setattr(study_cells, "convert_checkpoint", noting)
-    found = measured(
+    monkeypatch.setattr(ablation, "convert_checkpoint", noting)
+    _, *found = measured(
         tmp_path / "study", methods="calibrated", alphas="0,0.1", train="all,kv", teachers="none,source",
-        calibration_tokens=640, calibration_context=64,
+        calibration_tokens=640, calibration_context=64, learning_rate=1e-4,
     )  # fmt: skip
     assert made == ["calibrated"]
     plain, trained = ([row["loss"] for row in found if bool(row["alpha"]) == further] for further in (False, True))
@@ -125,19 +123,17 @@ def test_ways_to_train_share_a_conversion(tmp_path: Path, monkeypatch: pytest.Mo
 def test_rows_of_the_grid() -> None:
     """As many heads as the source has are one conversion. pandas and datasets read rows as docs say."""
     found = by_cell(study())
-    assert [cell.method for cell in found] == [*["mean"] * 3, *["first"] * 3, *["none"] * 3]
+    assert [cell.method for cell in found] == ["none", *["mean"] * 3, *["first"] * 3, *["none"] * 2]
     unmerged = found[Cell("none", 4, 0, "all", "none", 0.0)]
     assert unmerged["loss_increase"] == 0
     assert unmerged["kv_bytes_per_token"] == 4 * found[Cell("mean", 1, 0, "all", "none", 0.0)]["kv_bytes_per_token"]
     assert unmerged["decode_tokens_per_second"] > 0
-    tokens = [row["train_tokens"] for row in rows(study())[:3]]
+    tokens = [row["train_tokens"] for row in rows(study())[1:4]]
     assert tokens[0] == 0 < tokens[1] < tokens[2]
-    identity = json.loads((study() / "study.json").read_text())["identity"]
-    assert not {"loss", "kl", "error", "train_tokens"} & identity.keys()  # columns have names of their own
-    frame = pandas.read_json(study() / "rows.jsonl", lines=True, precise_float=True)
-    dataset = load_dataset("json", data_files=str(study() / "rows.jsonl"), split="train")
+    frame = pandas.read_json(study() / "results.jsonl", lines=True, precise_float=True)
+    dataset = load_dataset("json", data_files=str(study() / "results.jsonl"), split="train")
     for line, (_, read), also in zip(rows(study()), frame.iterrows(), dataset, strict=True):
-        there = {name: value for name, value in line.items() if value is not None}
+        there = {name: value for name, value in line.items() if isinstance(value, int | float | str)}
         assert there == {name: read[name] for name in there} == {name: also[name] for name in there}
 
 
@@ -146,9 +142,8 @@ def test_recall_is_what_the_command_finds(tmp_path: Path, monkeypatch: pytest.Mo
     few_questions(monkeypatch)
     out, converted = tmp_path / "study", tmp_path / "converted"
     how: dict[str, Any] = {"train_context": None, "batch_size": None, "recall": True, "context": 128, "alphas": "0"}
-    (found,) = measured(out, pictures=True, model=SOURCE, methods="mean", groups="4", **how)
+    source, found = measured(out, model=SOURCE, methods="mean", groups="4", **how)
     command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
-    source = json.loads((out / "study.json").read_text())["source"]
     expected = evaluated(SOURCE, converted, "--context", 128, "--recall")
     for own, model in zip((source, found), expected, strict=True):
         for one, other in zip(own["recall_by_distance"], model["recall"], strict=True):
@@ -161,18 +156,11 @@ def test_recall_is_what_the_command_finds(tmp_path: Path, monkeypatch: pytest.Mo
         assert {"recall_text", "recall_samples", "recall_random", "recall_look_up", "recall_passkey"} <= own.keys()
     assert found["recall_text"] < source["recall_text"] - 0.1
     assert 0 < source["recall_first_reading"] < source["recall_text"]
-    assert (out / "recall.svg").exists()
     html = (out / "report.html").read_text()
     assert "Recall: second copies of the text" in html
     assert f"{found['recall_text']:.1%}" in html
     assert "What the models write" in html
     assert html.count("<h3>mean, 4 KV heads, untrained</h3>") == html.count("<h3>base model</h3>") == 4
-    before = {name: value for name, value in rows(out)[0].items() if name != "samples"}
-    (out / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (before, rows(out)[0] | {"groups": 2})))
-    assert gqa_ablate("-o", out).code == 0
-    html = (out / "report.html").read_text()  # of a row of before there were any
-    assert "<h3>mean, 2 KV heads, untrained</h3>" in html
-    assert "<h3>mean, 4 KV heads, untrained</h3>" not in html
 
 
 # ----------------------------------------------------------------------------------------------------------- grid
@@ -191,7 +179,8 @@ def listed(out: Path, says: str = "", **options: Any) -> list[list[str]]:
 def test_the_grid_that_a_study_has_by_itself(tmp_path: Path) -> None:
     """Methods to choose between and the paper's; a half, a quarter and one of the heads."""
     usual: dict[str, Any] = dict.fromkeys(("methods", "groups", "alphas", "schedule", "teachers", "train"))
-    cells = listed(tmp_path / "study", **usual, batch_size=1)
+    source, *cells = listed(tmp_path / "study", **usual, batch_size=1)
+    assert source[:2] == ["none", "4"]
     assert [(cell[0], cell[1], cell[5]) for cell in cells] == [
         (method, groups, alpha) for groups in ("1", "2")
         for method in ("mean", "first", "aligned", "calibrated", "refined") for alpha in ("0", "0.05")
@@ -204,7 +193,7 @@ def test_methods_that_a_model_cannot_have(tmp_path: Path) -> None:
     """Are left out of the usual ones, with the reason; those that are asked for are refused."""
     model = tiny_checkpoint(tmp_path / "model", "bitnet", kv_heads=4)
     cells = listed(tmp_path / "study", "without aligned: ", model=model, methods=None, quiet=None)
-    assert {cell[0] for cell in cells} == {"mean", "first", "refined"}
+    assert {cell[0] for cell in cells} == {"none", "mean", "first", "refined"}
     result = ablate(tmp_path / "study", model=model, methods="mean,aligned", dry_run=True)
     assert (result.code, "aligned" in result.err) == (2, True)
 
@@ -221,33 +210,23 @@ def test_the_usual_numbers_of_heads(heads: int, alphas: tuple[float, ...], group
 
 
 def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without speeds.json decoding is timed again, for all rows, and nothing else is measured. Of more methods only the
-    new cells are measured.
-    """
-    assert len(listed(tmp_path / "study", "6 of 6 cells to measure")) == 6
+    """Of more methods only the new cells are measured; heads whose decoding was timed are not timed again."""
+    assert len(listed(tmp_path / "study", "7 of 7 cells to measure")) == 7
     out = copied(tmp_path)
     before = snapshot(out)
     with monkeypatch.context() as patched:
-        patched.setattr(ablation, "measure_conversion", lambda *given: pytest.fail("measured again"))
+        patched.setattr(ablation._Bench, "_measure", lambda *given: pytest.fail("measured again"))
         measured(out, **SAME)
-        assert all(snapshot(out)[name] == before[name] for name in ("rows.jsonl", "study.json", "speeds.json"))
-        (out / "speeds.json").unlink()
-        again = measured(out, **SAME)
-    assert untimed(out) == untimed(study())
-    speeds = json.loads((out / "speeds.json").read_text())
-    for row, old in zip(again, rows(study()), strict=True):
-        assert row["decode_seconds_per_token"] != old["decode_seconds_per_token"]
-        assert speeds[str(row["groups"])].items() <= row.items()
-    assert speeds["4"].items() <= json.loads((out / "study.json").read_text())["source"].items()
+        assert snapshot(out)["results.jsonl"] == before["results.jsonl"]
     more = SAME | {"methods": "mean,random", "groups": "1", "alphas": "0"}
-    done = [cell[-1] == "done" for cell in listed(out, "1 of 2 cells to measure", **more)]
-    assert done == [True, False]
-    more |= {"methods": "random", "seeds": 2}
-    grown = measured(out, **more)
-    new = [row for row in grown if row["method"] == "random"]
-    assert [row for row in grown if row not in new] == again
-    assert [row["seed"] for row in new] == [0, 1]
-    assert new[0]["loss"] != new[1]["loss"]
+    done = [cell[-1] == "done" for cell in listed(out, "1 of 3 cells to measure", **more)]
+    assert done == [True, True, False]
+    monkeypatch.setattr(ablation.evaluate, "time_decoding", lambda *given: pytest.fail("timed again"))
+    grown = measured(out, **more | {"methods": "random", "seeds": 2})
+    assert grown[:9] == rows(study())
+    assert [(row["method"], row["seed"]) for row in grown[9:]] == [("random", 0), ("random", 1)]
+    assert grown[9]["loss"] != grown[10]["loss"]
+    assert grown[9]["decode_seconds_per_token"] == grown[1]["decode_seconds_per_token"]
 
 
 # ------------------------------------------------------------------------------------------------ stop, continue
@@ -255,13 +234,11 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
 _ENDED = """
 from gqa.eval.study.directory import Rows
 add = Rows.add
-def ending(self, row):
+def torn(self, row):
     add(self, row)
-    if len(self) == 2:
-        with self._path.open("a") as stream:
-            stream.write('{"method": "first", "gro')
-        os.kill(os.getpid(), NUMBER)
-Rows.add = ending
+    with self._path.open("a") as stream:
+        stream.write('{"method": "first", "gro')
+Rows.add = torn
 """
 
 
@@ -272,21 +249,22 @@ def test_a_study_that_is_ended_continues_to_identical_rows(
     """In the middle of a training, with half a line of the next row written: where it is stopped the training goes on
     from its state, where it is killed it starts anew.
     """
-    out, how, train, resumed = tmp_path / "study", {"methods": "mean"}, study_cells.train, []
-    ended = runs.run(*words(out, **how), program="ablate", before=_ENDED.replace("NUMBER", str(int(number))))
+    out, how, train, resumed = tmp_path / "study", {"methods": "mean"}, ablation.uptrain, []
+    ended = runs.run(*words(out, **how), program="ablate", before=_ENDED + f"kill_at(3, {int(number)})")
     assert ended.code == code
     assert number == signal.SIGKILL or ended.err == "gqa-ablate: stopped; the same command continues\n"
-    before = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()[:-1]]
-    assert [row["alpha"] for row in before] == [0, 0.1]
+    *before, torn = (out / "results.jsonl").read_text().splitlines()
+    assert torn.startswith('{"method": "first", "gro')
+    before = [json.loads(line) for line in before]
 
-    def noting(setup: Any, **options: Any) -> Any:
+    def noting(setup: Any) -> Any:
         resumed.append(setup.options.resume)
-        return train(setup, **options)
+        return train(setup)
 
-    monkeypatch.setattr(study_cells, "train", noting)
-    assert before == measured(out, **how)[:2]  # not measured again: the seconds are the same too
-    assert resumed == [number == signal.SIGTERM]
-    assert untimed(out) == untimed(study())[:3]
+    monkeypatch.setattr(ablation, "uptrain", noting)
+    assert before == measured(out, **how)[: len(before)]  # not measured again: the seconds are the same too
+    assert resumed[0] == (number == signal.SIGTERM)
+    assert untimed(out) == untimed(study())[:4]
     assert not (out / ".work").exists()
 
 
@@ -294,7 +272,7 @@ def test_a_study_that_is_ended_continues_to_identical_rows(
 
 
 def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert, train, tried = study_cells.convert_checkpoint, study_cells.train_along, []
+    convert, train, tried = ablation.convert_checkpoint, ablation.uptrain, []
 
     def failing(*given: Any, **options: Any) -> Any:
         tried.append(options["method"])
@@ -302,32 +280,31 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
             raise RuntimeError("the disk\nis on fire")
         return convert(*given, **options)
 
-    def diverging(bench: Any, directory: Path, seconds: float, cells: Any, model: Any, done: Any) -> None:
-        def until(cell: Cell, **found: Any) -> None:
-            done(cell, **found)
-            raise study_cells.DivergedError("loss was not finite")
-
-        train(bench, directory, seconds, cells, model, until)
+    def diverging(setup: Any) -> Any:
+        if setup.options.alpha == 0.3:
+            raise ablation.DivergedError("loss was not finite")
+        return train(setup)
 
     with monkeypatch.context() as patched:
-        patched.setattr(study_cells, "convert_checkpoint", failing)
-        patched.setattr(study_cells, "train_along", diverging)
+        patched.setattr(ablation, "convert_checkpoint", failing)
+        patched.setattr(ablation, "uptrain", diverging)
         result = ablate(tmp_path / "study")
     assert (result.code, result.err.count("\n")) == (1, 1)
-    assert "4 of 6 cells failed" in result.err
+    assert "4 of 7 cells failed" in result.err
     assert tried == ["mean", "first"]  # once for all cells
     told = [row["error"] for row in rows(tmp_path / "study")]
-    assert told == [*["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
+    assert told == [None, *["RuntimeError: the disk is on fire"] * 3, None, None, "loss was not finite"]
     assert "the disk is on fire" in (tmp_path / "study" / "report.html").read_text()
-    kept = rows(tmp_path / "study")[3:5]
-    assert measured(tmp_path / "study", device="cpu")[3:5] == kept
-    assert untimed(tmp_path / "study") == untimed(study())[:6]
+    kept = [row for row in rows(tmp_path / "study") if not row["error"]]
+    again = measured(tmp_path / "study", device="cpu")
+    assert [row for row in again if row in kept] == kept
+    latest = {str(Cell.of(row)): row for row in untimed(tmp_path / "study")}
+    assert [*latest.values()] == [row for row in untimed(study()) if str(Cell.of(row)) in latest]
 
 
 def test_training_is_where_the_rest_of_a_study_is() -> None:
-    options = StudyOptions(TrainOptions("model", Path()), MapsOptions(), device="cpu")
-    cell = Cell("mean", 1, 0, "all", "none", 0.1)
-    assert options.training_of(cell, Path("converted")).device == options.maps_of(cell).device == "cpu"
-    assert (
-        StudyOptions(TrainOptions("model", Path()), MapsOptions()).training_of(cell, Path("converted")).device is None
-    )
+    for device in ("cpu", None):
+        options = StudyOptions(TrainOptions("model", Path()), MapsOptions(), device=device)
+        cell = Cell("mean", 1, 0, "all", "none", 0.1)
+        assert options.training_of(cell, Path("place")).device == device
+        assert options.maps_of(cell).device == "cpu"

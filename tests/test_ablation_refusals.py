@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import check_refused, edit_json, snapshot
-from studies import SAME, ablate, copied, gqa_ablate, measured, place, rows, study
+from studies import SAME, ablate, copied, gqa_ablate, measured, place, rows
 from training import tiny_checkpoint
 
 from gqa.eval.study.directory import held
@@ -43,7 +42,7 @@ REFUSED = {
     "less text than a window": ({"heldout_fraction": 0.0, "train_context": 4096}, ["--context 4096"]),
     "a device that is not there": ({"device": "cuda:99"}, ["cuda:99"]),
     "one bit": ({"cache_bits": "1"}, ["'--cache-bits': 1 is not in the range"]),
-    "two bounds": ({"kv_bytes": 512, "max_loss": 1}, ["--kv-bytes asks for what loses least within it"]),
+    "two bounds": ({"kv_bytes": 512, "max_loss_increase": 1}, ["--kv-bytes asks for what loses least within it"]),
     "bytes and recall": ({"kv_bytes": 512, "max_recall_loss": 1}, ["--kv-bytes asks for what loses least within it"]),
     "the whole cache": ({"kv_budgets": 1}, ["'--kv-budgets': 1.0 is not in the range 0<x<1"]),
     "less than a head": ({"kv_budgets": 0.2}, ["--kv-budgets 0.2 is not possible for the 4 key", "least is 0.25"]),
@@ -71,9 +70,9 @@ def test_caches_that_a_model_cannot_have(tmp_path: Path) -> None:
     falcon = tiny_checkpoint(tmp_path / "falcon" / "model", "falcon", 4)
     result = ablate(out, model=falcon, cache_bits="4")
     assert (result.code, "layers of" in result.err) == (2, True), result
-    assert not (out / "rows.jsonl").read_text()
+    assert not [row for row in rows(out) if not row["error"] and row["bits"]]
     own: dict[str, Any] = {"alphas": "0", "model": falcon, "overwrite": True}
-    assert len(measured(out, **own)) == 2  # the control
+    assert len(measured(out, **own)) == 3  # the control
 
 
 def test_another_study_is_told_from_this_one(tmp_path: Path) -> None:
@@ -88,55 +87,55 @@ def test_what_is_no_study_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.md").write_text("one")
     refused(tmp_path / "thesis", "holds no study")
-    refused(tmp_path / "thesis", "--overwrite will not remove it", overwrite=True)
-    out = copied(tmp_path)
-    edit_json(out / "study.json", lambda record: record | {"schema": 99})
-    refused(out, "no record of a study that this version can continue")
+    refused(tmp_path / "thesis", "holds no study", overwrite=True)
     (tmp_path / "rows").mkdir()
-    shutil.copyfile(study() / "study.json", tmp_path / "rows" / "study.json")
-    (tmp_path / "rows" / "rows.jsonl").write_text('{"name": "not a cell"}\n')
+    (tmp_path / "rows" / "results.jsonl").write_text('{"name": "not a cell"}\n')
     for name, says in (("rows", "something else than rows of a study"), ("none", "holds no study")):
         check_refused(gqa_ablate("-o", tmp_path / name), says, program="gqa-ablate", advice="")
 
 
 def test_overwrite_starts_over(tmp_path: Path) -> None:
-    found = measured(copied(tmp_path), overwrite=True, alphas="0", methods="mean", learning_rate=1e-4)
-    assert [row["learning_rate"] for row in found] == [1e-4]
-    before = (tmp_path / "study/rows.jsonl").read_bytes()
-    refused = ablate(tmp_path / "study", overwrite=True, alphas="0", methods="mean", groups="3")
+    """And removes nothing that no study has written."""
+    out = copied(tmp_path)
+    (out / "notes.txt").write_text("mine")
+    found = measured(out, overwrite=True, alphas="0", methods="mean", learning_rate=1e-4)
+    assert [row["options"]["learning_rate"] for row in found] == [1e-4] * 2
+    assert (out / "notes.txt").read_text() == "mine"
+    before = (out / "results.jsonl").read_bytes()
+    refused = ablate(out, overwrite=True, alphas="0", methods="mean", groups="3")
     assert refused.code == 2, refused
-    assert (tmp_path / "study/rows.jsonl").read_bytes() == before, "what is refused removes nothing"
+    assert (out / "results.jsonl").read_bytes() == before, "what is refused removes nothing"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row that does not fit is lost, those before stay, and the study continues when there is space."""
-    replace, failing = Path.replace, [False, False, True]  # with no row, with one, with two
+    fsync, failing = os.fsync, [False, False, True]
 
-    def full(self: Path, target: Path) -> Path:
-        if target.name == "rows.jsonl" and failing.pop(0):
+    def full(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("results.jsonl") and failing.pop(0):
             raise OSError(number, os.strerror(number))
-        return replace(self, target)
+        fsync(handle)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", full)
+        patched.setattr(os, "fsync", full)
         result = ablate(tmp_path / "study", alphas="0")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert ("no space left" in result.err) == (number == errno.ENOSPC)
     assert "the rows that are there are kept, the same command continues" in result.err
     kept = rows(tmp_path / "study")
-    assert [row["method"] for row in kept] == ["mean"]
-    assert measured(tmp_path / "study", alphas="0")[:1] == kept
+    assert [row["method"] for row in kept] == ["none", "mean"]
+    assert measured(tmp_path / "study", alphas="0")[:2] == kept
 
 
 def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
-    """Also where there is half a line, as earlier versions could leave it."""
+    """Also where a killed run left half a line."""
     out = copied(tmp_path)
-    with (out / "rows.jsonl").open("a") as stream:
+    with (out / "results.jsonl").open("a") as stream:
         stream.write('{"method": "fir')
-    before = snapshot(out)["rows.jsonl"]
+    before = snapshot(out)["results.jsonl"]
     assert gqa_ablate("-o", out).code == 0
-    assert snapshot(out)["rows.jsonl"] == before
+    assert snapshot(out)["results.jsonl"] == before
 
 
 def test_two_runs_of_one_study(tmp_path: Path) -> None:

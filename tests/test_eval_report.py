@@ -260,7 +260,7 @@ def test_a_table_is_aligned_and_goes_on_below() -> None:
 def test_only_columns_that_are_shown_are_explained() -> None:
     table = Table("T", ("a", "b"), (("1", "2"),), "note", 1, {"a": "a: x", "b": "b: y"})
     assert (table.note, table.brief().note) == ("note; a: x; b: y", "note; a: x")
-    assert {*report._MEANINGS} <= {*report._DISTRIBUTIONS}
+    assert {*report._MEANINGS} <= {name for name, _ in report._DISTRIBUTIONS}
     model = {"name": "m", "against_baseline": {"kl": {"mean": 0.1, "mean_error": 0.01}, "acceptance": 0.5}}
     whole = report._distributions([{"name": "base"}, model])
     assert whole.text().endswith("8 are drafted")

@@ -39,6 +39,10 @@ TABLE = [
 ]  # fmt: skip
 
 
+def base(source: dict[str, Any]) -> dict[str, Any]:
+    return row("none", 4, 0.0, 2.0) | source
+
+
 def test_pareto_front_against_all_pairs() -> None:
     generator = random.Random(0)
     for _ in range(200):
@@ -121,8 +125,7 @@ def test_heads_in_a_verdict_are_whole_where_they_are() -> None:
     rows = [row("refined", groups, 0.0, 2.01, budget=budget) for groups, budget in ((2, None), (2.5, 0.625))]
     rows = [one | {f"perplexity_{name}": 1.01 for name in ("ratio", "ratio_low", "ratio_high")} for one in rows]
     for some, told in ((rows, "2 of 4 heads"), (rows[1:], "2.5 of 4 heads")):
-        record = {"source": SOURCE | {"groups": 4}, "identity": {"model": "m"}}
-        results = Results(Path(), record, [one | {"kv_heads": [4, 1]} for one in some])
+        results = Results(Path(), [one | {"kv_heads": [4, 1]} for one in (*some, base(SOURCE))])
         assert f" {told}: " in _verdicts(results, recommend(results.points, results.source, Bounds()))[0]
 
 
@@ -147,18 +150,13 @@ def test_a_quantised_cache_alone_is_told() -> None:
     )
 
 
-def test_the_frontier_is_drawn_where_there_are_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against KL, with the front of all points; other pictures are of whole caches."""
-    source = {**SOURCE, "groups": 4}
-    told = [one | {"kl": one["loss"] - 2} for one in BITS]
-    assert [name for name, _ in draw_study(told, source, tmp_path)] == ["frontier", "tradeoff", "alphas", "groups"]
-    monkeypatch.setattr(Figure, "savefig", Mock())  # seen once
-    plain = [one for one in told if not one.get("bits")]
-    assert [name for name, _ in draw_study(plain, source, tmp_path)] == ["tradeoff", "alphas", "groups"]
-    assert [name for name, _ in draw_study(BITS, source, tmp_path)] == ["tradeoff", "alphas", "groups"]  # without KL
-    assert set(plots._Study(told, source, tmp_path).best.bits) == {0}
-    looks = plots._looks(points(told[2:]))
-    assert len({(one["linestyle"], one["fillstyle"], one["markerfacecolor"]) for one in looks.values()}) == len(looks)
+def test_pictures_are_drawn_where_there_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Figure, "savefig", Mock())
+    source = {**row("none", 4, 0.0, 2.0), **SOURCE}
+    for table, names in ((BITS, ["tradeoff", "alphas"]), (BITS[:3], ["tradeoff"]), ([source], [])):
+        assert [name for name, _ in draw_study(points(table), source, tmp_path)] == names
+    looks = plots._looks(points(BITS))
+    assert len({(one["linestyle"], one["fillstyle"], one["color"]) for one in looks.values()}) == len(looks)
 
 
 def test_the_recommendation_says_what_recall_decides() -> None:
@@ -195,7 +193,7 @@ def test_failed_cells_do_not_count() -> None:
 def test_recommend_of_what_is_measured(tmp_path: Path) -> None:
     out = copied(tmp_path)
     worse = [{**one, "loss_increase": one["loss_increase"] + 10} for one in rows(out)]
-    (out / "rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
+    (out / "results.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
     for budget, says in (("1", "recommended nothing: of 6"), ("100", "recommended mean, 1 KV head")):
         result = gqa_ablate("-o", out, "--recommend", "--max-loss-increase", budget)
         assert result.code == 0
@@ -221,20 +219,18 @@ def test_pictures_of_what_has_lost_everything_leave_room_for_the_rest(tmp_path: 
 
 
 def test_the_report_has_everything_in_it() -> None:
-    run = json.loads((study() / "study.json").read_text())["runs"][0]
-    assert run["cells"] == 9
-    assert {"torch", "transformers", "gqa"} <= set(run["versions"])
-    assert run["argv"][0] == "model"
-    assert str(study().parent) not in str(run["argv"])
+    environment = rows(study())[0]["environment"]
+    assert {"torch", "transformers", "gqa"} <= set(environment["versions"])
+    assert str(study().parent) not in str(environment["argv"])
     html = (study() / "report.html").read_text()
-    assert unescape(html).count(shlex.join(["gqa-ablate", *run["argv"]])) == 1
+    assert unescape(html).count(shlex.join(["gqa-ablate", *environment["argv"]])) == 1
     assert "9 cells, measured in" in html
     places = [html.index(text) for text in ("Recommended: ", "data:image", "Study of model", "Made with")]
     assert places == sorted(places)
-    for name in ("tradeoff", "alphas", "groups"):
+    for name in ("tradeoff", "alphas"):
         assert ElementTree.parse(study() / f"{name}.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
         assert (study() / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert html.count("data:image/svg+xml;base64,") == 3
+    assert html.count("data:image/svg+xml;base64,") == 2
     assert "http:" not in html.replace("http://www.w3.org", "")
     assert "https:" not in html
 
@@ -248,10 +244,9 @@ def test_the_page_begins_with_what_is_recommended() -> None:
         return {"recall_text": text, "recall_by_distance": told}
 
     ratio = {"perplexity_ratio": 1.0942, "perplexity_ratio_low": 1.08, "perplexity_ratio_high": 1.1}
-    source = {**SOURCE, "groups": 4, **asked(0.9, 0.6), "recall_first_reading": 0.4}
+    source = base({**SOURCE, **asked(0.9, 0.6), "recall_first_reading": 0.4})
     for alpha, trained in ((0.0, "untrained"), (0.05, "trained on 5 % of the text")):
-        record = {"source": source, "identity": {"model": "org/name"}}
-        results = Results(Path(), record, [row("refined", 2, alpha, 2.09, **ratio, **asked(0.88, 0.4))])
+        results = Results(Path(), [row("refined", 2, alpha, 2.09, **ratio, **asked(0.88, 0.4)), source])
         first, why, *_ = _verdicts(results, recommend(results.points, source, Bounds()))
         assert first == (
             f"Recommended: refined, {trained}. 2 of 4 heads: KV cache 2x smaller, perplexity x1.09 (95 %: 1.08-1.10), "
@@ -262,7 +257,7 @@ def test_the_page_begins_with_what_is_recommended() -> None:
             alone = row(
                 "refined", 2, alpha, 2.09, **ratio | {"perplexity_ratio_low": bound, "perplexity_ratio_high": bound}
             )
-            results = Results(Path(), {"source": SOURCE | {"groups": 4}, "identity": {"model": "m"}}, [alone])
+            results = Results(Path(), [alone, base(SOURCE)])
             told, *_ = _verdicts(results, recommend(results.points, results.source, Bounds()))
             assert told.endswith("KV cache 2x smaller, perplexity x1.09.")
         nothing, *_ = _verdicts(results, recommend(results.points, source, Bounds(loss=0.01)))
@@ -275,7 +270,7 @@ def test_a_registered_method_is_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in names:
         monkeypatch.setitem(METHODS, name, METHODS.get(name, METHODS["mean"]))
     table = [row("none", 4, 0.0, 2.0), *(row(name, 1, 0.0, 3.0) for name in names)]
-    assert [name for name, _ in draw_study(table, table[0], tmp_path)] == ["tradeoff", "groups"]
+    assert [name for name, _ in draw_study(points(table), table[0], tmp_path)] == ["tradeoff"]
     looks = plots._looks(points(table[1:]))
     assert len({(looks[name]["color"], looks[name]["marker"]) for name in names}) == len(names)
     assert look(0)["color"] not in {looks[name]["color"] for name in names}

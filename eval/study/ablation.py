@@ -1,4 +1,6 @@
-"""The grid from end to end: what `gqa-ablate` runs. A study is a directory; running it again continues it."""
+"""What `gqa-ablate` runs: a loop over cells that converts, trains and evaluates. A study is a directory; running it
+again continues it.
+"""
 
 from __future__ import annotations
 
@@ -6,54 +8,53 @@ import json
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.devices import out_of_memory
+from gqa.checkpoint.errors import OutputError, RefusedError, explain, one_line
+from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.identity import checkpoint_digest
-from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.provenance import portable, without_place
+from gqa.convert import convert_checkpoint
 from gqa.convert.align.allot import heads_within, uneven
-from gqa.convert.estimate import TRAINING, operations
+from gqa.convert.align.cache_bits import quantised_attention
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.layout import Groups
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
-from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.pairs import pair_digest, read_pairs
 from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
-from gqa.corpus.windows import tokens_read as windows_read
 from gqa.eval import evaluate
+from gqa.eval.decode import decode_contexts
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.recall import tokens_read
-from gqa.eval.scoring import score
-from gqa.eval.study.cells import Bench, measure_conversion, measure_speeds
-from gqa.eval.study.directory import RECORD, SCHEMA, Row, Rows, held, is_foreign, read_record, read_speeds, write_json
-from gqa.eval.study.report import CELL
-from gqa.eval.study.study import Cell, Grid, StudyOptions
+from gqa.eval.report import recalled
+from gqa.eval.study.directory import Row, Rows, UnwrittenError, check_place, held
+from gqa.eval.study.study import UNMERGED, Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
-from gqa.eval.tables import Table, filled, table
+from gqa.eval.tables import Table, table
 from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
 from gqa.uptrain.dataloader import heldout_sources, open_dataloader, open_heldout
+from gqa.uptrain.loop import DivergedError, StoppedError
 from gqa.uptrain.options import TrainOptions, differences
 from gqa.uptrain.pairs import open_pairs
-from gqa.uptrain.setup import MAX_PAIR, find_block_size
+from gqa.uptrain.run import uptrain
+from gqa.uptrain.setup import MAX_PAIR, find_block_size, prepare
 
 ALL = 2**62  # tokens
-TEACHING = 1.0  # forward passes for each token that is trained on
+STEPS, REPEATS = 32, 5  # of decoding
 
 
 @dataclass(frozen=True)
 class Study:
     """A study that can run: everything that can be refused has been checked, and nothing is written.
 
-    config: of the source; tokens: to train on, and steps: of every alpha above 0;
-    identity: what a directory's study must have in common with this one; left_out: methods that the model cannot have,
-    and why.
+    config: of the source; identity: what a directory's rows must have in common with this study; left_out: methods that
+    the model cannot have, and why.
     """
 
     options: StudyOptions
@@ -61,18 +62,12 @@ class Study:
     subject: Subject
     config: ModelConfig
     text: Text
-    steps: dict[float, int]
-    tokens: dict[float, int]
     identity: Row
     left_out: dict[str, str]
 
     @property
-    def heads(self) -> int:
-        return self.config.main.kv
-
-    @property
     def cells(self) -> list[Cell]:
-        return self.grid.cells(self.heads)
+        return self.grid.cells(self.config.main.kv)
 
     @property
     def left(self) -> list[Cell]:
@@ -103,36 +98,27 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     text = _text(subject, options)
     if options.recall:
         evaluate.check_recall([subject], text.context)
-    steps, tokens = {}, {}
     for alpha in filter(None, grid.alphas):
-        one = replace(training, alpha=alpha)
-        one.check(1)
-        size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, one)
-        if encoder := subject.encoder:
-            dataloader = open_pairs(one, encoder, subject.tokenizer, size, 1, None)
-        else:
-            dataloader = open_dataloader(one, subject.tokenizer, size)
-        steps[alpha], tokens[alpha] = dataloader.steps, dataloader.steps * dataloader.tokens_per_step
+        _check_training(subject, replace(training, alpha=alpha))
     columns = filter(None, (training.field, training.target_field))
     sources = [source for column in columns for source in parse_sources(training.data, field=column)]
-    identity = {
+    identity = json.loads(json.dumps({
         "model": without_place(subject.checkpoint.hub_id or subject.name),
         "fingerprint": checkpoint_digest(subject.checkpoint),
-        **options.binding(),
+        **options.identity(),
         "content of the data": text_digest(" ".join(source.identify() for source in sources)).hex(),
         "content of the held-out text": text_digest(
             repr([window.source + window.ids for window in text.windows])
         ).hex(),
-    }
-    identity, record = json.loads(json.dumps(identity)), read_record(options.output)
-    if record is None and not anew and is_foreign(options.output):
-        raise RefusedError(f"{options.output} exists and holds no study; give another directory with -o")
-    if record and not anew and (changed := differences(identity, record["identity"])):
+    }))  # fmt: skip
+    check_place(options.output)
+    before = next((row["options"] for row in Rows(options.output)), identity)
+    if not anew and (changed := differences(identity, before)):
         raise RefusedError(
             f"{options.output} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
             "options, or start over with --overwrite"
         )
-    return Study(options, grid, subject, config, text, steps, tokens, identity, left_out)
+    return Study(options, grid, subject, config, text, identity, left_out)
 
 
 def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[ModelConfig, Grid, dict[str, str]]:
@@ -159,6 +145,16 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
                 raise
             left_out[method] = str(error)
     return config, replace(grid, methods=[method for method in methods if method not in left_out]), left_out
+
+
+def _check_training(subject: Subject, training: TrainOptions) -> None:
+    """Raise RefusedError or CorpusError where there is too little data for one step."""
+    training.check(1)
+    size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, training)
+    if subject.encoder:
+        open_pairs(training, subject.encoder, subject.tokenizer, size, 1, None)
+    else:
+        open_dataloader(training, subject.tokenizer, size)
 
 
 def _text(subject: Subject, options: StudyOptions) -> Text:
@@ -191,164 +187,236 @@ def _heldout_pairs(training: TrainOptions) -> list[tuple[str, str]]:
     data = [training.heldout] if training.heldout else training.data
     columns = [parse_sources(data, field=field) for field in (training.field, training.target_field or "")]
     threshold = hash_threshold(1.0 if training.heldout else training.heldout_fraction)
-    found: dict[bytes, list[tuple[str, str]]] = defaultdict(list)
-    for source, target in zip(*columns, strict=True):
-        for one, answer in read_pairs(source, target):
-            found[pair_digest(one.text, answer)].append((one.text, answer))
-    return [pair for digest in sorted(found) if is_below(digest, threshold) for pair in found[digest]]
+    pairs = [(one.text, answer) for both in zip(*columns, strict=True) for one, answer in read_pairs(*both)]
+    digests = sorted((pair_digest(*pair), number) for number, pair in enumerate(pairs))
+    return [pairs[number] for digest, number in digests if is_below(digest, threshold)]
 
 
 def run_study(study: Study, *, argv: Sequence[str], told: Callable[[Row], None] = lambda row: None) -> Rows:
-    """Measure all cells that are not measured yet; `told` gets each row as it is written; `argv` are the
-    arguments of the command.
+    """Measure all cells that are not measured yet; `told` gets each row as it is written. `argv` are the arguments of
+    the command.
 
-    Raises OutputError where rows cannot be kept, StoppedError where a signal came while something was trained: the
+    Raises UnwrittenError where rows cannot be kept, StoppedError where a signal came while something was trained: the
     same call continues.
     """
-    start, options, heads = time.perf_counter(), study.options, str(study.heads)
-    with held(options.output) as work:
-        record = read_record(options.output) or {"schema": SCHEMA, "identity": study.identity, "runs": []}
-        rows, speeds = Rows(options.output), read_speeds(options.output)
-        left = study.left
-        caches = {heads: (heads, None)} | {cell.cache: (cell.heads, cell.bits) for cell in study.cells}
-        timed = {name: cache for name, cache in caches.items() if name not in speeds}
-        if not left and not timed:
-            return rows
-        this: Row = {
-            "argv": portable(argv),
-            **evaluate.environment(options.run_device),
-            "cells": 0,
-        }
-        record["runs"].append(this)
-        constant = {name: value for name, value in study.identity.items() if not name.startswith("content")}
-        versions = {f"version_{name.replace('-', '_')}": number for name, number in this["versions"].items()}
-        constant |= {"device": this["device"], **versions}
-
-        def save() -> None:
-            this["seconds"] = time.perf_counter() - start
-            write_json(options.output, RECORD, record)
-
-        def keep(row: Row) -> None:
-            rows.add(row | speeds[Cell.of(row).cache] | constant)
-            this["cells"] += 1
-            save()
-            told(row)
-
-        save()
-        of_layers = {heads: study.heads} | _heads(study, speeds)
-        sizes = {name: (of_layers[kept], bits) for name, (kept, bits) in timed.items()}
-        speeds |= measure_speeds(study.subject, options, sizes, work)
-        rows.keep_speeds(speeds)
+    with held(study.options.output) as work, quantised_attention(study.grid.cache_bits or ()):
+        rows, left = Rows(study.options.output), study.left
         if left:
-            bench, record["source"] = _measure_source(study, work, of_layers)
-            record["source"] |= speeds[heads]
-            save()
-            for _, cells in groupby(left, key=lambda cell: cell.conversion):
-                measure_conversion(bench, list(cells), keep)
-            rows.rewrite(speeds)
-        record["source"] |= speeds[heads]
-        save()
+            bench = _Bench(study, work, rows, argv, told)
+            bench.measure_source([cell for cell in left if cell.is_source])
+            conversions = defaultdict[str, list[Cell]](list)
+            for cell in left:
+                if not cell.is_source:
+                    conversions[cell.conversion].append(cell)
+            for cells in conversions.values():
+                bench.measure_conversion(cells)
         if not study.left:
-            shutil.rmtree(work, ignore_errors=True)
+            for path in work.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
     return rows
 
 
-def _heads(study: Study, speeds: Mapping[str, Row]) -> dict[str, Groups]:
-    """The heads of all layers, by `Cell.heads`. For budgets that `speeds` does not know yet each layer is measured."""
-    found: dict[str, Groups] = {cell.heads: int(cell.groups) for cell in study.cells if not cell.budget}
-    budgets = {cell.heads: cell.budget for cell in study.cells if cell.budget}
-    found |= {name: tuple(speeds[name]["kv_heads"]) for name in budgets if name in speeds}
-    if new := {name: share for name, share in budgets.items() if name not in speeds}:
-        options = study.options.maps_of(study.cells[0])
-        found |= zip(new, heads_within(study.subject.checkpoint, [*new.values()], options)[0], strict=True)
-    return found
-
-
-def _measure_source(study: Study, work: Path, of_layers: Mapping[str, Groups]) -> tuple[Bench, Row]:
-    """What cells are measured with, and the source's numbers."""
-    subject, options, start = study.subject, study.options, time.perf_counter()
-    how = EvaluateOptions(
-        batch_size=options.eval_batch, precision=options.dtype, device=options.run_device, quiet=True,
-    )  # fmt: skip
-    nats = evaluate.measure_quality([subject], study.text, how)
-    quality = subject.record["quality"]
-    layers = len(subject.cache.layers) if subject.cache else 0
-    bench, told = Bench(options, work, study.text, np.asarray(nats), study.steps, of_layers, layers), {}
-    for bits in study.grid.cache_bits or ():  # refused before anything is converted and trained
-        with bench.cache_of(bench.load(subject.path, options.dtype), bits):
-            pass
-    if options.recall is not False:
-        try:
-            bench.probe = evaluate.make_probe(subject, study.text, study.text.context, how)
-            head = ChunkedHead(bench.load(subject.path, options.dtype))
-            told = bench.recall(head) | bench.first_reading(head) | {"samples": bench.probe.written_by()}
-        except RefusedError as error:  # what is measured by itself does not cost what was asked for
-            if options.recall:
-                raise
-            told = {"recall_refused": str(error)}
-    return bench, {
-        "groups": study.heads,
-        "query_heads": study.config.main.query,
-        "loss": quality["nats_per_token"],
-        "perplexity": quality["token_perplexity"],
-        "bits_per_byte": quality["bits_per_byte"],
-        "text": study.text.record(),
-        **told,
-        "seconds": time.perf_counter() - start,
-    }
-
-
-def passes(study: Study, cells: Sequence[Cell]) -> dict[Cell, float]:
-    """Tokens of forward passes that each of `cells`, in their order, takes. The first cell of a conversion pays for the
-    conversion, and each cell of a training for the tokens since the one before.
+class _Bench:
+    """What cells are measured with: the source is measured first, and stays in memory where its predictions are
+    compared with those of others.
     """
-    checkpoint = study.subject.checkpoint
-    asked = study.options.recall is not False and not study.subject.config.is_encoder_decoder
-    measuring = windows_read(study.text.windows) + (tokens_read(study.text.context) if asked else 0)
-    found = {}
-    for _, some in groupby(cells, key=lambda cell: cell.conversion):
-        first, converting = (group := list(some))[0], 0.0
-        if first.method in METHODS:  # else nothing is merged
-            groups = uneven(checkpoint, first.budget) if first.budget else int(first.groups)
-            plan = make_plan(checkpoint, groups, first.method)
-            counted = operations(plan, METHODS[first.method], study.options.maps)  # as gqa-convert --dry-run does it
-            converting = counted / (2 * checkpoint.parameters)
-        for run in study.options.runs(group):
-            before = 0
-            for cell in run:
-                tokens, of_each = study.tokens.get(cell.alpha, 0), TRAINING + TEACHING * (cell.teacher != "none")
-                found[cell] = converting + (tokens - before) * of_each + measuring
-                converting, before = 0.0, tokens
-    return found
 
+    def __init__(
+        self, study: Study, work: Path, rows: Rows, argv: Sequence[str], told: Callable[[Row], None]
+    ) -> None:  # fmt: skip
+        self._study, self._work, self._rows, self._told = study, work, rows, told
+        options, subject = study.options, study.subject
+        self._options = EvaluateOptions(
+            batch_size=options.eval_batch, precision=options.dtype, device=options.run_device, quiet=True,
+            kl=options.kl, context=study.text.context, decode_batches=(options.decode_batch,), decode_steps=STEPS,
+            decode_repeats=REPEATS, recall=options.recall,
+        )  # fmt: skip
+        context = None if options.recall is False else study.text.context
+        self._comparison = evaluate.Comparison([subject], study.text, context, self._options)
+        self._contexts: tuple[int, ...] = ()
+        if options.decode:
+            asked = (options.decode_context,) if options.decode_context else None
+            self._contexts = decode_contexts([subject], asked, STEPS)[-1:]
+        environment = {"argv": portable(argv), **evaluate.environment(options.run_device)}
+        self._constant = {"options": study.identity, "environment": environment}
+        self._heads = self._heads_of_budgets()
 
-def forward_rate(study: Study) -> float:
-    """Tokens a second of the source: the fastest of three passes over some windows, after a first one."""
-    options = study.options
-    head = ChunkedHead(load_model(study.subject.path, dtype=options.dtype, device=options.run_device))
-    windows, seconds = study.text.windows[: options.eval_batch], []
-    for _ in range(4):
-        start = time.perf_counter()
-        score(head, windows, batch_size=options.eval_batch)
-        seconds.append(time.perf_counter() - start)
-    return windows_read(windows) / min(seconds[1:])
+    def _heads_of_budgets(self) -> Mapping[float, tuple[int, ...]]:
+        """The heads of each layer by budget; those that no row has yet are found by measuring each layer."""
+        rows = [row for row in self._rows if row.get("kv_heads")]
+        found = {row["budget"]: tuple(row["kv_heads"]) for row in rows}
+        cells = [cell for cell in self._study.cells if cell.budget]
+        if new := list(dict.fromkeys(cell.budget for cell in cells if cell.budget and cell.budget not in found)):
+            maps = self._study.options.maps_of(cells[0])
+            found |= zip(new, heads_within(self._study.subject.checkpoint, new, maps)[0], strict=True)
+        return found
 
+    def _keep(self, cell: Cell, error: str | None = None, **found: Any) -> None:
+        row = {**cell._asdict(), "error": error, **found, **self._constant}
+        self._rows.add(row)
+        self._told(row)
 
-def cost_table(study: Study) -> Table:
-    rate, left = forward_rate(study), passes(study, study.left)
-    records = [
-        cell._asdict() | {
-            "tokens": study.tokens.get(cell.alpha, 0),
-            "seconds": left[cell] / rate if cell in left else "done",
+    def measure_source(self, cells: Sequence[Cell]) -> None:
+        """Measure the source, of which rows are kept for those of its `cells` that are left."""
+        subject, comparison = self._study.subject, self._comparison
+        start, found = time.perf_counter(), comparison.measure(self._study.subject, alone=True)
+        row = self._columns(subject, found) | {"text": self._study.text.record(), "train_tokens": 0}
+        if "recall" in comparison.refused:
+            if self._options.recall:
+                raise RefusedError(comparison.refused["recall"])
+            row["recall_refused"] = comparison.refused["recall"]
+        elif comparison.first_reading is not None:
+            row["recall_first_reading"] = comparison.first_reading
+        row["query_heads"] = self._study.config.main.query
+        row["seconds_evaluating"] = time.perf_counter() - start
+        for cell in cells:
+            if cell.bits is None:
+                self._keep(cell, **row, **self._speed(cell, subject))
+            else:
+                self._keep(cell, **self._measure(subject.quantised(cell.bits)), train_tokens=0)
+
+    def measure_conversion(self, cells: Sequence[Cell]) -> None:
+        """Convert once, train as each of the cells says, and measure; what goes wrong is a row too.
+
+        Raises StoppedError, where a signal asked for the end of a training, and UnwrittenError.
+        """
+        left, place, failed = dict.fromkeys(cells), self._work / cells[0].conversion, False
+
+        @contextmanager
+        def failing(some: Sequence[Cell]) -> Iterator[None]:
+            nonlocal failed
+            try:
+                yield
+            except (StoppedError, UnwrittenError):
+                raise
+            except Exception as error:  # whatever a conversion, a training or a library raises
+                failed = True
+                for cell in [cell for cell in some if cell in left]:
+                    self._keep(cell, _reason(error))
+                    del left[cell]
+
+        trainings = defaultdict[tuple[Any, ...], list[Cell]](list)
+        for cell in cells:  # what is untrained is the same whatever would train
+            trainings[(cell.train, cell.teacher, cell.alpha) if cell.alpha else ()].append(cell)
+        with failing(cells):
+            place.mkdir(exist_ok=True)
+            converted, seconds = self._convert(cells[0], place)
+            for some in trainings.values():
+                with failing(some):
+                    self._measure_training(converted, some, left, {"seconds_converting": seconds})
+        if not failed:  # else what is there serves the next attempt
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _convert(self, cell: Cell, place: Path) -> tuple[Path, float]:
+        """The converted checkpoint and the seconds that it took; one that an unfinished study left is taken as it is.
+        What merges no heads is the source itself.
+        """
+        options, out, start = self._study.options, place / "converted", time.perf_counter()
+        groups: Groups = self._heads[cell.budget] if cell.budget else int(cell.groups)
+        if groups == self._study.config.main.kv:
+            return Path(options.model), 0.0
+        if not out.exists():
+            method = "mean" if cell.method in UNMERGED else cell.method
+            plan = make_plan(open_model(options.model), groups, method, cell.seed)
+            calibration = options.maps_of(cell) if plan.lacks_maps else None
+            convert_checkpoint(options.model, groups, out, method=method, seed=cell.seed, calibration=calibration)
+        return out, time.perf_counter() - start
+
+    def _measure_training(
+        self, converted: Path, cells: Sequence[Cell], left: dict[Cell, None], common: Row
+    ) -> None:  # fmt: skip
+        """Rows of cells that are trained alike, and differ in the bits of their cache."""
+        path, cell, found = converted, cells[0], common | {"train_tokens": 0, "seconds_training": 0.0}
+        if cell.alpha:
+            start, options = time.perf_counter(), self._study.options.training_of(cell, self._work / cell.conversion)
+            resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
+            options = replace(options, model=str(converted), resume=resume, overwrite=True)
+            shared = cell.teacher == "source" and self._options.precision == "auto"
+            progress, _ = uptrain(prepare(options, self._comparison.live if shared else None))
+            path = options.output
+            found |= {
+                "train_tokens": progress.tokens, "train_loss": progress.loss,
+                "seconds_training": time.perf_counter() - start,
+            }  # fmt: skip
+        subject = open_subjects([str(path)], self._study.options.training.trust_remote_code)[0]
+        if cell.budget:
+            found["kv_heads"] = list(self._heads[cell.budget])
+        for cell in cells:
+            variant = subject.quantised(cell.bits) if cell.bits else subject
+            speed = {} if cell.bits else self._speed(cell, subject)
+            self._keep(cell, **self._measure(variant), **found, **speed)
+            del left[cell]
+        if path != converted:
+            shutil.rmtree(path)
+
+    def _measure(self, subject: Subject) -> Row:
+        start, found = time.perf_counter(), self._comparison.measure(subject)
+        return self._columns(subject, found) | {"seconds_evaluating": time.perf_counter() - start}
+
+    def _columns(self, subject: Subject, found: Mapping[str, Row]) -> Row:
+        """What was measured of a model, as columns."""
+        own, against = found["quality"]["quality"], found["quality"].get("against_baseline", {"log_ratio": 0.0})
+        cache, source = subject.cache, self._study.subject.cache
+        assert cache
+        assert source
+        row: Row = {
+            "loss": own["nats_per_token"],
+            "loss_increase": against["log_ratio"],
+            "loss_increase_error": against.get("log_ratio_error"),
+            "perplexity": own["token_perplexity"],
+            **{f"perplexity_{name}": against.get(name) for name in ("ratio", "ratio_low", "ratio_high")},
+            "bits_per_byte": own["bits_per_byte"],
+            "kl": against["kl"]["mean"] if "kl" in against else None,
+            "top1_agreement": against.get("same_top"),
+            "acceptance": against.get("acceptance"),
+            "kv_bytes_per_token": cache.bytes_per_token,
+            "kv_share": cache.bytes_per_token / source.bytes_per_token,
         }
-        for cell in study.cells
+        if cross := cache.cross_bytes_per_token:
+            row["cross_bytes_per_token"] = cross  # of each token of the source
+        if recall := found.get("recall"):
+            row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(recall).items()}
+            row |= {"greedy_tokens": recall["greedy"]["tokens"], "recall_by_distance": recall["recall"]}
+            row["samples"] = recall["samples"]
+        return row
+
+    def _speed(self, cell: Cell, subject: Subject) -> Row:
+        """The time of decoding, which neither the method nor the weights change: measured once for the heads of a
+        cell, in turns with the source.
+        """
+        if not self._contexts:
+            return {}
+        names = ("seconds_per_token", "fastest", "slowest", "tokens_per_second")
+        columns = (*(f"decode_{name}" for name in names), "decode_tokens_before", "decode_ratio")
+        for row in self._rows:
+            if Cell.of(row).heads == cell.heads and row.get("decode_ratio"):
+                return {name: row[name] for name in columns}
+        others = [] if cell.is_source else [subject]
+        evaluate.time_decoding([self._study.subject, *others], self._options, self._contexts)
+        first, *_, point = (s.record["decode"]["points"][0] for s in (self._study.subject, subject))
+        values = (*(point[name] for name in names), self._contexts[0])
+        return dict(zip(columns, (*values, first["seconds_per_token"] / point["seconds_per_token"]), strict=True))
+
+
+def _reason(error: Exception) -> str:
+    """Why a cell failed, in one line."""
+    if isinstance(error, RefusedError | OutputError | DivergedError):
+        return one_line(str(error))
+    if out_of_memory(error):
+        return "the memory of the device is too small; give --micro-batch, a smaller --eval-batch or --precision bf16"
+    return one_line(f"{type(error).__name__}: {explain(error)}")
+
+
+def plan_table(study: Study) -> Table:
+    """The cells, and which of them are measured."""
+    left, cells = {*study.left}, study.cells
+    columns = [
+        ("method", lambda cell: cell.method), ("KV heads", lambda cell: f"{cell.groups:.3g}"),
+        ("seed", lambda cell: str(cell.seed)), ("trains", lambda cell: cell.train),
+        ("teacher", lambda cell: cell.teacher), ("alpha", lambda cell: f"{cell.alpha:g}"),
+        ("cache bits", lambda cell: str(cell.bits or "")), ("", lambda cell: "" if cell in left else "done"),
     ]  # fmt: skip
-    note = (
-        f"{len(left)} of {len(records)} cells to measure, about "
-        f"{sum(left.values()) / rate / 60:.1f} minutes and the base model's evaluation"
-        f"{', and what --kv-budgets measures of its layers' if study.grid.kv_budgets else ''}; from "
-        f"{rate:,.0f} tokens/s of a forward pass timed now: training counts {TRAINING:g} passes (a teacher "
-        f"{TEACHING:g} more), measuring 1, converting as gqa-convert --dry-run says"
+    return table(
+        f"Study of {study.subject.name}", columns, cells, f"{len(left)} of {len(cells)} cells to measure", filled=True
     )
-    columns = CELL | {"train tokens": "{tokens:,}", "seconds": "{seconds:,.0f}"}
-    return table(f"Study of {study.subject.name}", filled(columns, records), records, note)

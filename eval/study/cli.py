@@ -69,7 +69,7 @@ _RUN = [
            help="Nats per token above MODEL's."),
     option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
            "that MODEL gets right and the result does not, where MODEL recalls them."),
-    option("--dry-run", help="List the cells and what they would cost, and stop."),
+    option("--dry-run", help="List the cells, and stop."),
     option("--overwrite", help="Remove the study at DIR first."),
     option("--verbose"),
     option("--quiet"),
@@ -89,7 +89,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
     """
     import transformers
 
-    from gqa.eval.study.ablation import cost_table, open_study
+    from gqa.eval.study.ablation import open_study, plan_table
     from gqa.eval.study.directory import forget
     from gqa.uptrain.loop import StoppedError
 
@@ -106,7 +106,7 @@ def command(model: str | None, output: Path, quiet: bool, **options: Any) -> Non
             for method, reason in study.left_out.items():
                 click.echo(one_line(f"without {method}: {reason}"), err=True)
         if options["dry_run"]:
-            click.echo(cost_table(study).text())
+            click.echo(plan_table(study).text())
             return
         try:
             say_device(study.options.run_device, quiet)

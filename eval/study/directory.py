@@ -1,28 +1,30 @@
-"""A study on disk: its record, and a row for each cell, there as soon as the cell is measured, whatever happens after.
+"""A study on disk: results.jsonl, to which a row is appended as soon as a cell is measured, whatever happens after.
 
-rows.jsonl is the table of results: `pandas.read_json("rows.jsonl", lines=True)`. It is written anew with each row: at
-every moment it is the old one or the new one. The half line that earlier versions could leave at its end is dropped.
+`pandas.read_json("results.jsonl", lines=True)` reads it. A cell that failed is measured again; its latest row counts.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.locks import locked
-from gqa.checkpoint.write import finite, replacing
+from gqa.checkpoint.write import finite
+from gqa.eval.page import PAGE
 from gqa.eval.study.study import Cell
 
 Row = dict[str, Any]
 
-SCHEMA = 1
-RECORD, SPEEDS, ROWS, WORK = "study.json", "speeds.json", "rows.jsonl", ".work"
+ROWS, WORK = "results.jsonl", ".work"
+PICTURES = ("tradeoff", "alphas")
+FILES = (ROWS, PAGE, *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))
 
 
 class UnwrittenError(OutputError):
@@ -37,28 +39,23 @@ def writing(directory: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         told = f"no space left for {directory}" if full else f"{directory} cannot be written: {error.strerror or error}"
-        raise UnwrittenError(f"{told}; the rows that are there are kept, the same command continues") from None
-
-
-def _replace(path: Path, lines: Iterable[str]) -> None:
-    with writing(path.parent), replacing(path) as fresh:
-        fresh.write_text("".join(f"{line}\n" for line in lines))
+        raise UnwrittenError(f"{told}; the rows that are there are kept, the same command continues") from error
 
 
 class Rows:
     """The rows in `directory`, the latest of each cell, in the order of the grid."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises RefusedError where rows.jsonl is none of a study's."""
+        """Raises RefusedError where results.jsonl is none of a study's."""
         self._path = directory / ROWS
         try:
-            lines = self._path.read_text().splitlines(keepends=True) if self._path.exists() else []
-            rows = [json.loads(line) for line in lines if line.endswith("\n")]
+            text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+            rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
             self._found = {Cell.of(row): row for row in rows}
-            _ = [(cell.order, row["error"]) for cell, row in self._found.items()]
-        except (ValueError, KeyError, TypeError):
+            _ = [(cell.order, row["error"], row["options"]) for cell, row in self._found.items()]
+        except (ValueError, KeyError, TypeError) as error:
             told = f"{self._path} holds something else than rows of a study; give another directory"
-            raise RefusedError(told) from None
+            raise RefusedError(told) from error
 
     def __iter__(self) -> Iterator[Row]:
         return iter(row for _, row in sorted(self._found.items(), key=lambda item: item[0].order))
@@ -67,63 +64,41 @@ class Rows:
         return len(self._found)
 
     def add(self, row: Row) -> None:
-        """Raises UnwrittenError, as `rewrite` does."""
+        """Durable when this returns; half a line that a killed run left is cut off. Raises UnwrittenError."""
+        line = json.dumps(finite(row)).encode() + b"\n"
+        with writing(self._path.parent), self._path.open("ab+") as stream:
+            stream.seek(0)
+            whole = stream.read().rfind(b"\n") + 1
+            try:
+                stream.truncate(whole)
+                stream.write(line)
+                stream.flush()
+                os.fsync(stream.fileno())
+            except OSError:
+                with suppress(OSError):
+                    stream.truncate(whole)
+                raise
         self._found[Cell.of(row)] = finite(row)
-        self.rewrite({})
-
-    def rewrite(self, columns: Mapping[str, Row]) -> None:
-        """With the columns of each row's cache (`Cell.cache`) anew. Durable when this returns; raises UnwrittenError,
-        and then the file is as it was.
-        """
-        for cell, row in self._found.items():
-            row.update(finite(columns.get(cell.cache, {})))
-        _replace(self._path, map(json.dumps, self))
-
-    def keep_speeds(self, speeds: dict[str, Row]) -> None:
-        """In the rows before they are known: a run that is killed between times them again."""
-        self.rewrite(speeds)
-        write_json(self._path.parent, SPEEDS, speeds)
-
-
-def read_record(directory: Path) -> Row | None:
-    """study.json; None where there is none. Raises RefusedError where it is none of a study's."""
-    path = directory / RECORD
-    if not path.exists():
-        return None
-    try:
-        record: Row = json.loads(path.read_text())
-        known = record["schema"] == SCHEMA and {"identity", "runs"} <= record.keys()
-    except (OSError, ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        raise RefusedError(f"{path} is no record of a study that this version can continue; give another directory")
-    return record
-
-
-def read_speeds(directory: Path) -> dict[str, Row]:
-    """speeds.json: columns by `Cell.cache`; none where it is not there."""
-    path = directory / SPEEDS
-    known: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
-    return known
-
-
-def write_json(directory: Path, name: str, value: Row) -> None:
-    _replace(directory / name, [json.dumps(value, indent=2)])
 
 
 def forget(directory: Path) -> None:
     """Remove a study. Raises RefusedError where the directory holds something else, or another process runs it."""
-    if not directory.exists():
-        return
-    if read_record(directory) is None and is_foreign(directory):
-        raise RefusedError(f"{directory} holds no study: --overwrite will not remove it; give another with -o")
-    with held(directory):
-        shutil.rmtree(directory)
+    check_place(directory)
+    if directory.exists():
+        with held(directory) as work:
+            for name in FILES:
+                (directory / name).unlink(missing_ok=True)
+            for path in work.iterdir():
+                if path.name != "lock":
+                    shutil.rmtree(path)
 
 
-def is_foreign(directory: Path) -> bool:
-    """Whether there is something that no study has left before its record was written."""
-    return directory.exists() and not (directory.is_dir() and all(path.name == WORK for path in directory.iterdir()))
+def check_place(directory: Path) -> None:
+    """Raise RefusedError where there is something that no study has written."""
+    others = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    if directory.exists() and (not directory.is_dir() or (not {ROWS, WORK} & {*others} and others)):
+        raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")
+    Rows(directory)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A study as a page with pictures, from study.json and the rows alone."""
+"""A study as a page with pictures, from its rows alone."""
 
 from __future__ import annotations
 
@@ -14,64 +14,79 @@ from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.provenance import command_line
 from gqa.eval.page import PAGE, Page, made_aside, no_pictures
 from gqa.eval.report import measured_with, texts_beside, verdict, what_is_scored
-from gqa.eval.study.directory import RECORD, ROWS, Row, Rows, read_record, writing
+from gqa.eval.study.directory import ROWS, Row, Rows, writing
 from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, name, points, recommend
-from gqa.eval.tables import Table, filled, not_measured, table
+from gqa.eval.tables import Column, Table, not_measured, number, table
 
-_BYTES = {"KV bytes/token": "{kv_bytes_per_token:,}"}
-_SPEED = {"tokens/s": "{decode_tokens_per_second:,.0f}"}
-CELL = {"method": "{method}", "KV heads": "{groups:.3g}", "seed": "{seed}", "trains": "{train}", "teacher": "{teacher}",
-        "alpha": "{alpha:g}", "cache bits": "{bits:d}"}  # fmt: skip
-_CELLS = {
-    **CELL, "train tokens": "{train_tokens:,}", "nats/token": "{loss:.4f}",
-    "above base": "{loss_increase:+.4f}",
-    "95 % of the ratio": "{perplexity_ratio_low:.4g} - {perplexity_ratio_high:.4g}",
-    "perplexity": "{perplexity:number}", "bits/byte": "{bits_per_byte:.4f}",
-    "KL": "{kl:.4f}", "top-1 agreement": "{top1_agreement:.1%}",
-    "accepted": "{acceptance:.1%}", "text recalled": "{recall_text:.1%}", "samples": "{recall_samples:.1%}",
-    "random": "{recall_random:.1%}", "look-ups": "{recall_look_up:.1%}", "passkeys": "{recall_passkey:.1%}",
-    "greedy tokens": "{greedy_tokens:.1f}", **_BYTES, **_SPEED,
-    "s converting": "{seconds_converting:,.1f}", "s training": "{seconds_training:,.1f}",
-    "s measuring": "{seconds_evaluating:,.1f}",
-}  # fmt: skip
+_COLUMNS: list[Column] = [
+    ("method", lambda r: r["method"]),
+    ("KV heads", lambda r: f"{r['groups']:.3g}"),
+    ("seed", lambda r: str(r["seed"])),
+    ("trains", lambda r: r["train"]),
+    ("teacher", lambda r: r["teacher"]),
+    ("alpha", lambda r: f"{r['alpha']:g}"),
+    ("cache bits", lambda r: f"{r['bits']:d}"),
+    ("train tokens", lambda r: f"{r['train_tokens']:,}"),
+    ("nats/token", lambda r: r["loss"] if r["error"] else f"{r['loss']:.4f}"),
+    ("above base", lambda r: f"{r['loss_increase']:+.4f}"),
+    ("95 % of the ratio", lambda r: f"{r['perplexity_ratio_low']:.4g} - {r['perplexity_ratio_high']:.4g}"),
+    ("perplexity", lambda r: number(r["perplexity"])),
+    ("bits/byte", lambda r: f"{r['bits_per_byte']:.4f}"),
+    ("KL", lambda r: f"{r['kl']:.4f}"),
+    ("top-1 agreement", lambda r: f"{r['top1_agreement']:.1%}"),
+    ("accepted", lambda r: f"{r['acceptance']:.1%}"),
+    ("text recalled", lambda r: f"{r['recall_text']:.1%}"),
+    ("samples", lambda r: f"{r['recall_samples']:.1%}"),
+    ("random", lambda r: f"{r['recall_random']:.1%}"),
+    ("look-ups", lambda r: f"{r['recall_look_up']:.1%}"),
+    ("passkeys", lambda r: f"{r['recall_passkey']:.1%}"),
+    ("greedy tokens", lambda r: f"{r['greedy_tokens']:.1f}"),
+    ("KV bytes/token", lambda r: f"{r['kv_bytes_per_token']:,.0f}"),
+    ("tokens/s", lambda r: f"{r['decode_tokens_per_second']:,.0f}"),
+    ("x base", lambda r: f"{r['decode_ratio']:.2f}"),
+    ("s converting", lambda r: f"{r['seconds_converting']:,.1f}"),
+    ("s training", lambda r: f"{r['seconds_training']:,.1f}"),
+    ("s measuring", lambda r: f"{r['seconds_evaluating']:,.1f}"),
+]
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a directory holds."""
+    """The rows of a directory."""
 
     directory: Path
-    record: Row
     rows: list[Row]
 
     @cached_property
     def points(self) -> pandas.DataFrame:
         return points(self.rows)
 
-    @property
+    @cached_property
     def source(self) -> Row:
-        found: Row = self.record["source"]
-        return found
+        """The row of the base model."""
+        return next(row for row in self.rows if is_base(row))
 
     @property
     def name(self) -> str:
-        return str(self.record["identity"]["model"])
+        return str(self.rows[0]["options"]["model"])
 
     @property
     def failed(self) -> list[Row]:
         return [row for row in self.rows if row["error"]]
 
 
+def is_base(row: Row) -> bool:
+    """Whether it is the row of the base model with its whole cache."""
+    return Cell.of(row).is_source and not row["bits"] and not row["error"]
+
+
 def open_results(directory: Path) -> Results:
     """Raises RefusedError where there is no study, or none of its cells is measured."""
-    record = read_record(directory)
-    if record is None:
-        raise RefusedError(f"{directory} holds no study ({RECORD}): name a MODEL to make one")
     rows = list(Rows(directory))
-    if not rows or "source" not in record:
-        raise RefusedError(f"{directory} holds a study of which nothing is measured yet: name its MODEL to continue it")
-    return Results(directory, record, rows)
+    if not any(map(is_base, rows)):
+        raise RefusedError(f"{directory} holds no study of which anything is measured: name a MODEL to make one")
+    return Results(directory, rows)
 
 
 def _tables(results: Results) -> Iterator[Table]:
@@ -79,8 +94,8 @@ def _tables(results: Results) -> Iterator[Table]:
     yield short_table(results)
     yield _recall(results)
     if failed := results.failed:
-        columns = filled(CELL | {"why": "{error}"}, failed)
-        yield table("Cells that failed", columns, failed, "the same command tries them again")
+        columns = [*_COLUMNS[:7], ("why", lambda r: r["error"])]
+        yield table("Cells that failed", columns, failed, "the same command tries them again", filled=True)
     yield _cells(results)
 
 
@@ -89,7 +104,8 @@ def short_table(results: Results) -> Table:
     note = "nats per token on held-out text, means over seeds ± half of their range"
     if failed := len(results.failed):
         note += f"; {failed} of {len(results.rows)} cells failed, as the report says"
-    return _by_alpha(results, f"Study of {results.name}", _loss, _BYTES | _SPEED, note)
+    more = [column for column in _COLUMNS if column[0] in ("KV bytes/token", "tokens/s")]
+    return _by_alpha(results, f"Study of {results.name}", _loss, more, note)
 
 
 def _recall(results: Results) -> Table:
@@ -101,20 +117,21 @@ def _recall(results: Results) -> Table:
         f"share of tokens right at all distances within {source['text']['context']:,} tokens, means over seeds; where "
         f"they stand first the base model gets {source['recall_first_reading']:.1%} right"
     )
-    return _by_alpha(results, title, lambda point: f"{point.recall_text:.1%}", {}, note)
+    return _by_alpha(results, title, lambda point: f"{point.recall_text:.1%}", [], note)
 
 
-def _by_alpha(results: Results, title: str, told: Callable[[Any], str], columns: Row, note: str) -> Table:
-    found, alphas = results.points, [f"alpha {alpha:g}" for alpha in sorted(results.points.alpha.unique())]
+def _by_alpha(
+    results: Results, title: str, shown: Callable[[Any], str], more: list[Column], note: str
+) -> Table:  # fmt: skip
+    found = results.points
     records = [
-        some.iloc[0].to_dict() | {"at": {f"alpha {point.alpha:g}": told(point) for point in some.itertuples()}}
+        some.iloc[0].dropna().to_dict() | {"at": {point.alpha: shown(point) for point in some.itertuples()}}
         for _, some in found.groupby(["groups", "series"], sort=False)
     ]
-    if BASE not in set(found.series):
-        source = pandas.Series(results.source | {"seeds": 1})
-        records.insert(0, {"series": BASE, **results.source, "at": dict.fromkeys(alphas[:1], told(source))})
-    columns = {"method": "{series}", "KV heads": "{groups:.3g}", **columns}
-    return table(title, filled(columns | {alpha: f"{{at[{alpha}]}}" for alpha in alphas}, records), records, note)
+    columns: list[Column] = [("method", lambda r: r["series"]), _COLUMNS[1], *more]
+    for alpha in sorted(found.alpha.unique()):
+        columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: r["at"][alpha]))  # type: ignore[misc]
+    return table(title, columns, records, note, filled=True)
 
 
 def _loss(point: Any) -> str:
@@ -130,10 +147,10 @@ def _cells(results: Results) -> Table:
         "accepted": "accepted: share of the tokens that the result drafts for the base model",
     }
     if "decode_tokens_before" in source:
-        batch = results.record["identity"]["decode_batch"]
+        batch = source["options"]["decode_batch"]
         meanings["tokens/s"] = f"tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
-    rows = [Cell.of(row)._asdict() | {"loss": "failed"} if row["error"] else row for row in results.rows]
-    return table("Cells", filled(_CELLS, rows), rows, note, meanings=meanings)
+    rows = [row | {"loss": "failed"} if row["error"] else row for row in results.rows]
+    return table("Cells", _COLUMNS, rows, note, meanings=meanings, filled=True)
 
 
 def write_study_report(results: Results, bounds: Bounds) -> list[str]:
@@ -151,26 +168,30 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
     if not (remark := no_pictures()):
         from gqa.eval.study.plots import draw_study
 
-        pictures = draw_study(results.rows, results.source, directory)
-    runs = [run for run in results.record["runs"] if run["cells"]]
-    advised, last = recommend(results.points, results.source, bounds), results.record["runs"][-1]
-    made = list(dict.fromkeys(one_line(command_line("gqa-ablate", run["argv"]), 4000) for run in runs if run["argv"]))
-    title, verdicts = f"{results.name}: methods, groups and training", _verdicts(results, advised)
-    lead = f"{len(results.rows)} cells, measured in {sum(run['seconds'] for run in runs):,.0f} seconds."
-    foot = " ".join([*filter(None, [remark]), f"{measured_with(last)}."])
-    tables = list(_tables(results))
+        pictures = draw_study(results.points, results.source, directory)
+    advised, rows = recommend(results.points, results.source, bounds), results.rows
+    environments = sorted((row["environment"] for row in rows), key=lambda one: str(one["created"]))
+    commands = [one_line(command_line("gqa-ablate", one["argv"]), 4000) for one in environments if one["argv"]]
+    names = ("seconds_converting", "seconds_training", "seconds_evaluating")
+    seconds = sum(row.get(name) or 0 for row in rows for name in names)
     Page(
-        title=title, verdicts=verdicts, lead=lead, pictures=pictures, tables=tables, samples=_texts(results),
-        commands=made, foot=foot,
-    ).write(directory)  # fmt: skip
+        title=f"{results.name}: methods, groups and training",
+        verdicts=_verdicts(results, advised),
+        lead=f"{len(rows)} cells, measured in {seconds:,.0f} seconds.",
+        pictures=pictures,
+        tables=list(_tables(results)),
+        samples=_texts(results),
+        commands=list(dict.fromkeys(commands)),
+        foot=" ".join([*filter(None, [remark]), f"{measured_with(environments[-1])}."]),
+    ).write(directory)
 
 
 def _texts(results: Results) -> list[Any]:
     """What the base model writes and, of each smaller number of heads, the result of the least loss."""
     source, found = results.source, results.points
-    if not {"samples"} <= source.keys() & {*found.columns}:  # recall was not measured, or by an earlier version
+    if "samples" not in source or "samples" not in found.columns:
         return []
-    shown = found[(found.groups < source["groups"]) & found.samples.notna()]  # rows of then have none
+    shown = found[(found.groups < source["groups"]) & found.samples.notna()]
     best = shown.sort_values("loss").drop_duplicates("groups")
     models = [{"name": name(point), "samples": point.samples} for point in best.itertuples()]
     return list(texts_beside([{"name": BASE, **source}, *models]))
@@ -186,12 +207,8 @@ def _verdicts(results: Results, advised: Recommendation) -> list[str]:
 
     def record(of: Any, groups: float, **more: Any) -> Row:
         recalls = {"recall": of["recall_by_distance"]} if "recall_by_distance" in source else {}
-        return {
-            "heads": {"kv": f"{groups:.3g}"},
-            "kv_cache": {"bytes_per_token": of["kv_bytes_per_token"]},
-            **recalls,
-            **more,
-        }
+        cache = {"bytes_per_token": of["kv_bytes_per_token"]}
+        return {"heads": {"kv": f"{groups:.3g}"}, "kv_cache": cache, **recalls, **more}
 
     ratio = {name: chosen[f"perplexity_{name}"] for name in ("ratio", "ratio_low", "ratio_high")}
     ratio = {name: value for name, value in ratio.items() if pandas.notna(value)}  # one window has no bounds

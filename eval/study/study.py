@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
-from itertools import groupby, product
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -26,7 +26,7 @@ AUTO = "auto"  # of them: what gqa-uptrain trains unless told otherwise; of meth
 TRAINING = ("data", "field", "target_field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate",
             "schedule", "warmup", "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
 # Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
-_MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "decode_batch", "decode_context")
+_MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "kl", "decode", "decode_batch", "decode_context")
 
 
 class Cell(NamedTuple):
@@ -56,16 +56,6 @@ class Cell(NamedTuple):
         return f"{self.method}-g{self.heads}-s{self.seed}"
 
     @property
-    def training(self) -> str:
-        """Cells of one conversion are trained alike, for as long as their alpha says."""
-        return f"{self.train}-{self.teacher}"
-
-    @property
-    def cache(self) -> str:
-        """Cells with the same one have KV caches of the same size."""
-        return f"{self.heads}-int{self.bits}" if self.bits else self.heads
-
-    @property
     def order(self) -> tuple[Any, ...]:
         """By groups, methods from the plainest on, alpha, and whole caches before those of fewer and fewer bits: the
         same whatever was measured first.
@@ -76,14 +66,14 @@ class Cell(NamedTuple):
             self.alpha, bool(self.bits), -(self.bits or 0), self.budget or 0,
         )  # fmt: skip
 
-    def row(self, error: str | None = None, **found: Any) -> dict[str, Any]:
-        """What was found, or why nothing was."""
-        return {**self._asdict(), "error": error, **found}
+    @property
+    def is_source(self) -> bool:
+        """Whether it is the model itself, perhaps with a quantised cache."""
+        return self.method == UNMERGED[0] and not self.alpha
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Cell:
-        found: dict[str, Any] = {name: row.get(name) for name in cls._fields}  # older rows have no bits
-        return cls(**found)
+        return cls(**{name: row[name] for name in cls._fields})
 
 
 @dataclass(frozen=True)
@@ -145,12 +135,12 @@ class Grid:
         return tuple(self.groups or sorted({*divisors[:1], *divisors[-2:], *control}))
 
     def cells(self, heads: int) -> list[Cell]:
-        """In order, for a source with so many key/value heads. Where none is merged all methods are the same one. With
-        `cache_bits` the source itself is among them.
+        """In order, for a source with so many key/value heads, which is the first. Where none is merged all methods are
+        the same one.
         """
         bits = self.cache_bits or ()
         scope = self.train[0] if self.train[0] != AUTO else "all"
-        found = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, each) for each in bits}
+        found = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, each) for each in (None, *bits)}
         whole: list[tuple[float, float | None]] = [(groups, None) for groups in self.settled(heads)]
         for groups, budget in [*whole, *((share * heads, share) for share in self.kv_budgets or ())]:
             for method in self.methods if groups < heads else [UNMERGED[groups > heads]]:
@@ -158,7 +148,7 @@ class Grid:
                 trains = [usual if name == AUTO else name for name in self.train]
                 variants = product(range(self.seeds), trains, self.teachers, self.alphas, (None, *bits))
                 found |= {Cell(method, groups, *variant, budget) for variant in variants}
-        return sorted(found, key=lambda cell: cell.order)
+        return sorted(found, key=lambda cell: (not cell.is_source, cell.order))
 
 
 @dataclass(frozen=True)
@@ -184,8 +174,7 @@ class StudyOptions:
         type=Precision("auto", "float32", "bfloat16", "float16"),
     )  # fmt: skip
     kl: bool = option_field(
-        True, "Compare predictions with MODEL's, which are kept meanwhile (2 bytes x vocabulary x tokens).",
-        "--kl/--no-kl",
+        True, "Compare predictions with MODEL's, which stays in memory meanwhile.", "--kl/--no-kl",
     )  # fmt: skip
     recall: bool | None = option_field(
         None, "Ask for what stands in the context, as gqa-eval does.  [default: where the model can be asked]",
@@ -214,47 +203,28 @@ class StudyOptions:
 
         return usable_device(self.device)
 
-    def binding(self) -> dict[str, Any]:
-        """What all cells of a study have in common, as columns of a table."""
-        training, text, refinement = self.training, self.maps.text, self.maps.refinement
-        told = {name: getattr(training, name) for name in TRAINING} | {name: getattr(self, name) for name in _MEASURING}
-        return told | {
+    def identity(self) -> dict[str, Any]:
+        """What all cells of a study have in common."""
+        training, maps = self.training, asdict(self.maps)
+        del maps["device"]
+        nested = {"calibration": maps.pop("text"), "refine": maps.pop("refinement")}
+        return {
+            **{name: getattr(training, name) for name in TRAINING},
+            **{name: getattr(self, name) for name in _MEASURING},
             "data": ",".join(map(without_place, training.data)),
             "heldout": training.heldout and without_place(training.heldout),
-            "measure_kl": self.kl,
-            "measure_recall": self.recall is not False,
-            "measure_decode": self.decode,
-            "calibration": ",".join(map(without_place, text.sources)),
-            "calibration_tokens": text.tokens,
-            "calibration_length": text.length,
-            "calibration_repeats": text.repeats,
-            "calibration_dtype": self.maps.dtype,
-            "grouping": self.maps.grouping,
-            "ridge": self.maps.ridge,
-            "refine_steps": refinement.steps,
-            "refine_batch": refinement.batch,
-            "refine_learning_rate": refinement.learning_rate,
-            "refine_precision": "bf16" if self.maps.training.autocast else "no",
+            "recall": self.recall is not False,
+            **{f"{part}_{name}": value for part, values in nested.items() for name, value in values.items()},
+            **{f"calibration_{name}": value for name, value in maps.items()},
+            "calibration_sources": ",".join(map(without_place, self.maps.text.sources)),
         }
 
-    def runs(self, cells: Sequence[Cell]) -> Iterator[list[Cell]]:
-        """The cells of one conversion that are points of one training: with a constant rate smaller alphas are on the
-        way to the largest, else each alpha is a run of its own.
-        """
-        for _, some in groupby(cells, lambda cell: (cell.training, self.along or cell.alpha)):
-            yield list(some)
-
-    @property
-    def along(self) -> bool:
-        return self.training.schedule == "constant"
-
-    def training_of(self, cell: Cell, converted: Path) -> TrainOptions:
-        """Of the checkpoint at `converted`, up to the alpha of `cell`."""
+    def training_of(self, cell: Cell, place: Path) -> TrainOptions:
+        """Of a conversion, up to the alpha of `cell`, with its result in `place`."""
         return replace(
-            self.training, model=str(converted),
-            output=converted.with_name(f"{cell.training}-{cell.alpha:g}"), alpha=cell.alpha,
+            self.training, output=place / f"{cell.train}-{cell.teacher}-{cell.alpha:g}", alpha=cell.alpha,
             train=cast(Scope, cell.train), teacher=self.model if cell.teacher == "source" else NO_TEACHER,
-            seed=cell.seed, device=self.device, keep_state=True,
+            seed=cell.seed, device=self.device,
         )  # fmt: skip
 
     def maps_of(self, cell: Cell) -> MapsOptions:

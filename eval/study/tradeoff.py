@@ -15,21 +15,7 @@ from gqa.eval.study.study import UNMERGED, Cell
 BASE = "base model"  # the series of what is not converted
 Point = Any  # a line of `points`
 _POINT = ["groups", "method", "train", "teacher", "alpha", "bits", "budget"]
-_NUMBERS = ("loss", "loss_increase", "kl", "recall_text", "kv_bytes_per_token", "decode_seconds_per_token",
-            "decode_tokens_before")  # fmt: skip
-
-
-def measured(rows: Iterable[Row]) -> pandas.DataFrame:
-    """Rows without an error, in the order of the grid. `series`: the method, what is unusual about its training, and
-    the `bits` of its KV cache, which are 0 where it is not quantised, as `budget` is where all layers are alike. The
-    columns that are counted on are there though nothing was measured.
-    """
-    found = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
-    cells = [Cell.of(row) for row in found]
-    more = [{"series": _series(cell, cells), "bits": cell.bits or 0, "budget": cell.budget or 0} for cell in cells]
-    frame = pandas.DataFrame([row | own for row, own in zip(found, more, strict=True)])
-    columns = list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns]))
-    return frame.reindex(columns=columns).astype({"kl": float})
+_NUMBERS = ("loss", "loss_increase", "kl", "recall_text", "kv_bytes_per_token")
 
 
 def _series(cell: Cell, cells: Sequence[Cell]) -> str:
@@ -44,16 +30,22 @@ def _series(cell: Cell, cells: Sequence[Cell]) -> str:
 
 
 def points(rows: Iterable[Row]) -> pandas.DataFrame:
-    """One line a combination, in the order of the grid: the row of its first seed, but over all `seeds`
+    """One line a combination without an error, in the order of the grid: the row of its first seed, but over all
+    `seeds`
 
     `loss` (nats per token), `loss_increase` (above the source's), `kl` and `recall_text` are means, `lowest`,
-    `highest`, `worst` (of the increases) and `recall_worst` extremes.
+    `highest`, `worst` (of the increases) and `recall_worst` extremes. `series`: the method, and what is unusual about
+    its training and its KV cache. `bits` are 0 where it is not quantised, `budget` where all layers are alike.
     """
-    frame = measured(rows)
+    found = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
+    cells = [Cell.of(row) for row in found]
+    more = [{"series": _series(cell, cells), "bits": cell.bits or 0, "budget": cell.budget or 0} for cell in cells]
+    frame = pandas.DataFrame([row | own for row, own in zip(found, more, strict=True)])
+    columns = list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns]))  # though nothing was measured
+    frame = frame.reindex(columns=columns).astype({"kl": float})
     seeds = frame.groupby(_POINT, sort=False)
     loss, increase, recall, kl = (seeds[column] for column in ("loss", "loss_increase", "recall_text", "kl"))
-    found = frame.drop_duplicates(_POINT).set_index(_POINT)
-    return found.assign(
+    return frame.drop_duplicates(_POINT).set_index(_POINT).assign(
         seeds=seeds.size(), loss=loss.mean(), lowest=loss.min(), highest=loss.max(), loss_increase=increase.mean(),
         worst=increase.max(), kl=kl.mean(), recall_text=recall.mean(), recall_worst=recall.min(),
     ).reset_index()  # fmt: skip
@@ -119,72 +111,60 @@ def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
 
 def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommendation:
     """The smallest KV cache of which every seed is within the bounds; of those with the same cache what trains on the
-    fewest tokens, and then what loses least. Of a bound in bytes, what loses least within it.
+    fewest tokens, and then what loses least. Of a bound in bytes, what loses least (its worst seed) within it.
     """
-    kept = source["kv_bytes_per_token"]
+    kept, most = source["kv_bytes_per_token"], bounds.kv_bytes
     smaller = found[found.kv_bytes_per_token < kept]
     if smaller.empty:
         return Recommendation(
             None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")]
         )
-    if bounds.kv_bytes:
-        return _within_bytes(smaller, source, bounds.kv_bytes)
-    least, recall = least_recall(source, bounds)
-    fluent = smaller[smaller.worst <= bounds.loss]
-    within = fluent[fluent.recall_worst >= least] if least else fluent
-    limit = f"{bounds.loss:g} nats per token above the base model"
-    limit += f" and {bounds.recall:g} points of recall below it" if least else ""
-    recalls = [("recall", recall)]
-    closest, option = _best(smaller, "worst"), "--max-loss-increase"
-    if forgetful := len(fluent) - len(within):
-        closest, option = _best(fluent.drop(within.index), "recall_worst", highest=True), "--max-recall-loss"
-        recalls.append(("", f"it alone rules out {forgetful}: the best of them is {_named(closest)}"))
-    if within.empty:
+    recalls = list[tuple[str, str]]()
+    if most:
+        limit, order = f"a KV cache of at most {size(most)} a token", ["worst", "train_tokens", "kv_bytes_per_token"]
+        if kept <= most:
+            return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")])
+        within, none = smaller[smaller.kv_bytes_per_token <= most], f"none has {limit}"
+        closest = _best(smaller, "kv_bytes_per_token", "worst")
+        advice = "allow more with --kv-bytes, or add smaller --groups or --cache-bits to the study"
+    else:
+        least, recall = least_recall(source, bounds)
+        fluent = smaller[smaller.worst <= bounds.loss]
+        within = fluent[fluent.recall_worst >= least] if least else fluent
+        limit = f"within {bounds.loss:g} nats per token above the base model"
+        limit += f" and {bounds.recall:g} points of recall below it" if least else ""
+        none, order, recalls = f"none is {limit}", ["kv_bytes_per_token", "train_tokens", "loss"], [("recall", recall)]
+        closest, option = _best(smaller, "worst"), "--max-loss-increase"
+        if forgetful := len(fluent) - len(within):
+            closest, option = _best(fluent.drop(within.index), "recall_worst", highest=True), "--max-recall-loss"
+            recalls.append(("", f"it alone rules out {forgetful}: the best of them is {_named(closest)}"))
         advice = f"allow more with {option}, or add longer training, a teacher or methods to the study"
-        lines = [
-            ("recommended", f"nothing: of {len(smaller)} combinations none is within {limit}"),
-            ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"), *recalls, ("", advice),
-        ]  # fmt: skip
-        return Recommendation(None, lines)
-    order = ["kv_bytes_per_token", "train_tokens", "loss"]
+    if within.empty:
+        lines = [("recommended", f"nothing: of {len(smaller)} combinations {none}")]
+        return Recommendation(None, [*lines, ("closest", _with_cache(closest, kept)), *recalls, ("", advice)])
     chosen = _best(within, *order)
+    lines = [("recommended", _with_cache(chosen, kept))]
+    if most:
+        lines.append(("why", f"it loses least of {len(within)} combinations with {limit}"))
+    else:
+        lines += _why_smallest(chosen, within, smaller, limit)
+    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls])
+
+
+def _why_smallest(
+    chosen: Point, within: pandas.DataFrame, smaller: pandas.DataFrame, limit: str
+) -> list[tuple[str, str]]:  # fmt: skip
     below = smaller[smaller.kv_bytes_per_token < chosen.kv_bytes_per_token]
     same = within[within.kv_bytes_per_token == chosen.kv_bytes_per_token]
     none = "none has a smaller cache"
     if len(below):
         none = f"none of those with a smaller cache: at best {_named(_best(below, 'worst'))}"
-    lines = [
-        ("recommended", f"{_named(chosen)}, with {_cache(chosen, kept)}"),
-        ("why", f"{len(within)} of {len(smaller)} combinations are within {limit}, {none}"),
-    ]
+    lines = [("why", f"{len(within)} of {len(smaller)} combinations are {limit}, {none}")]
     if len(same) > 1:
         best = _best(same, "loss")
         better = f"; {_named(best)} is better" if best.loss < chosen.loss else ""
         lines.append(("", f"of {len(same)} with that cache it trains on the fewest tokens{better}"))
-    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls])
-
-
-def _within_bytes(smaller: pandas.DataFrame, source: Row, most: int) -> Recommendation:
-    """What loses least (its worst seed) with at most so many bytes of KV cache a token."""
-    kept, limit = source["kv_bytes_per_token"], f"a KV cache of at most {size(most)} a token"
-    if kept <= most:
-        return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")])
-    within, order = smaller[smaller.kv_bytes_per_token <= most], ["worst", "train_tokens", "kv_bytes_per_token"]
-    if within.empty:
-        closest = _best(smaller, "kv_bytes_per_token", "worst")
-        lines = [
-            ("recommended", f"nothing: of {len(smaller)} combinations none has {limit}"),
-            ("closest", f"{_named(closest)}, with {_cache(closest, kept)}"),
-            ("", "allow more with --kv-bytes, or add smaller --groups or --cache-bits to the study"),
-        ]  # fmt: skip
-        return Recommendation(None, lines)
-    chosen = _best(within, *order)
-    lines = [
-        ("recommended", f"{_named(chosen)}, with {_cache(chosen, kept)}"),
-        ("why", f"it loses least of {len(within)} combinations with {limit}"),
-        *_bits_alone(chosen, within, order, kept),
-    ]  # fmt: skip
-    return Recommendation(chosen, lines)
+    return lines
 
 
 def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], kept: int) -> list[tuple[str, str]]:
@@ -195,16 +175,17 @@ def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], kept:
     best = _best(alone, *order)
     if best.series == chosen.series and not chosen.alpha:
         return [("", "a quantised cache alone does it: no heads need to be merged")]
-    return [("", f"a quantised cache alone: {_named(best)}, with {_cache(best, kept)}")]
+    return [("", f"a quantised cache alone: {_with_cache(best, kept)}")]
 
 
 def _best(found: pandas.DataFrame, *by: str, highest: bool = False) -> Point:
     return found.sort_values(list(by), ascending=not highest, kind="stable").iloc[0]
 
 
-def _cache(point: Point, source_bytes: int) -> str:
+def _with_cache(point: Point, source_bytes: int) -> str:
     kept = point.kv_bytes_per_token
-    return f"{size(kept)} of KV cache a token ({kept / source_bytes:.0%} of the base model's)"
+    share = f"{kept / source_bytes:.0%} of the base model's"
+    return f"{_named(point)}, with {size(kept)} of KV cache a token ({share})"
 
 
 def _named(point: Point) -> str:
