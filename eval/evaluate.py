@@ -272,7 +272,7 @@ def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -
             raise
         if options.context and not (options.data or options.memory):
             told = f"--context {options.context} means nothing without --data or --memory: {error}"
-            raise RefusedError(told) from None
+            raise RefusedError(told) from error
         return None
     return context
 
@@ -309,19 +309,19 @@ def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> 
     """What options cause while a model is loaded or runs is told as such: `tried` is what may not fit into memory."""
     try:
         yield
-    except IndexError:
+    except IndexError as error:
         raise RefusedError(
             f"{name} has a table of positions that ends before the context: --beyond-positions needs positions that "
             "are computed, as rotary ones are"
-        ) from None
+        ) from error
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             told = f"{name}: the memory of {run_device(options)} is too small for {tried}; {advice}"
-            raise RefusedError(told) from None
+            raise RefusedError(told) from error
         if not options.compile:
             raise
         line = (str(error).strip() or explain(error)).splitlines()[0].strip()
-        raise RefusedError(f"{name} cannot be compiled: {line}; leave --compile out") from None
+        raise RefusedError(f"{name} cannot be compiled: {line}; leave --compile out") from error
 
 
 def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:

@@ -97,7 +97,7 @@ def continued(
     try:
         found: Tensor = model.generate(generation_config=how, **given)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from None
+        raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from error
     finally:
         model.generation_config = kept
     windows, first = [], given["decoder_input_ids" if pairs else "input_ids"].shape[1]

@@ -296,7 +296,7 @@ def check_output(directory: Path, overwrite: bool) -> None:
     try:
         tempfile.TemporaryFile(dir=nearest(directory)).close()
     except OSError as error:
-        raise OutputError(f"no report can be written to {directory}: {error.strerror}") from None
+        raise OutputError(f"no report can be written to {directory}: {error.strerror}") from error
     found = None
     with suppress(OSError, ValueError):
         found = json.loads((directory / _FILES[0]).read_text(encoding="utf-8"))
@@ -326,7 +326,7 @@ def write_report(results: Record, directory: Path) -> list[str]:
         with made_aside(directory) as aside:
             made = _make_report(results, aside)
     except OSError as error:
-        raise OutputError(f"no report was written to {directory}: {error.strerror or error}") from None
+        raise OutputError(f"no report was written to {directory}: {error.strerror or error}") from error
     for name in set(_FILES) - set(made):  # of an earlier report, and not of this one
         (directory / name).unlink(missing_ok=True)
     return made

@@ -47,7 +47,7 @@ class Subject:
         try:
             return read_auto_config(self.path, trust_remote_code=self.trust_remote_code)
         except Exception as error:  # whatever a library raises about a config it cannot read
-            raise RefusedError(f"transformers cannot read the config of {self.name}: {explain(error)}") from None
+            raise RefusedError(f"transformers cannot read the config of {self.name}: {explain(error)}") from error
 
     @cached_property
     def tokenizer(self) -> Any:
