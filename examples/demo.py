@@ -58,7 +58,7 @@ def compare_words(groups: int) -> None:
 
 def verdict(rows: list[dict[str, Any]], groups: int) -> str:
     """What untrained conversions lose for how much cache, in a line: the best of them, and the paper's."""
-    untrained = {row["method"]: row for row in rows if row["alpha"] == 0 and not row["error"]}
+    untrained = {row["method"]: row for row in rows if row["method"] in METHODS and not (row["alpha"] or row["error"])}
     best = min(untrained.values(), key=lambda row: float(row["loss"]))
     mean = untrained["mean"]["perplexity_ratio"]
     return (

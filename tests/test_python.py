@@ -146,7 +146,7 @@ def test_a_study_is_that_of_the_command(place: Path, tmp_path: Path, alone: None
     how |= {"heldout": str(heldout), "decode": False, "recall": False, "kl": False, "context": 32}
     found = gqa.ablate(place / "teacher", str(rows), tmp_path / "study", progress=False, **how)
     assert repr(found) == f"<Study {tmp_path}/study: 3 combinations>"
-    assert {(row["method"], row["groups"]) for row in found.rows} == {("none", 2), ("mean", 1), ("first", 1)}
+    assert {(row["method"], row["groups"]) for row in found.rows} == {("none", 4), ("mean", 1), ("first", 1)}
     shown = run("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9, program="gqa-ablate").out
     assert shown.startswith(found.text())
     assert shown.rstrip().endswith(found.recommend(max_loss_increase=9).rstrip())
