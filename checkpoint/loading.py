@@ -220,6 +220,16 @@ def check_predicts_tokens(config: Any, name: str, trust_remote_code: bool = Fals
         )
 
 
+def concrete_class(config: Any) -> tuple[Any, str]:
+    """The class that loads a config without code of others, and the name that the config has for it, which may be
+    another's; None where transformers has no class of its model type that predicts tokens.
+    """
+    found, name = model_class(config), (config.architectures or [""])[0]
+    if hasattr(found, "_model_mapping"):
+        found = found._model_mapping.get(type(config), None)
+    return found, name or getattr(found, "__name__", "")
+
+
 def positions(config: Any) -> int | None:
     """Positions that the model of transformers' `config` was made for; None where it states none."""
     text = config.get_text_config(decoder=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ _STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
 }  # fmt: skip
+# torch.compile, FSDP and activation checkpointing, anywhere in a name.
+_WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Ends of the names that GPTQ, AWQ, bitsandbytes and compressed-tensors give to packed weights and their scales.
 _PACKED = (
@@ -209,6 +211,8 @@ def read_checkpoint(
     except (PermissionError, FileNotFoundError) as error:
         raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from None
     tensors = merge_tables(tables, index)
+    names = unwrapped_names(spec.name for table in tables.values() for spec in table)
+    pickled = {file: {names[stored]: tensor for stored, tensor in part.items()} for file, part in pickled.items()}
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     return Checkpoint(
         name, directory, config, tensors, tuple(files), kept, left_out, revision, hub_id, _pickled=pickled
@@ -284,7 +288,17 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
                 )
         if extra := tensors.keys() - weight_map.keys():
             raise CorruptError(f"{listing(extra)} in the shards but not in the index; repair the index")
-    return tensors
+    names = unwrapped_names(tensors)
+    return {names[name]: replace(spec, name=names[name]) for name, spec in tensors.items()}
+
+
+def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """Stored name -> the parameter's name, without what torch and peft wrap modules in when they train."""
+    found = {name: _WRAPPERS.sub("", name) for name in names}
+    for prefix in ("module.", "base_model.model."):  # DistributedDataParallel, peft
+        if all(name.startswith(prefix) for name in found.values()):
+            found = {name: bare.removeprefix(prefix) for name, bare in found.items()}
+    return found
 
 
 def _weights_path(directory: Path, file: str) -> Path:

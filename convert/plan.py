@@ -16,6 +16,7 @@ from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups, Layout, Rule
 from gqa.convert.heads.modules import AttentionModule, Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.load_check import check_loads
 from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
 from gqa.convert.recast.targets import ANY, Target, recast
 
@@ -147,6 +148,7 @@ def make_plan(
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
     new, edits = edit_config(config, groups, checkpoint.name, dtype)
+    unread = check_loads(new.raw, {t.name: (t.dtype, t.shape) for t in outputs}, checkpoint.name)
     cached, kv_dtype = cached_layers(modules, config), modules[0].kv_dtype(config)
     return Plan(
         checkpoint=checkpoint,
@@ -159,7 +161,7 @@ def make_plan(
         cache_before=kv_cache(config, cached, kv_dtype),
         cache_after=kv_cache(new, cached, stored or kv_dtype),
         dtype=stored,
-        warnings=tuple(_warnings(checkpoint, why if merges and not METHODS[method].aligns else "")),
+        warnings=(*_warnings(checkpoint, why if merges and not METHODS[method].aligns else ""), *unread),
         why=why if merges else "",
     )
 

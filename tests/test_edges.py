@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -64,10 +65,11 @@ def check_result(out: Path, expected: Tensors, rounded: tuple[str, ...] = ("k_pr
 
 
 def convert(model: Path, *words: object, groups: int = 2) -> Path:
-    """Converted without complaint, the source untouched."""
+    """Converted, the source untouched, with no complaint but of tensors that the class does not read."""
     before, out = snapshot(model), model.parent / "out"
     result = run("--groups", groups, "--method", "mean", "-o", out, *words, model)
-    assert (result.code, result.err) == (0, ""), result
+    assert result.code == 0, result
+    assert re.fullmatch("(warning: transformers' LlamaForCausalLM does not read .*\n)?", result.err), result
     assert snapshot(model) == before
     assert leftovers(model.parent) == []
     return out

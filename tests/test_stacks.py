@@ -102,7 +102,8 @@ def test_a_layer_without_keys_and_values_is_refused(source: Path) -> None:
 @pytest.mark.parametrize("method", ["procrustes", "calibrated"])
 def test_heads_without_the_output_projection_are_not_aligned(source: Path, method: str) -> None:
     change(source, {}, removed=("model.layers.1.self_attn.o_proj.weight",))
-    plan_conversion(source, 2, method="mean")
+    with pytest.raises(RefusedError, match=r"layers\.1\.self_attn\.o_proj\.weight is not stored, and LlamaForCausalLM"):
+        plan_conversion(source, 2, method="mean")
     with pytest.raises(CorruptError, match=r"layers\.1\.self_attn has k_proj, q_proj, v_proj but no o_proj"):
         plan_conversion(source, 2, method=method)
 

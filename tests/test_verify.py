@@ -8,24 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SINGLE, llama, weights
+from checkpoints import SINGLE, llama, load, weights
 from test_edges import save_bin
 from torch import Tensor
 
 from gqa.checkpoint.write import write_tensor
-from gqa.convert import OutputError, convert_checkpoint, verify
+from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion, verify
 from gqa.convert import merge as rewrite
 
 
 @pytest.mark.parametrize(
     ("offset", "checksums", "says"),
     [
-        (-(1 << 20), False, "lm_head.weight is not as it was in the source"),  # at the start, in the middle, at the end
-        (-(1 << 19) - 1, False, "lm_head.weight is not as it was in the source"),
-        (-1, False, "lm_head.weight is not as it was in the source"),
+        (-(1 << 20), False, "z.weight is not as it was in the source"),  # at the start, in the middle, at the end
+        (-(1 << 19) - 1, False, "z.weight is not as it was in the source"),
+        (-1, False, "z.weight is not as it was in the source"),
         (12, False, "the result does not verify"),  # in the header
         (-(1 << 18), False, None),  # between two sampled blocks of a tensor of 1 MiB: what --checksums is for
-        (-(1 << 18), True, "lm_head.weight is not as it was in the source"),
+        (-(1 << 18), True, "z.weight is not as it was in the source"),
     ],
 )
 def test_a_damaged_copy_is_noticed(
@@ -33,7 +33,7 @@ def test_a_damaged_copy_is_noticed(
 ) -> None:
     """After the shard is written and before it is verified, one bit of it is changed."""
     monkeypatch.setattr(verify, "BLOCK", 1 << 10)
-    source = llama(tmp_path / "m", tensors=weights() | {"lm_head.weight": torch.randn(4096, 64)}, shards=1)
+    source = llama(tmp_path / "m", tensors=weights() | {"z.weight": torch.randn(4096, 64)}, shards=1)
     original = rewrite._write_shard
 
     def write_and_damage(job: Any, shard: Any) -> None:
@@ -67,3 +67,86 @@ def test_tensors_that_are_written_wrong_are_noticed(
     with pytest.raises(OutputError, match=says):
         convert_checkpoint(source, 2, tmp_path / "out", method="mean")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {re.sub(old, new, name): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [rename("^", "_orig_mod."), rename("^", "module._orig_mod."), rename("^", "base_model.model."),
+     rename(r"(layers\.\d+)", r"\1._checkpoint_wrapped_module"), rename("self_attn", "_fsdp_wrapped_module.self_attn")],
+)  # fmt: skip
+@pytest.mark.parametrize("stored", ["safetensors", "bin"])
+def test_names_of_wrapped_modules_are_unwrapped(
+    tmp_path: Path, wrapped: Callable[[dict[str, Tensor]], dict[str, Tensor]], stored: str
+) -> None:
+    """As torch.compile, distributed training and peft leave them: the result has the names that transformers loads."""
+    source, named = llama(tmp_path / "m", tensors=wrapped(weights())), llama(tmp_path / "n")
+    if stored == "bin":
+        save_bin(source, wrapped(weights()), 2)
+    outs = [convert_checkpoint(path, 2, tmp_path / f"out-{path.name}", method="mean").out for path in (source, named)]
+    found, expected = map(load, outs)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def drop(pattern: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if not re.search(pattern, name)}
+
+
+def narrow(pattern: str, shape: tuple[int, ...]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {n: torch.zeros(shape) if re.search(pattern, n) else t for n, t in tensors.items()}
+
+
+_UNLOADABLE: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str]] = {
+    "another prefix": (rename("^", "student."), {}, r"stored as student\..*; rename its tensors without 'student.'"),
+    "ZeRO-3": (narrow("mlp.up_proj", (0,)), {}, r"mlp.up_proj.weight is stored as \[0\], .*zero_to_fp32.py"),
+    "ZeRO-3 of queries": (narrow("q_proj", (0,)), {}, r"q_proj.weight is stored as \[0\], by config.json"),
+    "a pruned MLP": (
+        narrow("mlp.up_proj", (8, 32)),
+        {},
+        r"stored as \[8, 32\], by config.json it is \[16, 32\] \(and 1 m",
+    ),
+    "pruned queries": (narrow("q_proj", (16, 32)), {}, r"q_proj.weight is stored as \[16, 32\], by config.json it is"),
+    "more layers in the config": (dict, {"num_hidden_layers": 3}, "layers.2.*are not stored, and LlamaForCausalLM"),
+    "an untied head": (drop("lm_head"), {}, "lm_head.weight is not stored, and LlamaForCausalLM would initialise"),
+    "a model type of another model": (
+        dict,
+        {"model_type": "qwen3", "head_dim": 4, "architectures": ["Qwen3ForCausalLM"]},
+        "q_norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _UNLOADABLE)
+def test_what_transformers_would_initialise_at_random_is_refused(case: str, tmp_path: Path) -> None:
+    """It only warns of that. Refused with the plan, so in a dry run too."""
+    change, settings, says = _UNLOADABLE[case]
+    with pytest.raises(RefusedError, match=says):
+        plan_conversion(llama(tmp_path / "m", tensors=change(weights()), **settings), 2, method="mean")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"architectures": ["LlamaForReward"]},
+            "transformers' LlamaForCausalLM does not load the result, other classes",
+        ),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "m.M"}},
+            "transformers' LlamaForCausalLM does not load the result, other",
+        ),
+        (
+            {"model_type": "olmo2", "architectures": ["Llama"]},
+            "Olmo2ForCausalLM does not load the result, other classes",
+        ),
+    ],
+)
+def test_classes_of_others_are_not_tried(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    """Code of a checkpoint is not run: what was not checked is a warning."""
+    tensors = drop("lm_head")(weights())
+    plan = plan_conversion(llama(tmp_path / "m", tensors=tensors, **settings), 2, method="mean")
+    assert any(says in warning for warning in plan.warnings), plan.warnings

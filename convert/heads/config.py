@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -282,16 +283,22 @@ def transformers_config(raw: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=8)
 def _read(text: str) -> Any:
-    """Kept, for a conversion needs the same several times and transformers takes long. What it has to say of configs
-    that it only reads is not told: the user sees our lines.
-    """
-    logging = importlib.import_module("transformers.utils.logging")
-    level, raw = logging.get_verbosity(), json.loads(text, object_hook=_float)
-    logging.set_verbosity_error()
-    try:
+    """Kept, for a conversion needs the same several times and transformers takes long."""
+    raw = json.loads(text, object_hook=_float)
+    with quiet_transformers():
         found = config_class(raw["model_type"]).from_dict(raw)
         found.to_dict()  # raises for what it took and cannot say again
-        return found
+    return found
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' own log lines: the user sees ours."""
+    logging = importlib.import_module("transformers.utils.logging")
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
     finally:
         logging.set_verbosity(level)
 

@@ -1,0 +1,92 @@
+"""Whether transformers loads what a conversion is going to write: its own loading code, run on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.checkpoint.loading import concrete_class
+from gqa.checkpoint.read import TORCH_DTYPES
+from gqa.convert.heads.config import quiet_transformers, transformers_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LISTED = 3  # names listed in a message
+
+
+def check_loads(raw: dict[str, Any], stored: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> Iterator[str]:
+    """Load tensors, name -> (dtype, shape), into the class of a config.json, without any weights. Yields warnings: what
+    transformers does not read, or why this could not be checked.
+
+    Raises RefusedError where transformers would initialise parameters at random, or where a shape is another.
+    """
+    import transformers
+
+    config = transformers_config(raw)
+    made, named = concrete_class(config)
+    if made is None:
+        yield f"not checked that transformers loads the result: it has no class {named or raw['model_type']}"
+        return
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with quiet_transformers():
+            _, info = made.from_pretrained(
+                None, config=config, state_dict=_meta_tensors(stored), device_map="meta", attn_implementation="eager",
+                output_loading_info=True, ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except ImportError as error:  # a part of the model needs a library that is not installed
+        yield f"not checked that transformers loads the result: {explain(error)}"
+        return
+    except Exception as error:  # whatever a class raises on nonsense is the config's fault
+        raise CorruptError(
+            f"{name}: transformers cannot build {made.__name__} from config.json: {explain(error)}; correct it"
+        ) from error
+    missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
+    if problem := _prefix(missing, unexpected) or _shapes(info["mismatched_keys"]) or _missing(missing, made.__name__):
+        if (named == made.__name__ and "auto_map" not in raw) or made.__module__.startswith("gqa."):
+            raise RefusedError(f"{name}: {problem}")
+        yield f"transformers' {made.__name__} does not load the result, other classes were not tried: {problem}"
+    elif unexpected:
+        yield f"transformers' {made.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
+
+
+def _meta_tensors(stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+    import torch
+
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES.get(dtype, "uint8")), device="meta")
+        for name, (dtype, shape) in stored.items()
+    }
+
+
+def _prefix(missing: set[str], unexpected: set[str]) -> str:
+    """What stands before names that transformers knows without it."""
+    for known in sorted(missing):
+        for name in sorted(unexpected):
+            if name.endswith(f".{known}"):
+                prefix = name.removesuffix(known)
+                return f"transformers knows {known}, which is stored as {name}; rename its tensors without {prefix!r}"
+    return ""
+
+
+def _shapes(mismatched: set[tuple[str, Any, Any]]) -> str:
+    if not mismatched:
+        return ""
+    key, found, meant = min(mismatched, key=lambda one: one[0])
+    more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+    advice = (
+        "DeepSpeed ZeRO-3 leaves such tensors where each process saves its own: write it with zero_to_fp32.py first"
+        if 0 in found else "correct config.json, or give the checkpoint that it belongs to"
+    )  # fmt: skip
+    return f"{key} is stored as {list(found)}, by config.json it is {list(meant)}{more}; {advice}"
+
+
+def _missing(missing: set[str], class_name: str) -> str:
+    if not missing:
+        return ""
+    return (
+        f"{listing(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} not stored, and {class_name} would "
+        "initialise what is missing at random; correct config.json, or give a checkpoint of the whole model"
+    )
