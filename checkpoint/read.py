@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
-from gqa.checkpoint.headers import TensorSpec, parse_json, read_header
+from gqa.checkpoint.headers import BITS, TensorSpec, parse_json, read_header
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +43,9 @@ _PACKED = (
     ".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_packed", ".weight_scale", ".weight_scale_inv",
     ".weight.absmax", ".weight.quant_map",
 )  # fmt: skip
+_PACKED_DTYPES = frozenset(
+    ("U8", "I8", "U32", "I32", *(dtype for dtype in BITS if dtype.startswith(("F4", "F6_", "F8"))))
+)
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,22 @@ class Checkpoint:
         return sum(spec.nbytes for spec in self.tensors.values())
 
     @property
+    def packed(self) -> list[str]:
+        """Names of the tensors that hold quantised weights, or their scales."""
+        return [name for name, spec in self.tensors.items() if is_packed(spec)]
+
+    @property
     def classes(self) -> tuple[ModelClass, ...]:
         """Its class; of a checkpoint seen as one of another class both, its own first."""
         named = self.config.get("architectures")
         architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
         seen = self.source.classes if self.source else ()
         return (*seen, ModelClass(str(self.config.get("model_type")), architecture))
+
+
+def is_packed(spec: TensorSpec) -> bool:
+    """Whether a tensor holds quantised weights, or their scales."""
+    return spec.name.endswith(_PACKED) or (spec.dtype in _PACKED_DTYPES and len(spec.shape) > 1)
 
 
 def stored_as(tensor: Tensor, dtype: str) -> Tensor:
@@ -273,11 +286,6 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
             tensors[spec.name] = spec
     if not tensors:
         raise CorruptError(f"{listing(tables)} hold no tensors; download the checkpoint again")
-    if packed := [name for name in tensors if name.endswith(_PACKED)]:
-        raise RefusedError(
-            f"{listing(packed, 2)} {'is' if len(packed) == 1 else 'are'} of a quantised checkpoint: packed numbers "
-            "cannot be averaged; convert the original and quantise the result, or dequantise first"
-        )
     if index is not None:
         weight_map = index["weight_map"]
         for tensor, file in weight_map.items():

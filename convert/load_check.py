@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.loading import concrete_class
 from gqa.checkpoint.read import TORCH_DTYPES
-from gqa.convert.heads.config import quiet_transformers, transformers_config
+from gqa.convert.heads.config import quiet_transformers, transformers_config, without_quantisation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,15 +16,20 @@ if TYPE_CHECKING:
 _LISTED = 3  # names listed in a message
 
 
-def check_loads(raw: dict[str, Any], stored: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> Iterator[str]:
+def check_loads(
+    raw: dict[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]], packed: Collection[str], name: str
+) -> Iterator[str]:
     """Load tensors, name -> (dtype, shape), into the class of a config.json, without any weights. Yields warnings: what
     transformers does not read, or why this could not be checked.
 
-    Raises RefusedError where transformers would initialise parameters at random, or where a shape is another.
+    Modules with `packed` tensors are left out. Raises RefusedError where transformers would initialise parameters at random, or where
+    a shape is another.
     """
     import transformers
 
-    config = transformers_config(raw)
+    config = transformers_config(without_quantisation(raw))
+    if not (isinstance(config.architectures, list) and all(isinstance(one, str) for one in config.architectures)):
+        config.architectures = None
     made, named = concrete_class(config)
     if made is None:
         yield f"not checked that transformers loads the result: it has no class {named or raw['model_type']}"
@@ -32,8 +37,9 @@ def check_loads(raw: dict[str, Any], stored: Mapping[str, tuple[str, tuple[int, 
     transformers.utils.logging.disable_progress_bar()
     try:
         with quiet_transformers():
-            _, info = made.from_pretrained(
-                None, config=config, state_dict=_meta_tensors(stored), device_map="meta", attn_implementation="eager",
+            # Not what a class has in its place, which may ask the hub for more files.
+            _, info = transformers.PreTrainedModel.from_pretrained.__func__(
+                made, None, config=config, state_dict=_meta_tensors(tensors, packed), device_map="meta", attn_implementation="eager",
                 output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except ImportError as error:  # a part of the model needs a library that is not installed
@@ -44,7 +50,8 @@ def check_loads(raw: dict[str, Any], stored: Mapping[str, tuple[str, tuple[int, 
             f"{name}: transformers cannot build {made.__name__} from config.json: {explain(error)}; correct it"
         ) from error
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    if problem := _prefix(missing, unexpected) or _shapes(info["mismatched_keys"]) or _missing(missing, made.__name__):
+    problem = _prefix(missing, unexpected) or _shapes(info["mismatched_keys"])
+    if problem := problem or ("" if packed else _missing(missing, made.__name__)):
         if (named == made.__name__ and "auto_map" not in raw) or made.__module__.startswith("gqa."):
             raise RefusedError(f"{name}: {problem}")
         yield f"transformers' {made.__name__} does not load the result, other classes were not tried: {problem}"
@@ -52,12 +59,14 @@ def check_loads(raw: dict[str, Any], stored: Mapping[str, tuple[str, tuple[int, 
         yield f"transformers' {made.__name__} does not read what is copied as {listing(unexpected, _LISTED)}"
 
 
-def _meta_tensors(stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+def _meta_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], packed: Collection[str]) -> dict[str, Tensor]:
     import torch
 
+    modules = {name.rpartition(".")[0] for name in packed}
     return {
         name: torch.empty(shape, dtype=getattr(torch, TORCH_DTYPES.get(dtype, "uint8")), device="meta")
-        for name, (dtype, shape) in stored.items()
+        for name, (dtype, shape) in tensors.items()
+        if name.rpartition(".")[0] not in modules
     }
 
 

@@ -135,20 +135,23 @@ def make_plan(
     modules = attention_modules(checkpoint, config)
     merges = (groups if isinstance(groups, int) else min(groups)) < config.main.kv
     method, why = _choose(checkpoint, config, modules) if method == AUTO else (method, "")
-    if merges and METHODS[method].reads_text and config.not_layerwise:
+    not_layerwise = config.not_layerwise or ("its other weights are quantised" if checkpoint.packed else "")
+    if merges and METHODS[method].reads_text and not_layerwise:
         plainer = instead(lambda other: other.needs == "weights" and isinstance(config.symmetry, Symmetry))
         raise RefusedError(
-            f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {config.not_layerwise}; "
+            f"{checkpoint.name} ({config.text.model_type}) cannot be run layer by layer: {not_layerwise}; "
             f"use --method {plainer}"
         )
     beside = _rules_beside(config, method, checkpoint.name) if merges else ()
     found = (change for module in modules for change in module_changes(module, config, groups, beside))
     changes = [change for change in found if change.groups != change.heads.kv]
     merging = Merging(method, seed, float(getattr(config.text, "initializer_range", None) or 0.02))
+    if dtype and checkpoint.packed:
+        raise RefusedError(f"--dtype does not go with quantised weights, which {checkpoint.name} has; leave it out")
     stored = _STORED[dtype] if dtype else None
     outputs = _outputs(checkpoint, changes, merging, stored)
-    new, edits = edit_config(config, groups, checkpoint.name, dtype)
-    unread = check_loads(new.raw, {t.name: (t.dtype, t.shape) for t in outputs}, checkpoint.name)
+    new, edits = edit_config(config, groups, checkpoint.name, dtype, bool(checkpoint.packed))
+    unread = check_loads(new.raw, {t.name: (t.dtype, t.shape) for t in outputs}, checkpoint.packed, checkpoint.name)
     cached, kv_dtype = cached_layers(modules, config), modules[0].kv_dtype(config)
     return Plan(
         checkpoint=checkpoint,

@@ -25,6 +25,7 @@ SINGLE = "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64", torch.bool: "BOOL",
+    torch.int32: "I32", torch.uint32: "U32",
 }  # fmt: skip
 Tensors = dict[str, Tensor]
 HEADS, HEAD_DIM, LAYERS, VOCABULARY = 8, 4, 2, 24

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_json, llama, run, weights
+from checkpoints import edit_json, llama, load, run, weights
 from safetensors.torch import save_file
 from test_families import write_checkpoint
 from tiny_models import TINY, build
@@ -87,6 +87,9 @@ def test_what_was_merged_without_text_says_what_to_expect(method: str, tmp_path:
 def test_nothing_is_advised_for_a_model_that_predicts_no_tokens(head: str, tmp_path: Path) -> None:
     """It can be neither trained nor evaluated as a language model; the control with its head is above."""
     model = tiny_checkpoint(tmp_path / "m", kv_heads=4)
+    tensors = load(model)
+    tensors["score.weight"] = tensors.pop("lm_head.weight")[:2].clone()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
     edit_json(model / "config.json", lambda config: config.update(architectures=[head]))
     said = run("--groups", 2, "--method", "mean", model).out
     assert "written     " in said

@@ -27,6 +27,7 @@ from checkpoints import (
     llama,
     load,
     read_header,
+    refusal,
     run,
     snapshot,
     tensor_bytes,
@@ -35,6 +36,7 @@ from checkpoints import (
     write_raw,
 )  # fmt: skip
 from safetensors.torch import load_file
+from torch import Tensor
 
 from gqa.checkpoint.write import replacing
 from gqa.convert import RefusedError, merge
@@ -97,6 +99,48 @@ def test_odd_tensors_are_copied(tmp_path: Path) -> None:
     }  # fmt: skip
     out = convert(llama(tmp_path / "m", shards=1, tensors=made), "--checksums")
     check_result(out, merged(made, 4, 2))
+
+
+def pack_mlp(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the tests with each matrix of an MLP in these parts, by the ends of their names."""
+    made = weights()
+    for name in [name for name in made if ".mlp." in name]:
+        del made[name]
+        made |= {name.removesuffix("weight") + end: part for end, part in parts.items()}
+    return made
+
+
+PACKINGS: dict[str, dict[str, Tensor]] = {
+    "fp8": {"weight": torch.ones(16, 32).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)},
+    "compressed-tensors": {"weight_packed": torch.ones(16, 4, dtype=torch.int32), "weight_shape": torch.ones(2).long(),
+                           "weight_scale": torch.ones(16, 1).bfloat16()},
+    "mxfp4": {"weight_blocks": torch.ones(16, 1, 16, dtype=torch.uint8),
+              "weight_scales": torch.ones(16, 1, dtype=torch.uint8), "weight_bias": torch.ones(16)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", PACKINGS)
+def test_attention_that_is_not_quantised_is_converted(method: str, tmp_path: Path) -> None:
+    """What is quantised beside it is copied, and config.json goes on saying how it is."""
+    made, key = pack_mlp(PACKINGS[method]), {"quant_method": method, "modules_to_not_convert": ["self_attn"]}
+    model = llama(tmp_path / "m", shards=1, tensors=made, quantization_config=key)
+    check_result(out := convert(model, "--checksums"), merged(made, 4, 2))
+    assert json.loads((out / "config.json").read_text())["quantization_config"] == key
+    assert "cannot be run layer by layer: its other weights are quantised" in refusal(
+        model, "--groups", 2, "--method", "calibrated", "-o", tmp_path / "no"
+    )
+    assert "--dtype does not go with quantised weights" in refusal(model, "--groups", 2, "--dtype", "float16")
+    assert run("--groups", 2, "--dry-run", model).code == 0
+
+
+def test_what_a_config_says_of_quantised_weights_is_dropped_where_there_are_none(tmp_path: Path) -> None:
+    key = {"quant_method": "gptq", "bits": 4}
+    model = llama(tmp_path / "m", quantization_config=key, dtype_note="x")
+    result = run("--groups", 2, "--method", "mean", "-o", tmp_path / "out", model)
+    assert f"quantization_config: {key} -> None" in result.said
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype_note"] == "x"
 
 
 @pytest.mark.parametrize(("name", "value"), [(K0, float("nan")), (V0, float("inf")), (K0, float("-inf"))])

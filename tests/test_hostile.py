@@ -150,6 +150,9 @@ def cast(made: Tensors, names: tuple[str, ...], to: torch.dtype) -> None:
 
 BIG = b'{"a":{"dtype":"F32","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0]}}'
 PACKED = {K0.replace("weight", part): torch.ones(4, 4) for part in ("qweight", "qzeros", "scales")}
+MLX = {K0: torch.ones(16, 4, dtype=torch.uint32)} | {
+    K0.replace("weight", part): torch.ones(16, 1) for part in ("scales", "biases")
+}
 AGAIN, BIN, LFS = "download it again", "pytorch_model.bin", b"version https://git-lfs.github.com/spec/v1\n"
 REFUSED_TYPES = {
     "deepseek_v3": "latent attention", "persimmon": "no number of key/value heads", "jetmoe": "G x top-k",
@@ -198,8 +201,6 @@ CASES: Cases = {
     "unknown model_type": (settings(model_type="llaama"), ("'llaama'", "transformers does not have")),
     "deep nesting": (text("config.json", nested(100_000)), ("config.json is not JSON",)),
     **{name: (settings(model_type=name), (name, says)) for name, says in REFUSED_TYPES.items()},
-    "quantised": (settings(quantization_config={"quant_method": "gptq"}), ("quantised", "gptq", "dequantise")),
-    "compressed": (settings(compression_config={"x": 1}), ("quantised", "compression_config")),
     "heads do not divide": (settings(num_attention_heads=7), ("config",)),
     "KV heads do not divide the heads": (settings(kv=3), ("3 ", "8 ")),
     "endless heads": (settings(num_attention_heads=10**12, head_dim=4), ("config",)),
@@ -212,6 +213,7 @@ CASES: Cases = {
     "adapter only": (both(rename(SINGLE, "adapter_model.bin"), rename("config.json", "adapter_config.json")),
          ("no config.json", "merged into its base model first")),
     "packed names": (tensors(lambda t: t | PACKED), ("k_proj.q", "quantised", "dequantise")),
+    "MLX": (tensors(lambda t: t | MLX), (K0, "U32", "quantised or packed by MLX", "dequantise")),
     **{f"K in {to}": (tensors(partial(cast, names=(K0, V0), to=to)), (K0, "quantised or packed"))
        for to in (torch.int8, torch.uint8, torch.float8_e4m3fn)},
     # links and pipes

@@ -70,7 +70,6 @@ def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]
         ("gpt2", {"n_layer": 3}, r"has no h\.2\.attn\.c_attn\.weight; give a checkpoint of the whole model"),
         ("gpt2", {"n_layer": 1}, r"h\.1\.attn.* are not known of a language model of type gpt2"),
         ("gpt2", {"n_embd": 64}, "cannot become transformer.h.0.attn.c_attn.bias: has 96 rows where"),
-        ("gpt_neox", {"quantization_config": {"quant_method": "gptq"}}, "is quantised"),
         ("gpt_neox", lambda t: t.update(score=t.pop("embed_out.weight")), "has no embed_out.weight or lm_head.weight"),
         ("gpt2", lambda t: t.update({"score.weight": torch.zeros(2, 32)}), "score.weight is not known of a language"),
         ("gptj", lambda t: t.update({"wte.weight": torch.zeros(96, 32)}), "with and without 'transformer.' before"),

@@ -19,7 +19,8 @@ import checkpoints
 import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from checkpoints import Result, run, snapshot
+from checkpoints import SINGLE, Result, load, run, snapshot
+from safetensors.torch import save_file
 from training import (
     difference,
     fresh_accelerator,
@@ -249,7 +250,10 @@ def bad_models(place: Path, root: Path) -> Refusals:
     bare = shutil.copytree(place / "model", root / "bare", ignore=shutil.ignore_patterns("*token*"))
     full = tiny_checkpoint(root / "full")
     odd = tiny_checkpoint(root / "lfm2", "lfm2")
+    packed = tiny_checkpoint(root / "packed")
+    save_file({**load(packed), "a.qweight": torch.ones(2)}, packed / SINGLE, {"format": "pt"})
     return [
+        ({"model": packed}, "packed has quantised weights, which are not trained; uptrain the original"),
         ({"model": narrow}, "the tokenizer of narrow has 4,096 tokens, its embedding only 512"),
         ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),
         ({"teacher": other}, "the teacher other has other tokens than the model's"),

@@ -108,6 +108,8 @@ def prepare(
     processes = ranks().num_processes
     options.check(processes)
     checkpoint = open_model(options.model, options.revision)
+    if checkpoint.packed:
+        raise RefusedError(f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original")
     options, taught = settle(options, checkpoint)
     options.check(processes)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gqa.checkpoint.headers import TensorSpec
-from gqa.checkpoint.read import Checkpoint
+from gqa.checkpoint.read import Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Symmetry
@@ -68,7 +68,12 @@ def find_mlp(
     names = next((names for names in _MLPS if set(names) - {None} == matrices.keys()), None)
     acts = [getattr(config, field, None) for field in _ACTIVATIONS]
     act = next((act for act in acts if isinstance(act, str) and act in ACT2FN), None)
-    if names is None or act is None or len(norms) > 1 or any(len(spec.shape) != 2 for spec in matrices.values()):
+    if (
+        names is None
+        or act is None
+        or len(norms) > 1
+        or any(len(spec.shape) != 2 or is_packed(spec) for spec in matrices.values())
+    ):
         return None
     gate, up, down = names
     norm = next(iter(norms.values()), None)

@@ -23,7 +23,7 @@ from gqa.convert.heads.layout import Groups, LayerHeads, groups_text
 from gqa.convert.heads.symmetries import Symmetry
 
 MAX_COUNT = 20_000  # layers or heads
-_QUANTISED = ("quantization_config", "compression_config")
+QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 _NUMBERS = (
     "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
@@ -109,16 +109,8 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
 
 
 def read_top(raw: dict[str, Any], name: str) -> Any:
-    """transformers' config object of the whole model, which is not quantised; no code of the checkpoint is ever
-    imported. Raises RefusedError.
-    """
+    """transformers' config object of the whole model; no code of the checkpoint is ever imported. Raises RefusedError."""
     for part in _parts(raw):
-        if found := [key for key in _QUANTISED if part.get(key)]:
-            method = part[found[0]].get("quant_method", "unknown") if isinstance(part[found[0]], dict) else "unknown"
-            raise RefusedError(
-                f"{name} is quantised ({found[0]}: {method}): packed numbers cannot be averaged; "
-                "convert the original and quantise the result, or dequantise first"
-            )
         for key, value in part.items():  # more would take endless time and memory just to list
             if isinstance(value, int) and value > MAX_COUNT and _COUNTS.fullmatch(key):
                 raise CorruptError(
@@ -199,10 +191,12 @@ def target_heads(config: ModelConfig, layer: int, groups: Groups) -> LayerHeads:
 
 
 def edit_config(
-    config: ModelConfig, groups: Groups, name: str, dtype: str | None = None
+    config: ModelConfig, groups: Groups, name: str, dtype: str | None = None, quantised: bool = False
 ) -> tuple[ModelConfig, list[ConfigEdit]]:
-    """The new config, read back through transformers and checked, and the keys of config.json that changed."""
-    raw = copy.deepcopy(config.raw)
+    """The new config, read back through transformers and checked, and the keys of config.json that changed. What it
+    says of quantisation is left out where no tensor is `quantised`.
+    """
+    raw = copy.deepcopy(config.raw) if quantised else without_quantisation(config.raw)
     for part in _parts(raw) if dtype else ():
         part |= {key: dtype for key in ("torch_dtype", "dtype") if isinstance(part.get(key), str)}
     owner: dict[str, Any] = _descend(raw, config.owner)
@@ -254,9 +248,9 @@ def _new_counts(config: ModelConfig, owner: dict[str, Any], groups: int) -> Edit
 
 def _difference(prefix: str, before: Any, after: Any) -> Iterator[ConfigEdit]:
     if isinstance(before, dict) and isinstance(after, dict):
-        for key in after:
-            if key not in before or before[key] != after[key]:
-                yield from _difference(f"{prefix}.{key}" if prefix else key, before.get(key), after[key])
+        for key in after | before:
+            if (key in before) != (key in after) or before[key] != after[key]:
+                yield from _difference(f"{prefix}.{key}" if prefix else key, before.get(key), after.get(key))
     else:
         yield ConfigEdit(prefix, before, after)
 
@@ -267,6 +261,15 @@ def _parts(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for value in raw.values():
         if isinstance(value, dict):
             yield from _parts(value)
+
+
+def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config, and of every config inside it, without the keys that say how weights are quantised."""
+    found = copy.deepcopy(raw)
+    for part in _parts(found):
+        for key in QUANTISATION & part.keys():
+            del part[key]
+    return found
 
 
 def _descend(raw: Any, path: tuple[str, ...]) -> Any:

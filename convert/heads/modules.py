@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
-from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
+from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint, is_packed
 from gqa.convert.heads.config import ModelConfig, target_heads
 from gqa.convert.heads.family import BUFFERS, QUERY_SIDE, SHARED_KEY_SIDE, Kind
 from gqa.convert.heads.layout import QUERY_ROLES, Groups, LayerHeads, Layout, Part, Parts, Role, Rule, Separate
@@ -129,6 +129,7 @@ def attention_modules(checkpoint: Checkpoint, config: ModelConfig) -> list[Atten
     modules = []
     stacks = set()
     for (path, stack, layer), tensors in found.items():
+        _check_unpacked(tensors)
         if any(rule_of(tail, config) for tail in tensors):
             encoder = _ENCODER.search(path)
             kind: Kind = "encoder" if encoder else "cross" if path.endswith(cross) else "decoder-self"
@@ -204,10 +205,21 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
     )
 
 
+def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:
+    """Raises RefusedError where a tensor of an attention module holds quantised weights, or their scales."""
+    for tail, spec in tensors.items():
+        if tail not in BUFFERS and (is_packed(spec) or spec.dtype not in TORCH_DTYPES):
+            by = " by MLX" if tail.removesuffix(".weight") + ".biases" in tensors else ""
+            raise RefusedError(
+                f"{spec.name} is stored as {spec.dtype}: heads that are quantised or packed{by} cannot be averaged; "
+                "convert the original and quantise the result, or dequantise first"
+            )
+
+
 def _check_projections(
     module: AttentionModule, rules: Sequence[Rule], changes: Sequence[Change], heads: LayerHeads
 ) -> None:
-    """Raises where one that a rule names is missing, packed, or of another dtype than the others."""
+    """Raises where one that a rule names is missing, or of another dtype than the others."""
     parts = {c.rule.tensor: c.sources[0] for c in changes if c.rule.projection and c.outputs[0].endswith("weight")}
     wanted = {rule.tensor for rule in rules if rule.projection and type(rule.layout) is not Layout}
     if heads.keys_only:
@@ -215,12 +227,6 @@ def _check_projections(
     if missing := wanted - set(parts):
         have = ", ".join(sorted(parts)) or "nothing"
         raise CorruptError(f"{module.path} has {have} but no {', '.join(sorted(missing))}; download it again")
-    for spec in (s for c in changes for s in c.sources):
-        if spec.dtype not in TORCH_DTYPES:
-            raise RefusedError(
-                f"{spec.name} is stored as {spec.dtype}: quantised or packed heads cannot be averaged; "
-                "convert the original and quantise the result"
-            )
     if len({spec.dtype for spec in parts.values()}) > 1:
         pairs = ", ".join(f"{name} {spec.dtype}" for name, spec in parts.items())
         raise CorruptError(
