@@ -43,9 +43,7 @@ _PACKED = (
     ".qweight", ".qzeros", ".g_idx", ".SCB", ".weight_packed", ".weight_scale", ".weight_scale_inv",
     ".weight.absmax", ".weight.quant_map",
 )  # fmt: skip
-_PACKED_DTYPES = frozenset(
-    ("U8", "I8", "U32", "I32", *(dtype for dtype in BITS if dtype.startswith(("F4", "F6_", "F8"))))
-)
+_PACKED_DTYPES = frozenset(("U8", "I8", "U32", "I32", *(name for name in BITS if name.startswith(("F4", "F6_", "F8")))))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ def check_loads(
     """Load tensors, name -> (dtype, shape), into the class of a config.json, without any weights. Yields warnings: what
     transformers does not read, or why this could not be checked.
 
-    Modules with `packed` tensors are left out. Raises RefusedError where transformers would initialise parameters at random, or where
-    a shape is another.
+    Modules with `packed` tensors are left out. Raises RefusedError where transformers would initialise parameters at
+    random, or where a shape is another.
     """
     import transformers
 
@@ -39,8 +39,8 @@ def check_loads(
         with quiet_transformers():
             # Not what a class has in its place, which may ask the hub for more files.
             _, info = transformers.PreTrainedModel.from_pretrained.__func__(
-                made, None, config=config, state_dict=_meta_tensors(tensors, packed), device_map="meta", attn_implementation="eager",
-                output_loading_info=True, ignore_mismatched_sizes=True,
+                made, None, config=config, state_dict=_meta_tensors(tensors, packed), device_map="meta",
+                attn_implementation="eager", output_loading_info=True, ignore_mismatched_sizes=True,
             )  # fmt: skip
     except ImportError as error:  # a part of the model needs a library that is not installed
         yield f"not checked that transformers loads the result: {explain(error)}"

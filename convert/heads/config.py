@@ -109,7 +109,7 @@ def read_config(raw: dict[str, Any], name: str) -> ModelConfig:
 
 
 def read_top(raw: dict[str, Any], name: str) -> Any:
-    """transformers' config object of the whole model; no code of the checkpoint is ever imported. Raises RefusedError."""
+    """transformers' config object of the whole model; no code of a checkpoint is imported. Raises RefusedError."""
     for part in _parts(raw):
         for key, value in part.items():  # more would take endless time and memory just to list
             if isinstance(value, int) and value > MAX_COUNT and _COUNTS.fullmatch(key):
