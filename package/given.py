@@ -74,7 +74,7 @@ def name_of(model: Any) -> str:
 
 def _save(model: Any, place: Path) -> None:
     """`save_pretrained` writes to the config of the model, which here is a copy meanwhile."""
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if any(".base_layer." in name for name in model.state_dict()):
         raise RefusedError(f"{name_of(model)} holds an adapter, which would be saved alone; merge it first")
     kept = {name: vars(model)[name] for name in ("config", "generation_config") if name in vars(model)}
     try:

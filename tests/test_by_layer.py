@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 import gqa
 from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
@@ -100,8 +100,8 @@ def test_what_is_written_is_what_it_generates_with(converted: Path) -> None:
     with torch.no_grad():
         whole = model(input_ids=IDS).logits
         first = model(input_ids=IDS[:, :8], use_cache=True)
-        rest = model(input_ids=IDS[:, 8:], past_key_values=first.past_key_values).logits
-    assert [layer.keys.shape[1] for layer in first.past_key_values.layers] == list(HEADS)
+        rest = model(input_ids=IDS[:, 8:], **{cache_name(model): first[cache_name(model)]}).logits
+    assert [layer.keys.shape[1] for layer in first[cache_name(model)].layers] == list(HEADS)
     assert error(rest, whole[:, 8:]) < TOLERANCE
     greedy = model.generate(IDS, max_new_tokens=3, do_sample=False)
     assert greedy[:, : IDS.shape[1]].equal(IDS)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert import convert_checkpoint
 from gqa.convert.align.cache_bits import quantise_cache, quantised_attention, rounded
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache, parts_of
@@ -111,7 +111,8 @@ def test_attention_reads_what_a_cache_of_these_bits_gives_back(name: str, tmp_pa
     model = load_model(str(place), dtype="float32")
     with torch.no_grad():
         plain, cache = model(input_ids=IDS).logits, RoundedCache()
-        expected = [model(input_ids=IDS[:, at : at + 1], past_key_values=cache).logits for at in range(IDS.shape[1])]
+        given = {cache_name(model): cache}
+        expected = [model(input_ids=IDS[:, at : at + 1], **given).logits for at in range(IDS.shape[1])]
         with quantised_attention([3]):
             quantise_cache(model, 3, 2, "m")
             found = model(input_ids=IDS, use_cache=False).logits

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
+from gqa.checkpoint.loading import cache_name
 from gqa.convert import Target, convert_checkpoint, plan_conversion
 from gqa.convert.heads.family import KINDS
 
@@ -197,7 +198,8 @@ def test_the_cache_holds_fewer_heads(pair: Pair) -> None:
 def cached_heads(directory: Path) -> tuple[set[int], set[int]]:
     """Heads of the keys and values of self- and of cross-attention that transformers' cache holds."""
     with torch.no_grad():
-        cache = load(ours(directory), directory)(**inputs(ours(directory)), use_cache=True).past_key_values
+        model = load(ours(directory), directory)
+        cache = model(**inputs(ours(directory)), use_cache=True)[cache_name(model)]
     both = isinstance(cache, EncoderDecoderCache)
     layers = (cache.self_attention_cache.layers, cache.cross_attention_cache.layers) if both else (cache.layers, ())
     own, cross = ({part.shape[1] for layer in kind for part in (layer.keys, layer.values)} for kind in layers)

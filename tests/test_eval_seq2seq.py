@@ -18,7 +18,7 @@ from test_families import write_checkpoint
 from tiny_models import TINY, build
 from transformers import AutoTokenizer, PreTrainedModel
 
-from gqa.checkpoint.loading import load_model
+from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.convert.recast.targets import checkpoint_cache
@@ -103,7 +103,7 @@ def test_divergence(place: Path, name: str) -> None:
 def caches(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
     """Bytes that transformers' own object holds of self- and of cross-attention."""
     ids = torch.full((batch, tokens), 7)
-    held: Any = model(input_ids=ids, decoder_input_ids=ids, use_cache=True).past_key_values
+    held: Any = model(input_ids=ids, decoder_input_ids=ids, use_cache=True)[cache_name(model)]
     parts = (held.self_attention_cache, held.cross_attention_cache)
     return [sum(layer.keys.nbytes + layer.values.nbytes for layer in part.layers) for part in parts]
 

@@ -21,6 +21,7 @@ from tiny_models import LEFT_OUT, QUERY_HEADS, TINY, Tiny, build, config, inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gqa.checkpoint.loading import cache_name
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.api import convert_plan
 from gqa.convert.heads.config import valid_groups
@@ -133,9 +134,8 @@ def decode(model: PreTrainedModel, given: dict[str, Tensor], prompt: int = 8) ->
     output = model(input_ids=ids[:, :prompt], use_cache=True, **extra)
     steps = []
     for position in range(prompt, ids.shape[1]):
-        output = model(
-            input_ids=ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True, **extra
-        )
+        held = {cache_name(model): output[cache_name(model)]}
+        output = model(input_ids=ids[:, position : position + 1], use_cache=True, **held, **extra)
         steps.append(output.get("logits", output.get("last_hidden_state"))[:, -1])
     return torch.stack(steps, 1)
 
@@ -161,7 +161,7 @@ def test_conversion(name: str, tmp_path: Path) -> None:
     """Every oracle on an example of each family, with each number of heads that it can have; on its other model types
     those that their own classes decide, with the most heads.
     """
-    if name == "llama4" and transformers.__version__ == "5.24.0":  # constraints.txt has one that runs it
+    if name == "llama4" and transformers.__version__ == "5.24.0":  # constraints-lowest.txt has one that runs it
         pytest.skip("the forward pass of transformers 5.24.0's Llama 4 with pictures fails (image_outputs)")
     tiny = TINY[name]
     model = louder(tiny, build(tiny, QUERY_HEADS, attention=attention_of(name)))
@@ -229,7 +229,7 @@ def check_padding_and_cache(tiny: Tiny, merged: PreTrainedModel, back: PreTraine
 def check_cache_bytes(tiny: Tiny, model: PreTrainedModel, promised: KVCache) -> None:
     """The bytes that the plan promises are those of transformers' own cache object."""
     with torch.no_grad():
-        cache = model(**inputs(tiny, batch=1, length=4), use_cache=True).past_key_values
+        cache = model(**inputs(tiny, batch=1, length=4), use_cache=True)[cache_name(model)]
     parts = [getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values")]
     assert sum(t.numel() * t.element_size() for t in parts if isinstance(t, Tensor)) == promised.bytes_at(4)
 

@@ -162,10 +162,9 @@ def test_a_study_is_that_of_the_command(place: Path, tmp_path: Path, alone: None
 
 
 def adapted(model: Any) -> Any:
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
-    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    return model
+    return inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model)
 
 
 REFUSED: dict[str, tuple[Callable[[Path, Any], object], str]] = {

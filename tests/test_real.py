@@ -25,6 +25,7 @@ from test_families import CONTROL, TOLERANCE, all_tensors, check_same_tensors, d
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from gqa.checkpoint.loading import cache_name
 from gqa.convert import Conversion, convert_checkpoint, plan_conversion
 from gqa.corpus.stdlib import stdlib_documents
 
@@ -199,7 +200,7 @@ def cache_bytes_per_token(directory: Path, ids: Tensor) -> float:
     model = load_fresh(directory, "auto")
     held = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=held, use_cache=True)
+        model(input_ids=ids, use_cache=True, **{cache_name(model): held})
     numbers = [tensor for layer in held.layers for tensor in (layer.keys, layer.values)]
     assert len(numbers) == 2 * LAYERS
     return sum(tensor.numel() * tensor.element_size() for tensor in numbers) / ids.numel()
