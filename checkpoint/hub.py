@@ -17,6 +17,7 @@ from gqa.checkpoint.read import (
     TORCH_SINGLE,
     WEIGHT_SUFFIXES,
     Checkpoint,
+    cached_revision,
     holds_weights,
     read_checkpoint,
     read_json,
@@ -67,12 +68,14 @@ def open_model(
 
 
 def beside(model: str, suffix: str) -> Path:
-    """The name of a model with a suffix: beside a local model, in the working directory for a hub id."""
-    path = Path(model)
-    if path.is_dir():
+    """The name of a model with a suffix: beside a local model, in the working directory for a hub id, also by the path
+    that it has in the hub's cache.
+    """
+    path, (hub_id, _) = Path(model), cached_revision(Path(model))
+    if path.is_dir() and not hub_id:
         path = path.resolve() if path.name in ("", "..") else path
         return path.with_name(path.name + suffix)
-    return Path(model.split("/")[-1] + suffix)
+    return Path((hub_id or model).split("/")[-1] + suffix)
 
 
 def _from_hub(
@@ -107,12 +110,12 @@ def _from_hub(
     if headers_only and pickled:
         raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
     directory = fetch(filter(is_side_file, present))
-    describe = partial(read_checkpoint, directory, info.sha, model, partial(_remote_table, model, info.sha), present)
+    describe = partial(read_checkpoint, directory, partial(_remote_table, model, info.sha), present)
     if headers_only:
         return describe()
     if check and not pickled and not all((directory / file).exists() for file in files):
         check(describe())
-    return read_checkpoint(fetch(files), info.sha, model)
+    return read_checkpoint(fetch(files))
 
 
 def is_side_file(name: str) -> bool:
@@ -154,5 +157,5 @@ def _cached(model: str, revision: str | None) -> Checkpoint | None:
         present = {path.name for path in directory.iterdir()}
         files, _ = weight_files(present, partial(read_json, directory))
         if files and present.issuperset([*files, "config.json"]):
-            return read_checkpoint(directory, directory.name, model)
+            return read_checkpoint(directory)
     return None

@@ -185,8 +185,6 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 def read_checkpoint(
     directory: Path,
-    revision: str | None = None,
-    hub_id: str | None = None,
     read_table: Callable[[str], list[TensorSpec]] | None = None,
     present: AbstractSet[str] = frozenset(),
 ) -> Checkpoint:
@@ -224,10 +222,19 @@ def read_checkpoint(
     tensors = merge_tables(tables, index)
     names = unwrapped_names(spec.name for table in tables.values() for spec in table)
     pickled = {file: {names[stored]: tensor for stored, tensor in part.items()} for file, part in pickled.items()}
+    hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     return Checkpoint(
         name, directory, config, tensors, tuple(files), kept, left_out, revision, hub_id, _pickled=pickled
     )  # fmt: skip
+
+
+def cached_revision(directory: Path) -> tuple[str | None, str | None]:
+    """Hub id and commit of a directory in the hub's cache (models--owner--name/snapshots/commit), else None twice."""
+    *_, repository, snapshots, commit = "", "", *directory.resolve().parts
+    if snapshots != "snapshots" or not repository.startswith("models--"):
+        return None, None
+    return repository.removeprefix("models--").replace("--", "/"), commit
 
 
 def _advice(present: set[str]) -> str:

@@ -25,8 +25,9 @@ from hub_server import Hub, Machine
 
 import gqa
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.hub import beside
 
-NAME = "lab/tiny-llama"
+NAME, OUT = "lab/tiny-llama", "tiny-llama-gqa2-mean"
 FIRST_BYTES = 2**16  # of a shard, all that a dry run may fetch
 CLOSED = "http://127.0.0.1:9"  # nothing listens on the port of the discard service
 SHARDS = [f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)]
@@ -113,6 +114,23 @@ def test_hub_id_end_to_end(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     assert json.loads((machine.work / "offline/gqa_conversion.json").read_text())["source"]["revision"] == commit
     machine.endpoint = CLOSED
     assert plan(machine.run(*words, "--dry-run", "--json"))["revision"] == commit
+
+
+def test_a_path_in_the_cache_is_the_repository(tmp_path: Path, hub: Hub, machine: Machine) -> None:
+    """Nothing is written into the cache, where pruning would delete it, and nothing is called by a commit."""
+    commit = hub.repo(NAME, model(tmp_path / "source")).refs["main"]
+    assert machine.run(*MERGED, "-o", "by-name", NAME).code == 0
+    cached, before = machine.home / f"hub/models--lab--tiny-llama/snapshots/{commit}", snapshot(machine.home)
+    (machine.work / "link").symlink_to(cached)
+    for place in (cached, "link"):
+        assert machine.run(*MERGED, "--overwrite", place).code == 0
+        assert sorted(path.name for path in machine.work.iterdir()) == ["by-name", "link", OUT]
+        record = json.loads((machine.work / OUT / "gqa_conversion.json").read_text())
+        assert record["source"] == {"model": NAME, "revision": commit}
+        assert same_weights(machine.work / OUT, machine.work / "by-name")
+        with machine.entered():
+            assert beside(str(place), "-uptrained") == Path("tiny-llama-uptrained")
+    assert snapshot(machine.home) == before
 
 
 def test_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: Machine) -> None:
