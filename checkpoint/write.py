@@ -60,7 +60,7 @@ class OutputDirectory:
             self._check_place(source)
             self._check_existing()
         except OSError as error:
-            raise _no_place(self.out, error) from None
+            raise _no_place(self.out, error) from error
 
     def sibling(self, purpose: str) -> Path:
         """A hidden name beside the output."""
@@ -70,11 +70,14 @@ class OutputDirectory:
 
     def _check_place(self, source: Path | None) -> None:
         if source is not None:
-            real, inside = self.out.resolve(), source.resolve()
+            real, inside = Path(os.path.realpath(self.out)), source.resolve()
             if real.is_relative_to(inside):
                 raise RefusedError(f"the output {self.out} is the model itself or inside it; give another with -o")
             if inside.is_relative_to(real):
                 raise RefusedError(f"the output {self.out} contains the model {source}; give another with -o")
+        place = next(path for path in self.out.parents if os.path.lexists(path))
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a directory that you may write to")
         if os.path.ismount(self.out):  # cannot be renamed to
             raise RefusedError(f"the output {self.out} is a mount point; give a directory in it with -o")
 
@@ -116,7 +119,7 @@ class OutputDirectory:
                         leftover.unlink(missing_ok=True)
                 self.work.mkdir()
             except OSError as error:
-                raise _no_place(self.out, error) from None
+                raise _no_place(self.out, error) from error
             self._held = held.pop_all()
         return self
 
@@ -129,7 +132,7 @@ class OutputDirectory:
         try:
             self._check_existing()
         except RefusedError as error:  # it was made while this run was writing
-            raise OutputError(str(error)) from None
+            raise OutputError(str(error)) from error
         if not exchange(self.work, self.out):  # then OUT is absent for a moment: see _restore
             if self.out.exists():
                 self.out.rename(self._old)

@@ -105,7 +105,7 @@ def test_unreadable_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
             closed.chmod(before)
             check_refused(result, says)
         root.chmod(0o555)
-        check_refused(as_nobody(*MERGED, "-o", root / "out", model), "cannot write beside", code=1)
+        check_refused(as_nobody(*MERGED, "-o", root / "out", model), "cannot write beside", "you may write", code=1)
         assert sorted(path.name for path in root.iterdir()) == ["m"]
     finally:
         shutil.rmtree(root)
@@ -119,12 +119,15 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "file").write_text("mine")
     (root / "full").mkdir()
     (root / "full" / "precious.txt").write_text("mine")
-    for name, target in (("link", "full"), ("loose", "nowhere"), ("same", "m")):
+    for name, target in (("link", "full"), ("loose", "nowhere"), ("same", "m"), ("loop", "loop")):
         (root / name).symlink_to(target)
     cases: dict[str, tuple[object, str]] = {
         "exists": (root / "full", "full exists; choose another output with -o, or replace it with --overwrite"),
         "a file": (root / "file", "file exists and is not a directory"),
-        "below a file": (root / "file" / "out", "cannot write beside"),
+        "below a file": (root / "file" / "out", "file is not a directory that you may write to; give another"),
+        "below a device": (f"{os.devnull}/deep/out", f"{os.devnull} is not a directory that you may write to"),
+        "below a link to itself": (root / "loop" / "out", "loop is not a directory that you may write to"),
+        "where no files are made": ("/proc/out", "give another output with -o"),
         "a link": (root / "link", "is a link; give the directory itself"),
         "a link to nothing": (root / "loose", "is a link"),
         "the model": (model, "is the model itself or inside it"),
@@ -140,7 +143,7 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     before = snapshot(root)
     for name, (out, says) in cases.items():
-        code = 1 if name in ("below a file", "too long") else 2
+        code = 1 if name.startswith("below") or name in ("where no files are made", "too long") else 2
         for words in ([], ["--overwrite"]) if name != "exists" else ([],):
             check_refused(run(*MERGED, "-o", out, *words, model), says, code=code)
             assert snapshot(model.parent) == before, name
