@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -513,6 +514,10 @@ def importable() -> Iterator[str]:
         folders = ("checkpoint", "corpus", "convert", "uptrain", "eval")
         for target in [*(ROOT / "package").iterdir(), *(ROOT / folder for folder in folders)]:
             (package / target.name).symlink_to(target)
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        metadata = Path(scratch) / f"gqa-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: gqa\nVersion: {version}\n")
         yield scratch
 
 

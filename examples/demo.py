@@ -1,5 +1,4 @@
-"""Every method of conversion on the embedded checkpoint, trained a little and measured: a small study, and what a model
-says before and after.
+"""Every method of conversion on the embedded checkpoint, trained a little and measured: a small study.
 
     make demo
 
@@ -10,19 +9,15 @@ that the checkpoint was never trained on.
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import gqa
 
 SOURCE = Path(__file__).parent / "stdlib-mha"
-PROMPT = 'def read_lines(path):\n    """'
 METHODS = ["mean", "first", "random", "procrustes", "aligned", "calibrated", "refined"]
 ALPHAS = [0.0, 0.01]
 
@@ -34,26 +29,6 @@ def study(output: Path, groups: int) -> gqa.Study:
         SOURCE, "stdlib:train", output, methods=METHODS, groups=[groups], alphas=ALPHAS, batch_size=4,
         precision="bfloat16", calibration_tokens=16_384, refine_steps=50, eval_tokens=16_384, overwrite=True,
     )  # fmt: skip
-
-
-@torch.no_grad()
-def continuation(model: Any) -> str:
-    """What plain transformers gives."""
-    tokenizer = AutoTokenizer.from_pretrained(SOURCE)
-    given = tokenizer(PROMPT, return_tensors="pt")
-    out = model.generate(**given, max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    return str(tokenizer.decode(out[0], skip_special_tokens=True))
-
-
-def compare_words(groups: int) -> None:
-    """The source, and two untrained conversions: averaged heads, and aligned ones."""
-    with tempfile.TemporaryDirectory() as scratch:
-        models: dict[str, Any] = {"the source": AutoModelForCausalLM.from_pretrained(SOURCE, dtype=torch.float32)}
-        for method in ("mean", "aligned"):
-            made = gqa.convert_model(SOURCE, groups, method, out=Path(scratch) / method, progress=False)
-            models[f"{method}, {groups} heads, untrained"] = made.load(dtype="float32")
-        for name, model in models.items():
-            print(f"\n--- {name} continues ---\n{continuation(model)}")
 
 
 def verdict(rows: list[dict[str, Any]], groups: int) -> str:
@@ -76,7 +51,6 @@ def main() -> None:
     start = time.perf_counter()
     found = study(args.output, args.groups)
     print(f"\n{found.text()}")
-    compare_words(args.groups)
     print(f"\nThe report: {args.output / 'report.html'} ({time.perf_counter() - start:.0f} s)")
     print(verdict(found.rows, args.groups))
 

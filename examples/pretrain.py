@@ -38,29 +38,13 @@ LOG = "training_log.jsonl"
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
 # Written by hand and not by `save_pretrained`: transformers 4 does not find the rotary base that version 5 writes.
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "hidden_size": 256,
-    "initializer_range": 0.02,
-    "intermediate_size": 688,
-    "max_position_embeddings": 1024,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 8,
-    "num_hidden_layers": 6,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": BOS,
+    "eos_token_id": EOS, "head_dim": 32, "hidden_act": "silu", "hidden_size": 256, "initializer_range": 0.02,
+    "intermediate_size": 688, "max_position_embeddings": 1024, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 8, "num_hidden_layers": 6, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
     "vocab_size": 4096,
-}
+}  # fmt: skip
 
 
 CARD = """---
@@ -97,20 +81,11 @@ def train_tokenizer(texts: list[str], out: Path) -> sentencepiece.SentencePieceP
     model = io.BytesIO()
     lines = (line for text in texts for line in text.split("\n") if line.strip() and len(line) < 2000)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=CONFIG["vocab_size"],
-        byte_fallback=True,
-        character_coverage=0.9999,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        allow_whitespace_only_pieces=True,
-        user_defined_symbols=["\n"],
-        max_sentence_length=8192,
-        minloglevel=2,
-    )
+        sentence_iterator=lines, model_writer=model, model_type="bpe", vocab_size=CONFIG["vocab_size"],
+        byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, add_dummy_prefix=False, allow_whitespace_only_pieces=True,
+        user_defined_symbols=["\n"], max_sentence_length=8192, minloglevel=2,
+    )  # fmt: skip
     (out / "tokenizer.model").write_bytes(model.getvalue())
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     write_fast_tokenizer(processor, out)
@@ -142,16 +117,11 @@ def write_fast_tokenizer(processor: sentencepiece.SentencePieceProcessor, out: P
 def write_settings(out: Path) -> None:
     """What transformers reads beside tokenizer.json."""
     settings = {
-        "add_bos_token": True,
-        "add_eos_token": False,
-        "add_prefix_space": False,
-        "bos_token": "<s>",
-        "clean_up_tokenization_spaces": False,
-        "eos_token": "</s>",
-        "model_max_length": CONFIG["max_position_embeddings"],
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": True, "add_eos_token": False, "add_prefix_space": False, "bos_token": "<s>",
+        "clean_up_tokenization_spaces": False, "eos_token": "</s>",
+        "model_max_length": CONFIG["max_position_embeddings"], "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "<unk>",
-    }
+    }  # fmt: skip
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (out / "special_tokens_map.json").write_text(json.dumps(special, indent=2) + "\n")
@@ -341,13 +311,8 @@ def train(args: argparse.Namespace, train_stream: torch.Tensor, heldout: torch.T
             descend(model, loss, optimizers, scale)
             step, tokens = step + 1, tokens + batch.numel()
             if step % args.log_every == 0:
-                record = {
-                    "step": step,
-                    "tokens": tokens,
-                    "minutes": round(elapsed / 60, 2),
-                    "loss": round(loss.item(), 4),
-                    "tokens_per_s": round(tokens / max(elapsed, 1e-9)),
-                }
+                record = {"step": step, "tokens": tokens, "minutes": round(elapsed / 60, 2)}
+                record |= {"loss": round(loss.item(), 4), "tokens_per_s": round(tokens / max(elapsed, 1e-9))}
                 if step % (10 * args.log_every) == 0:
                     record["heldout_sample"] = round(heldout_loss(model, sample, args.context, args.device), 4)
                     record["second_copies"] = round(second_copies(model, heldout, 64, args.device)[1], 4)

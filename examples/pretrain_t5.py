@@ -40,35 +40,20 @@ SENTINELS = [f"<extra_id_{number}>" for number in range(100)]
 LENGTH = 128  # tokens of a source, and of a target
 # A gated T5 with the widths and heads of the embedded checkpoint.
 CONFIG = {
-    "d_ff": 688,
-    "d_kv": 32,
-    "d_model": 256,
-    "decoder_start_token_id": BOS,
-    "dropout_rate": 0.0,
-    "eos_token_id": EOS,
-    "feed_forward_proj": "gated-silu",
-    "num_decoder_layers": 6,
-    "num_heads": 8,
-    "num_layers": 3,
-    "pad_token_id": BOS,
-    "relative_attention_max_distance": 128,
-    "relative_attention_num_buckets": 32,
-    "scale_decoder_outputs": False,
-    "vocab_size": 4096 + len(SENTINELS),
-}
+    "d_ff": 688, "d_kv": 32, "d_model": 256, "decoder_start_token_id": BOS, "dropout_rate": 0.0,
+    "eos_token_id": EOS, "feed_forward_proj": "gated-silu", "num_decoder_layers": 6, "num_heads": 8,
+    "num_layers": 3, "pad_token_id": BOS, "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32, "scale_decoder_outputs": False, "vocab_size": 4096 + len(SENTINELS),
+}  # fmt: skip
 
 # The embedded checkpoint's tensors of a layer, and T5's.
 NAMES = {
-    "input_layernorm": "0.layer_norm",
-    "mlp.down_proj": "{mlp}.DenseReluDense.wo",
-    "mlp.gate_proj": "{mlp}.DenseReluDense.wi_0",
-    "mlp.up_proj": "{mlp}.DenseReluDense.wi_1",
-    "post_attention_layernorm": "{mlp}.layer_norm",
-    "self_attn.k_proj": "0.SelfAttention.k",
-    "self_attn.o_proj": "0.SelfAttention.o",
-    "self_attn.q_proj": "0.SelfAttention.q",
+    "input_layernorm": "0.layer_norm", "mlp.down_proj": "{mlp}.DenseReluDense.wo",
+    "mlp.gate_proj": "{mlp}.DenseReluDense.wi_0", "mlp.up_proj": "{mlp}.DenseReluDense.wi_1",
+    "post_attention_layernorm": "{mlp}.layer_norm", "self_attn.k_proj": "0.SelfAttention.k",
+    "self_attn.o_proj": "0.SelfAttention.o", "self_attn.q_proj": "0.SelfAttention.q",
     "self_attn.v_proj": "0.SelfAttention.v",
-}
+}  # fmt: skip
 
 Pair = tuple[list[int], list[int]]
 
