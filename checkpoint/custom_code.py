@@ -78,7 +78,7 @@ def custom_class(architecture: str, model_type: object) -> Any:
 
 
 # The Auto class whose class stands in where a config names none that ours know, first come.
-_USUAL = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForCausalLM")
+_USUAL = ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM")
 
 
 def stand_in(architectures: list[str] | None, model_type: str) -> str:

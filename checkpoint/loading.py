@@ -233,8 +233,8 @@ def concrete_class(config: Any) -> tuple[Any, str]:
 def positions(config: Any) -> int | None:
     """Positions that the model of transformers' `config` was made for; None where it states none."""
     text = config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "max_target_positions")  # most, Whisper
-    return next((found for name in names if (found := getattr(text, name, None))), None)
+    found: int | None = getattr(text, "max_position_embeddings", None)
+    return found or None
 
 
 def cache_name(model: PreTrainedModel) -> str:

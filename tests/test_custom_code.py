@@ -161,7 +161,7 @@ def test_attention_functions_agree(pair: Pair) -> None:
 def prompts(tiny: Tiny) -> dict[str, Tensor]:
     """What `generate` is given: an encoder-decoder's source, or a prompt of which one row begins later."""
     given = {name: value for name, value in inputs(tiny, length=8).items() if name != "decoder_input_ids"}
-    return given if "input_features" in given else left_padded(given, 3)
+    return left_padded(given, 3)
 
 
 WAYS: Mapping[str, Mapping[str, Any]] = {

@@ -66,7 +66,7 @@ CASES: dict[str, Tiny] = {model_type: TINY[WITHIN.get(model_type, model_type)] f
     "glm+queries": _other("glm", "queries", num_attention_heads=8),
     # With the encoder's heads, which layers of the decoder then read.
     **{f"{name}+encoder": _other(name, "encoder", grouped_attention=list(KINDS)) for name in (
-        "gqa_bart", "gqa_t5", "gqa_whisper",
+        "gqa_bart", "gqa_t5",
     )},
 }  # fmt: skip
 # One model type of each kind: of those whose heads are stored alike and can be changed alike; and what options change.

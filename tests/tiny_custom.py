@@ -40,9 +40,6 @@ SOURCES: tuple[Tiny, ...] = (
                                                                     "decoder_layerdrop": 0.0}),
     _source("t5", "T5ForConditionalGeneration", **_T5),
     _source("mt5", "MT5ForConditionalGeneration", **_T5),
-    _source("whisper", "WhisperForConditionalGeneration", **_BART | {"token_inputs": {"decoder_input_ids": ()}},
-            num_mel_bins=8, max_source_positions=8, max_target_positions=64, suppress_tokens=None,
-            begin_suppress_tokens=None, float_inputs={"input_features": (8, 16)}),
 )  # fmt: skip
 # The same in custom modelling code, with 4, 2 or 1 key/value heads.
 CUSTOM: tuple[Tiny, ...] = tuple(

@@ -122,7 +122,7 @@ def shifted(model: PreTrainedModel, labels: Tensor) -> Tensor:
     if (own := getattr(model, "prepare_decoder_input_ids_from_labels", None)) and pad is not None:
         found: Tensor = own(labels)
         return found
-    ids = labels.roll(1, -1)  # of M2M-100 and Whisper, which have the function without the method
+    ids = labels.roll(1, -1)  # of M2M-100, which has the function without the method
     ids[:, 0] = model.config.decoder_start_token_id
     return ids.masked_fill(ids == -100, pad or 0)
 

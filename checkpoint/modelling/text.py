@@ -44,7 +44,6 @@ MODELS = {
     "marian": Names("Marian", "Marian", "bart"),
     "pegasus": Names("Pegasus", "Pegasus", "bart"),
     "m2m_100": Names("M2M-100", "M2M100", "bart"),
-    "whisper": Names("Whisper", "Whisper", "bart"),
     "t5": Names("T5", "T5", "bart"),
     "mt5": Names("mT5", "MT5", "t5"),
 }

@@ -47,7 +47,7 @@ FAMILIES: tuple[Family, ...] = (
         {
             **dict.fromkeys(("gqa_bart", "gqa_marian"), _BART),
             **dict.fromkeys(
-                ("gqa_m2m_100", "gqa_mbart", "gqa_pegasus", "gqa_whisper"),
+                ("gqa_m2m_100", "gqa_mbart", "gqa_pegasus"),
                 replace(_BART, norms=("self_attn_layer_norm",)),
             ),
         },

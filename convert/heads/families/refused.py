@@ -16,7 +16,8 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ("gpt_neox_japanese", "longt5", "switch_transformers", "blenderbot", "blenderbot-small", "plbart", "biogpt",
          "mvp", "led", "fsmt", "xglm", "persimmon", "openai-gpt", "ctrl", "imagegpt", "bert", "roberta", "modernbert",
-         "modernbert-decoder", "hrm_text", "xlnet", "xlm", "bloom", "gpt_neo", "mpt", "umt5"),
+         "modernbert-decoder", "hrm_text", "xlnet", "xlm", "bloom", "gpt_neo", "mpt", "umt5",
+         "whisper"),
         _NO_FIELD,
     ),
     "jetmoe": "it has H = G x top-k query heads by construction and repeats K and V in tiles, not in groups",
