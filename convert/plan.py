@@ -18,6 +18,7 @@ from gqa.convert.heads.modules import AttentionModule, Change, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.load_check import check_loads
 from gqa.convert.methods import ALIGNING, AUTO, METHODS, Merging, best, instead
+from gqa.convert.recast.parts import View
 from gqa.convert.recast.targets import ANY, Target, recast
 
 _MOST_GROUPS = 100  # that heads can form, of a size: what one of them loses takes milliseconds
@@ -291,5 +292,7 @@ def _warnings(checkpoint: Checkpoint, resort: str) -> Iterable[str]:
         yield "the result brings custom modelling code: other programs load it with trust_remote_code=True"
     elif "auto_map" in checkpoint.config:
         yield "config.json names remote code (auto_map): it is copied, not run; check that it reads the KV-head count"
+    if isinstance(checkpoint, View):
+        yield from checkpoint.warnings
     if checkpoint.left_out:
         yield f"left out, as they hold the old weights: {', '.join(checkpoint.left_out)}"

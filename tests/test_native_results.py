@@ -19,6 +19,7 @@ from test_fuzz import JSON, fuzz
 from tiny_models import build, config
 from tiny_native import CASES
 from torch import Tensor
+from transformers import GPT2ForSequenceClassification, GPTNeoXForTokenClassification
 
 from gqa.checkpoint.hub import open_model
 from gqa.convert import RefusedError, convert_checkpoint
@@ -70,7 +71,8 @@ def source(place: Path, name: str, change: Callable[[dict[str, Tensor]], object]
         ("gpt2", {"n_layer": 3}, r"has no h\.2\.attn\.c_attn\.weight; give a checkpoint of the whole model"),
         ("gpt2", {"n_layer": 1}, r"h\.1\.attn.* are not known of a language model of type gpt2"),
         ("gpt2", {"n_embd": 64}, "cannot become transformer.h.0.attn.c_attn.bias: has 96 rows where"),
-        ("gpt_neox", lambda t: t.update(score=t.pop("embed_out.weight")), "has no embed_out.weight or lm_head.weight"),
+        ("gpt_neox", lambda t: t.update(score=t.pop("embed_out.weight")), "score is not known of a language model"),
+        ("gpt_neox", lambda t: t.pop("embed_out.weight"), "has no embed_out.weight or lm_head.weight"),
         ("gpt2", lambda t: t.update({"score.weight": torch.zeros(2, 32)}), "score.weight is not known of a language"),
         ("gptj", lambda t: t.update({"wte.weight": torch.zeros(96, 32)}), "with and without 'transformer.' before"),
         ("gpt2", lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(32, 128, dtype=torch.int8)}),
@@ -254,13 +256,33 @@ def test_tokenizers_stay_themselves(name: str, stored: str, tmp_path: Path) -> N
 
 
 def test_a_tokenizer_that_is_broken_is_carried_along(tmp_path: Path) -> None:
-    """It is none of the weights' business, and neither is a model without any."""
+    """It is none of the weights' business, but said; and neither is a model without any."""
     directory = source(tmp_path, "gpt2")
     (directory / "tokenizer.json").write_text("{}")
-    out = convert_checkpoint(directory, 1, tmp_path / "out", method="mean").out
+    done = convert_checkpoint(directory, 1, tmp_path / "out", method="mean")
+    out = done.out
+    assert any("the tokenizer is copied as it is, its special tokens are not known: " in said for said in done.warnings)
     assert (out / "tokenizer.json").read_text() == "{}"
     assert not (out / "tokenizer_config.json").exists()
     assert "tokenizer_class" not in json.loads((out / "config.json").read_text())
+
+
+# --------------------------------------------------------------------------------------------------- classifiers
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_classifier_of_gpt2_becomes_custom_code(groups: int, tmp_path: Path) -> None:
+    """GPTBigCode has a place for a head that predicts tokens only."""
+    model = GPT2ForSequenceClassification(config(CASES["gpt2"].tiny, 4))
+    model.save_pretrained(tmp_path / "m")
+    out = convert_checkpoint(tmp_path / "m", groups, tmp_path / "out", method="mean", load=True).out
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["GQAGPT2ForSequenceClassification"]
+
+
+def test_a_classifier_of_neox_is_refused_by_its_head(tmp_path: Path) -> None:
+    GPTNeoXForTokenClassification(config(CASES["gpt_neox"].tiny, 4)).save_pretrained(tmp_path / "m")
+    said = refusal(tmp_path / "m", "--groups", 2, "--method", "mean")
+    assert "classifier.bias, classifier.weight are not known of a language model of type gpt_neox, which is" in said
 
 
 # --------------------------------------------------------------------------------------------- heads are aligned

@@ -7,7 +7,8 @@ module that is stored under either name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+_IN_LAYER = re.compile(r"\.\d+\.")
 NATIVE, CUSTOM_CODE = "native", "custom modelling code"
+
+
+class UnknownTensorError(RefusedError):
+    """A stored tensor that the target has no place for: the head of a classifier."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class View(Checkpoint):
 
     source: Checkpoint = field(kw_only=True)
     recipes: Mapping[str, Recipe] = field(kw_only=True)
+    warnings: tuple[str, ...] = ()
 
     def read(self, spec: TensorSpec, buffer: NDArray[np.uint8] | None = None) -> Tensor:
         """One tensor; what is computed comes in float32 (float64 for F64) and is rounded when it is written."""
@@ -224,6 +231,9 @@ class Recasting:
         stored = {name.removeprefix(self.prefix): spec for name, spec in checkpoint.tensors.items()}
         if len(stored) < len(checkpoint.tensors):
             raise CorruptError(f"{checkpoint.name} has tensors with and without {self.prefix!r} before their names")
+        known = {source for part in self.parts for source in part.source.split("|")}
+        outside = (name for name in stored if not _IN_LAYER.search(name))  # a head that predicts something else
+        self._refuse_unknown(name for name in outside if name.rpartition(".")[0] not in known)
         query, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
         found: dict[str, Recipe] = {}
         used: set[str] = set()
@@ -232,7 +242,12 @@ class Recasting:
                 place = Place(config, LayerHeads(query, query, dim, dim), layer, stored, used)
                 for tail, recipe in part.recipes(place):
                     found[f"{part.target.format(layer)}.{tail}"] = recipe
-        if unknown := [name for name in stored.keys() - used if not self.drops(name)]:
-            which = f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'}"
-            raise RefusedError(f"{which} not known of a language model of type {self.source}; nothing was written")
+        self._refuse_unknown(stored.keys() - used)
         return found
+
+    def _refuse_unknown(self, names: Iterable[str]) -> None:
+        if unknown := [name for name in names if not self.drops(name)]:
+            which = f"{listing(unknown)} {'is' if len(unknown) == 1 else 'are'}"
+            raise UnknownTensorError(
+                f"{which} not known of a language model of type {self.source}, which is all that becomes {self.target}"
+            )

@@ -22,7 +22,7 @@ from gqa.convert.heads.kv_cache import KVCache, cached_layers, kv_cache
 from gqa.convert.heads.layout import Groups
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.recast.native import NATIVE
-from gqa.convert.recast.parts import CUSTOM_CODE, Recasting, View
+from gqa.convert.recast.parts import CUSTOM_CODE, Recasting, UnknownTensorError, View
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,14 @@ def recast(checkpoint: Checkpoint, groups: Groups, target: Target) -> Checkpoint
         if raw is None:
             continue
         possible = valid_groups(read_config(raw, checkpoint.name))
-        if by_layer or groups in possible:
-            return _view(checkpoint, recasting, config, raw)
         names.append(recasting.target)
-        allowed.update(possible)
+        if not by_layer and groups not in possible:
+            allowed.update(possible)
+            continue
+        try:
+            return _view(checkpoint, recasting, config, raw)
+        except UnknownTensorError as error:  # which another class may have
+            reasons.append(str(error))
     if not allowed:
         raise RefusedError(f"{checkpoint.name} ({found[0].source}) cannot be converted: {'; '.join(reasons)}")
     why = "; ".join([f"as {' or '.join(names)}", *reasons])
@@ -202,13 +206,13 @@ def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
 def _view(checkpoint: Checkpoint, recasting: Recasting, config: Any, raw: dict[str, Any]) -> Checkpoint:
     """The checkpoint as one of the target, its tensors in the order of the bytes that they are made of."""
     recipes = recasting.recipes(checkpoint, config)
-    told, files = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
+    told, files, warnings = _tokenizer_edits(checkpoint, recasting.source, recasting.target)
     files |= [file_of(recasting.target)] if recasting.way == CUSTOM_CODE else []
     place = {name: index for index, name in enumerate(checkpoint.tensors)}
     ordered = sorted(recipes, key=lambda name: place[recipes[name].sources[0].name])
     tensors = {name: recipes[name].spec(name) for name in ordered}
     seen = {"config": raw | told, "tensors": tensors, "source": checkpoint, "way": recasting.way, "added": files}
-    return View(**vars(checkpoint) | seen, recipes=recipes)
+    return View(**vars(checkpoint) | seen, recipes=recipes, warnings=warnings)
 
 
 # A tokenizer stays what it was when the model type, by which transformers chooses tokenizers, becomes another. Its
@@ -221,33 +225,33 @@ _CONFIG, _WHOLE = "tokenizer_config.json", "tokenizer.json"
 _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend")
 
 
-def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> tuple[dict[str, str], dict[str, str]]:
-    """What the result needs besides the tokenizer's files where a model type becomes another: keys of config.json, and
-    files.
-    """
+_Edits = tuple[dict[str, str], dict[str, str], tuple[str, ...]]  # keys of config.json, files, warnings
+
+
+def _tokenizer_edits(checkpoint: Checkpoint, source: str, target: str) -> _Edits:
+    """What the result needs besides the tokenizer's files where a model type becomes another."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     present = set(checkpoint.side_files)
     if not present & _FILES:
-        return {}, {}
+        return {}, {}, ()
     told = read_json(checkpoint.directory, _CONFIG) if _CONFIG in present else {}
     if TOKENIZER_MAPPING_NAMES.get(target) in _GENERAL:
         complete = _WHOLE in present and told.keys() >= {"tokenizer_class", "bos_token", "eos_token", "unk_token"}
-        return {}, {} if complete else _written_down(checkpoint, told, _WHOLE in present)
+        return ({}, {}, ()) if complete else _written_down(checkpoint, told, _WHOLE in present)
     name = checkpoint.config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(source)
-    return {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}, {}
+    return {"tokenizer_class": name} if isinstance(name, str) and not told.get("tokenizer_class") else {}, {}, ()
 
 
-def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) -> dict[str, str]:
-    """tokenizer_config.json with the special tokens that the class knew, and tokenizer.json where there is none.
-
-    A tokenizer that cannot be loaded is carried along as it is.
+def _written_down(checkpoint: Checkpoint, told: Mapping[str, Any], whole: bool) -> _Edits:
+    """tokenizer_config.json with the special tokens that the class knew, and tokenizer.json where there is none. A
+    tokenizer that cannot be loaded is copied as it is, with a warning.
     """
     try:
         tokenizer = load_tokenizer(checkpoint)
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         files = {} if whole else {_WHOLE: tokenizer.backend_tokenizer.to_str(pretty=True)}
-    except Exception:  # whatever a library raises about files that it cannot read
-        return {}
+    except Exception as error:  # whatever a library raises about files that it cannot read
+        return {}, {}, (f"the tokenizer is copied as it is, its special tokens are not known: {explain(error)}",)
     made = {"tokenizer_class": type(tokenizer).__name__} | special | dict(told)
-    return files | {_CONFIG: json.dumps(made, indent=2, ensure_ascii=False) + "\n"}
+    return {}, files | {_CONFIG: json.dumps(made, indent=2, ensure_ascii=False) + "\n"}, ()
