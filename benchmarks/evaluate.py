@@ -26,13 +26,13 @@ def load(options: dict[str, Any]) -> tuple[Any, Any, str, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from gqa.corpus.stdlib import stdlib_documents
+    from gqa.corpus.stdlib import stdlib_texts
     from gqa.eval.text import make_text
 
     torch.set_num_threads(options["threads"])
     model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=getattr(torch, options["dtype"])).eval()
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    joined = "\n\n".join(document.text for document in stdlib_documents("heldout"))
+    joined = "\n\n".join(stdlib_texts("heldout"))
     ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
     text = tokenizer.decode(ids[: options["windows"] * options["context"]])
     return model, tokenizer, text, make_text([text], tokenizer, protocol="rolling", context=options["context"])

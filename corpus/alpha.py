@@ -2,19 +2,18 @@
 
 The order is that of a hash of each document's text and the seed: the same on every machine, for every number of ranks,
 and whatever file a document lies in. Training reads a prefix of it, so what a smaller alpha sees, a larger one sees
-first. Held-out documents are chosen by a hash of the text alone: no seed and no alpha brings them back, and copies of a
-text are on the same side.
+first. Held-out documents are known by a hash of their text: no seed, no alpha and no other source brings them back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,67 @@ from numpy.typing import NDArray
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.sources import hash_threshold, is_below
 from gqa.corpus.tokens import Blocks, Ints, TokenisedText
+
+
+class Documents(Protocol):
+    """D documents, or pairs, of one source after the other: `TokenisedText` and `PairTable`."""
+
+    @property
+    def digests(self) -> NDArray[np.uint8]:
+        """(D, 32) SHA-256 of what each says."""
+
+    @property
+    def lengths(self) -> Ints:
+        """(D,) what each counts: its tokens, or 1 for a pair."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Documents of each source."""
+
+
+@dataclass(frozen=True)
+class Heldout:
+    """What training never reads, in whatever source and epoch it comes: documents with a digest in `limits` from so
+    many tokens on, and documents with a digest below `fraction` of all.
+    """
+
+    limits: Mapping[bytes, int] = field(default_factory=dict)
+    fraction: float = 0.0
+
+    def limit(self, digest: bytes, length: int) -> int:
+        """How many of `length` tokens, at the beginning of a document with this digest, may be trained on."""
+        if is_below(digest, hash_threshold(self.fraction)):
+            return 0
+        return min(self.limits.get(digest, length), length)
+
+    def lengths(self, documents: Documents) -> Ints:
+        """(D,) the tokens that may be trained on."""
+        pairs = zip(documents.digests, documents.lengths.tolist(), strict=True)
+        return np.array([self.limit(digest.tobytes(), length) for digest, length in pairs], np.int64)
+
+
+def hold_back(documents: Iterable[tuple[bytes, int]], tokens: int, limits: dict[bytes, int]) -> None:
+    """Add so many tokens to the `limits` of a `Heldout`: documents, given by digest and length, in their order, whole
+    but the last, of which it is the end. A long document alone is cut so.
+    """
+    for digest, length in documents:
+        if tokens <= 0:
+            return
+        if digest not in limits:
+            limits[digest] = max(length - tokens, 0)
+            tokens -= length - limits[digest]
+
+
+def hold_back_of_each(documents: Documents, tokens: int) -> dict[bytes, int]:
+    """The limits for so many tokens of D documents, of each source its share, in the order of their hash."""
+    limits: dict[bytes, int] = {}
+    lengths, digests = documents.lengths, documents.digests
+    for first, end in pairwise(np.cumsum([0, *documents.sizes])):
+        hashes = np.ascontiguousarray(digests[first:end, :8]).view(">u8").ravel()
+        order = first + np.argsort(hashes, kind="stable")
+        share = -(-tokens * int(lengths[order].sum()) // int(lengths.sum()))
+        hold_back(((digests[i].tobytes(), int(lengths[i])) for i in order), share, limits)
+    return limits
 
 
 def n_blocks_for(
@@ -68,12 +128,6 @@ def permutation(digests: NDArray[np.uint8], seed: int, epoch: int = 0) -> Ints:
     return np.argsort(np.frombuffer(b"".join(keys), ">u8"), kind="stable")
 
 
-def heldout_mask(digests: NDArray[np.uint8], fraction: float) -> NDArray[np.bool_]:
-    """(D,) whether each document is held out, as `Source.part` decides."""
-    threshold = hash_threshold(fraction)
-    return np.array([is_below(digest.tobytes(), threshold) for digest in digests], bool)
-
-
 @dataclass(frozen=True)
 class Selection:
     """What training reads: its blocks, out of `data_tokens` that may be read before anything repeats."""
@@ -92,28 +146,36 @@ class Selection:
 
 
 def select(
-    text: TokenisedText,
-    *,
-    block_size: int,
-    seed: int = 0,
-    heldout_fraction: float = 0.0,
-    weights: Sequence[float] | None = None,
-    boundaries: bool = False,
-    **length: Any,
+    text: TokenisedText, *, block_size: int, heldout: Heldout, boundaries: bool = False, **how: Any
 ) -> Selection:
-    """The blocks that training reads, in the order in which it reads them. `length` is what `n_blocks_for` takes.
+    """The blocks that training reads, in the order in which it reads them; `how` is what `reading_order` takes."""
+    lengths = heldout.lengths(text)
+    order, n_blocks, data_tokens = reading_order(text, lengths, block_size=block_size, **how)
+    blocks = Blocks(text, order, block_size, n_blocks, boundaries, lengths)
+    return Selection(blocks, data_tokens, int((lengths == 0).sum()))
 
-    `weights`: the share of the tokens that each of the text's sources has; the data then ends where the first source
-    would repeat. A source that is exhausted begins again in another order. Raises CorpusError.
+
+def reading_order(
+    documents: Documents, lengths: Ints, *, block_size: int, seed: int = 0, weights: Sequence[float] | None = None,
+    **length: Any,
+) -> tuple[Ints, int, int]:  # fmt: skip
+    """(N,) documents in the order in which training reads them, how many blocks it reads, and the tokens that there are
+    before anything repeats. `lengths` is what of each document may be read, `length` what `n_blocks_for` takes.
+
+    `weights`: the share of the tokens that each source has; the data then ends where the first source would repeat. A
+    source that is exhausted begins again in another order. Raises CorpusError.
     """
-    heldout = heldout_mask(text.digests, heldout_fraction)
-    sources = _groups(text, heldout, weights)
+    sizes = (len(lengths),) if weights is None else documents.sizes
+    sources = [np.flatnonzero(lengths[a:b]) + a for a, b in pairwise(np.cumsum([0, *sizes]))]
+    if not all(map(len, sources)):
+        raise CorpusError(
+            "all documents are held out and none of a source is left to train on; hold out other or fewer documents"
+        )
     shares = shares_of([1.0] if weights is None else weights)
-    sizes = [int(text.lengths[group].sum()) for group in sources]
-    data_tokens = min(int(size / share) for size, share in zip(sizes, shares, strict=True))
+    totals = [int(lengths[source].sum()) for source in sources]
+    data_tokens = min(int(total / share) for total, share in zip(totals, shares, strict=True))
     n_blocks = n_blocks_for(data_tokens, block_size, **length)
-    order = _merged(text, sources, shares, n_blocks * block_size, seed)
-    return Selection(Blocks(text, order, block_size, n_blocks, boundaries), data_tokens, int(heldout.sum()))
+    return _merged(documents.digests, lengths, sources, shares, n_blocks * block_size, seed), n_blocks, data_tokens
 
 
 def shares_of(weights: Sequence[float]) -> list[Fraction]:
@@ -122,28 +184,21 @@ def shares_of(weights: Sequence[float]) -> list[Fraction]:
     return [weight / sum(exact) for weight in exact]
 
 
-def _groups(text: TokenisedText, heldout: NDArray[np.bool_], weights: Sequence[float] | None) -> list[Ints]:
-    """The documents that training may see: of each source where sources have weights, else all together."""
-    sizes = (len(text),) if weights is None else text.sizes
-    groups = [np.flatnonzero(~heldout[a:b]) + a for a, b in pairwise(np.cumsum([0, *sizes]))]
-    if not all(map(len, groups)):
-        raise CorpusError("all documents are held out and none is left to train on; hold out a smaller fraction")
-    return groups
-
-
-def _merged(text: TokenisedText, sources: list[Ints], shares: list[Fraction], wanted: int, seed: int) -> Ints:
-    """Documents of `wanted` tokens or a little more, from each source its share.
+def _merged(
+    digests: NDArray[np.uint8], lengths: Ints, sources: list[Ints], shares: list[Fraction], tokens: int, seed: int
+) -> Ints:
+    """Documents of that many tokens or a little more, from each source its share.
 
     The next document is always of the source that has had least for its share, which is to sort all documents by
-    (tokens of its source before it) / share. What comes first does not depend on `wanted`.
+    (tokens of its source before it) / share. What comes first does not depend on `tokens`.
     """
     orders, due = [], []
-    for group, share in zip(sources, shares, strict=True):
-        needed = math.ceil(share * wanted)
-        epochs = -(-needed // int(text.lengths[group].sum()))
-        order = np.concatenate([group[permutation(text.digests[group], seed, epoch)] for epoch in range(epochs)])
-        before = np.cumsum(text.lengths[order]) - text.lengths[order]
+    for source, share in zip(sources, shares, strict=True):
+        needed = math.ceil(share * tokens)
+        epochs = -(-needed // int(lengths[source].sum()))
+        order = np.concatenate([source[permutation(digests[source], seed, epoch)] for epoch in range(epochs)])
+        before = np.cumsum(lengths[order]) - lengths[order]
         orders.append(order[before < needed])
         due.append(before[before < needed] / float(share))
     order = np.concatenate(orders)[np.argsort(np.concatenate(due), kind="stable")]
-    return order[: int(np.searchsorted(np.cumsum(text.lengths[order]), wanted)) + 1]
+    return order[: int(np.searchsorted(np.cumsum(lengths[order]), tokens)) + 1]

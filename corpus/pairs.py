@@ -8,16 +8,15 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.corpus.document import Document
-from gqa.corpus.sources import Source, text_digest
-from gqa.corpus.tokens import Encoder, Ints, TokenisedText, cached_rows, first_token
+from gqa.corpus.sources import Source, row_digest
+from gqa.corpus.tokens import Block, Encoder, Ints, cached_rows, first_token, list_lengths
 
 Pair = tuple[list[int], list[int]]  # tokens of a source, and of its target: what the model is to predict
 
@@ -27,32 +26,16 @@ _SENTINELS = 100  # that T5 has
 _BATCH = 64  # pairs tokenised at a time
 
 
-def read_pairs(source: Source, targets: Source) -> Iterator[tuple[Document, str]]:
-    """The rows of one data set that have both a source and a target: two columns of it, each as a `Source`.
-
-    Raises CorpusError where no row has both, and where the two columns are the same text.
+def read_pairs(source: Source) -> Iterator[tuple[str, str]]:
+    """The rows of a data set that have both a source and a target. Raises CorpusError, after the last, where the two
+    columns are the same text.
     """
-    waiting: tuple[dict[str, Document], dict[str, Document]] = {}, {}  # the first column's, the second's
-    found = differ = False
-    for row in zip_longest(source.documents(), targets.documents()):
-        for side, one in enumerate(row):
-            if one is None:
-                continue
-            if (other := waiting[1 - side].pop(one.name, None)) is None:
-                waiting[side][one.name] = one
-                continue
-            first, second = (other, one) if side else (one, other)
-            found, differ = True, differ or first.text != second.text
-            yield first, second.text
-    if not found:
-        raise CorpusError(f"no row of {source.spec} has both a source and a target; name two columns that belong")
+    differ = False
+    for one, other in source.rows():
+        differ = differ or one != other
+        yield one, other
     if not differ:
         raise CorpusError(f"--field and --target-field of {source.spec} are the same text; name two columns")
-
-
-def pair_digest(source: str, target: str) -> bytes:
-    """By which a pair is put in order and held out, as a document is by its text's."""
-    return text_digest(f"{source}\0{target}")
 
 
 class PairEncoder:
@@ -120,63 +103,72 @@ class PairEncoder:
 
 @dataclass(frozen=True)
 class PairTable:
-    """Tokenised pairs, memory-mapped: Arrow's lists of int32 of sources and of targets, nothing before or after them.
-
-    `numbers`: a text of one token for each pair, which is its number here. So pairs are put in order, held out and
-    counted as documents of text are, each as one token.
+    """D tokenised pairs of one data set after the other, memory-mapped: Arrow's lists of int32 of `sources` and of
+    `targets`, nothing before or after them. `digests` (D, 32) and `sizes` are as of `TokenisedText`.
     """
 
     sources: Any
     targets: Any
-    numbers: TokenisedText
+    digests: NDArray[np.uint8]
+    sizes: tuple[int, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.digests)
 
     @cached_property
-    def lengths(self) -> tuple[Ints, Ints]:
-        """(D,) tokens of each source and of each target."""
-        import pyarrow.compute  # type: ignore[import-untyped]
+    def lengths(self) -> Ints:
+        """(D,) what pairs count where they are put in order and held out: each the same."""
+        return np.ones(len(self), np.int64)
 
-        one, other = (
-            pyarrow.compute.list_value_length(side).to_numpy().astype(np.int64) for side in (self.sources, self.targets)
-        )
-        return one, other
+    @cached_property
+    def tokens(self) -> Ints:
+        """(2, D) tokens of each source and of each target."""
+        return np.stack([list_lengths(self.sources), list_lengths(self.targets)])
 
-    def pair(self, number: int) -> tuple[Ints, Ints]:
-        return self.sources[number].values.to_numpy(), self.targets[number].values.to_numpy()
-
-
-def tokenise_pairs(columns: Sequence[tuple[Source, Source]], encoder: PairEncoder) -> PairTable:
-    """The pairs of data sets of which a column of sources and one of targets is given, one data set after the other, as
-    `tokenise` has text. Raises CorpusError.
-    """
-    import pyarrow
-
-    def rows(source: Source, targets: Source) -> Iterator[dict[str, Any]]:
-        found = read_pairs(source, targets)
-        while batch := list(islice(found, _BATCH)):
-            sides = [one.text for one, _ in batch], [answer for _, answer in batch]
-            made = encoder.encode(sides[0]), encoder.encode(sides[1], target=True)
-            for one, other, source_ids, target_ids in zip(*sides, *made, strict=True):
-                yield {"source": source_ids, "target": target_ids, "digest": pair_digest(one, other)}
-
-    found = []
-    for source, targets in columns:
-        key = f"gqa pairs {source.identify()} {targets.identify()} {encoder.identify()}"
-        found.append(cached_rows(key, partial(rows, source, targets), "source", "target"))
-    tables, digests, fingerprints = zip(*found, strict=True)
-    sizes = tuple(map(len, digests))
-    whole = pyarrow.concat_tables(tables)
-    told = hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
-    return PairTable(whole["source"], whole["target"], numbered(np.concatenate(digests), told, sizes))
+    def pair(self, number: int) -> Pair:
+        return self.sources[number].as_py(), self.targets[number].as_py()
 
 
-def numbered(digests: NDArray[np.uint8], fingerprint: str, sizes: tuple[int, ...] = ()) -> TokenisedText:
-    """A text of one token for each of what has these digests, D of 32 bytes: its number."""
-    import pyarrow
+def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> PairTable:
+    """The pairs of data sets, one after the other, kept as `tokenise` keeps text. Raises CorpusError."""
+    import pyarrow  # type: ignore[import-untyped]
 
-    digests = digests.reshape(-1, 32)
-    each = np.arange(len(digests) + 1, dtype=np.int32)
-    tokens = pyarrow.chunked_array([pyarrow.ListArray.from_arrays(each, each[:-1])])
-    return TokenisedText(tokens, digests, sizes or (len(digests),), fingerprint)
+    def rows(source: Source) -> Iterator[dict[str, Any]]:
+        pairs = read_pairs(source)
+        while batch := list(islice(pairs, _BATCH)):
+            texts, answers = zip(*batch, strict=True)
+            ids = encoder.encode(texts), encoder.encode(answers, target=True)
+            for pair, one, other in zip(batch, *ids, strict=True):
+                yield {"source": one, "target": other, "digest": row_digest(*pair)}
+
+    parts = []
+    for source in sources:
+        key = f"gqa pairs {source.identify()} {encoder.identify()}"
+        parts.append(cached_rows(key, partial(rows, source), "source", "target"))
+    tables, digests, fingerprints = zip(*parts, strict=True)
+    whole = pyarrow.concat_tables([table.replace_schema_metadata() for table in tables])  # each has its own key
+    fingerprint = hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
+    return PairTable(whole["source"], whole["target"], np.concatenate(digests), tuple(map(len, digests)), fingerprint)
+
+
+def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:
+    """What an encoder-decoder is given of a pair: `input_ids` and `attention_mask` (S,), `labels` (T,)."""
+    source, target = (np.array(side, np.int64) for side in pair)
+    return {"input_ids": source, "attention_mask": np.ones_like(source), "labels": target}
+
+
+@dataclass(frozen=True)
+class PairBlocks:
+    """A block is a pair of a table, in the order of these numbers; each side has `size` tokens at most."""
+
+    table: PairTable
+    order: Ints
+    encoder: PairEncoder
+    size: int
+
+    def __getitem__(self, index: int) -> Block:
+        return pair_block(self.encoder.framed(*self.table.pair(int(self.order[index])), self.size))
 
 
 def corrupted(ids: Ints, marks: Sequence[int], generator: np.random.Generator) -> Pair:

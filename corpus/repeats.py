@@ -30,7 +30,7 @@ def tiled(block: Ints, random: np.random.Generator) -> Ints:
     return np.resize(block[:lag], length)
 
 
-def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0, stride: int = 1) -> Ints:
+def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, first: int = 0) -> Ints:
     """Block `index` of T tokens as `MIX` has it: as it stands, or repeating itself. Shape (T,).
 
     What it becomes depends on its number, the seed and the `BEFORE` blocks before it, not on how many there are.
@@ -39,7 +39,6 @@ def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, fi
         blocks: Gives the block of a number as it stands.
         lead: Tokens at the beginning of each block that stay where they are: BOS.
         first: The first block that may be asked for.
-        stride: From one of the blocks before it to the next.
     """
     own = blocks(index)
     head, block = own[:lead], own[lead:]
@@ -49,7 +48,6 @@ def mixed(blocks: Callable[[int], Ints], index: int, seed: int, lead: int, *, fi
         return own
     random = np.random.default_rng([seed, index])
     if kind == "random":
-        begin = index - stride * min(BEFORE, (index - first) // stride)
-        near = [blocks(number)[lead:] for number in range(begin, index + 1, stride)]
-        block = random.choice(np.concatenate(near), len(block))
+        before = [blocks(number)[lead:] for number in range(max(first, index - BEFORE), index)]
+        block = random.choice(np.concatenate([*before, block]), len(block))
     return np.concatenate([head, tiled(block, random)])

@@ -2,9 +2,9 @@
 
     stdlib:train   stdlib:heldout                          the source of Python's standard library
     notes.txt   data/   'data/**/*.jsonl.gz'               files of one format (`gqa.corpus.files`)
-    org/name   org/name:config   org/name:config:split     a data set of the hub, through `datasets`
+    org/name   org/name:config   org/name:config:split     a data set of the hub
 
-In a mixture, `SPEC@WEIGHT` gives a source its share of the tokens.
+All are read by `datasets`. In a mixture, `SPEC@WEIGHT` gives a source its share of the tokens.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from gqa.checkpoint.console import read_count
 from gqa.checkpoint.errors import CorpusError, listing
-from gqa.corpus.document import Document
-from gqa.corpus.files import find_files, is_local, read_file
-from gqa.corpus.hub import load_rows, read_rows
-from gqa.corpus.stdlib import Split, stdlib_documents
+from gqa.corpus.files import file_error, file_format, find_files, is_local, load_files, missing_column
+from gqa.corpus.hub import hub_error, load_hub
+from gqa.corpus.stdlib import Split, stdlib_texts
 
 _NO_DATA = "no data is named; give a file, a directory, a pattern, a data set of the hub or stdlib:train"
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?::([^:]+))?(?::([^:]+))?")
-_T = TypeVar("_T")
 _WEIGHTED = re.compile(r"(.+)@([^@/]+)")
+_ROWS = 64  # read at a time
 
 
 @dataclass(frozen=True)
@@ -62,49 +60,128 @@ def parse_self(spec: str) -> OwnText:
 
 @dataclass(frozen=True)
 class Source:
-    """Text that can be read any number of times, always in the same order.
+    """Documents, or pairs of a source and a target, that can be read any number of times, always in the same order.
 
-    `spec` is what it was made from; `read` gives its documents, or those of the shard (file) of a number, of which
-    there are `shards`; `identify` says what its content is, as a hash; `streaming` means that it is too large or too
-    far away to be kept; `weight` is its share of a mixture's tokens, where it was given one.
+    `spec` is what it was made from. `load` gives the data set of `datasets`, of which `columns` are the text, or the
+    source and the target. `identify` says what its content is, as a hash. `files` are its shards where they are known.
+    `separator` cuts rows into documents. `streaming`: it is too large or too far away to be kept. `weight`: its share
+    of a mixture's tokens, where it was given one. `fraction`: only documents whose hash is below it.
     """
 
     spec: str
-    read: Callable[..., Iterator[Document]]
+    load: Callable[[], Any]
     identify: Callable[[], str]
+    columns: tuple[str, ...] = ("text",)
+    files: tuple[Path, ...] = ()
+    separator: str | None = None
     streaming: bool = False
     weight: float | None = None
-    shards: Callable[[], int] = field(default=lambda: 1)
+    fraction: float | None = None
 
-    def documents(self) -> Iterator[Document]:
-        """Documents in the order of the source, none of them blank.
+    def texts(self) -> Iterator[str]:
+        """Documents in the order of the source, none of them blank. Raises CorpusError as `rows` does."""
+        return (row[0] for row in self.rows())
 
-        Raises CorpusError, while they are read, for what cannot be read and for a source without any text.
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """The texts of `columns`, in the order of the source, none of them blank.
+
+        Raises CorpusError for what cannot be read and for a source without any text.
         """
-        return self.some(self.read())
+        data = self.dataset()
+        empty = True
+        for row in self.read(data):
+            yield tuple(row[name] for name in self.columns)
+            empty = False
+        if empty:
+            raise self.no_text()
 
-    def some(self, found: Iterator[_T]) -> Iterator[_T]:
-        """What was found in it, which is something. Raises CorpusError where it is not."""
-        if (first := next(found, None)) is None:
-            raise CorpusError(f"{self.spec} holds no text: it is empty or blank")
-        yield first
-        yield from found
+    def is_empty(self) -> bool:
+        """Whether it has no text. Raises CorpusError for what cannot be read."""
+        return next(self.read(self.dataset()), None) is None
 
-    def part(self, side: Split, fraction: float) -> Source:
-        """The documents that are held out, about `fraction` of them by a hash of their text, or all others."""
-        threshold, wanted = hash_threshold(fraction), side == "heldout"
+    def dataset(self) -> Any:
+        """A `datasets.IterableDataset` of `columns` alone, of rows that have text in each. Raises CorpusError."""
+        data = self.load()
+        if hasattr(data, "to_iterable_dataset"):
+            data = data.to_iterable_dataset()
+        for column in self.columns:
+            if data.column_names is not None and column not in data.column_names:
+                raise missing_column(
+                    str(self.files[0]) if len(self.files) == 1 else self.spec, column, data.column_names
+                )
+        data = data.select_columns(list(self.columns))
+        return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=list(self.columns))
+
+    def read(self, data: Any) -> Iterator[dict[str, Any]]:
+        """The rows of a data set that was made of `dataset`. Raises CorpusError."""
+        try:
+            yield from data
+        except CorpusError:
+            raise
+        except Exception as error:  # whatever the readers of datasets raise
+            if not self.files:
+                raise hub_error(error, self.spec) from error
+            state = data.state_dict()
+            while "examples_iterable" in state:
+                state = state["examples_iterable"]
+            raise file_error(error, self.files[state.get("shard_idx", 0) % len(self.files)], self.columns) from error
+
+    def _texts(self, batch: dict[str, list[Any]]) -> dict[str, list[str]]:
+        """The rows of a batch in which all columns have text, cut at the separator."""
+        rows = []
+        for row in zip(*(batch[column] for column in self.columns), strict=True):
+            for column, value in zip(self.columns, row, strict=True):
+                if value is not None and not isinstance(value, str):
+                    kind = type(value).__name__
+                    raise CorpusError(f"{self.spec}: field {column!r} is no text but {kind}; name a field of text")
+            parts = [row] if self.separator is None or row[0] is None else self._documents(row[0])
+            rows += [part for part in parts if all(value and value.strip() for value in part)]
+        if self.fraction is not None:
+            threshold = hash_threshold(self.fraction)
+            rows = [row for row in rows if is_below(row_digest(*row), threshold)]
+        return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
+
+    def _documents(self, text: str) -> list[tuple[str]]:
+        return [(part.strip("\n"),) for part in text.split(cast(str, self.separator))]
+
+    def shard(self, count: int, index: int) -> Source:
+        """Every `count`th shard (file) from `index` on, which are a part of it; of how many is `n_shards`."""
+        if count == 1:
+            return self
         return replace(
             self,
-            spec=f"{self.spec} ({side} part, {fraction:g} held out)",
-            read=lambda *shard: (d for d in self.read(*shard) if is_below(text_digest(d.text), threshold) == wanted),
-            identify=lambda: f"{self.identify()} {side} {fraction!r}",
+            spec=f"{self.spec} (every {count}th file from file {index + 1} on)",
+            load=lambda: self.load().shard(count, index, contiguous=False),
+            files=self.files[index::count],
         )
+
+    @property
+    def n_shards(self) -> int:
+        return len(self.files) or getattr(self.load(), "num_shards", 1)  # of a stream
+
+    def part(self, fraction: float) -> Source:
+        """The documents that are held out: about that fraction, those whose hash is lowest."""
+        return replace(
+            self,
+            spec=f"{self.spec} ({fraction:g} held out)",
+            fraction=fraction,
+            identify=lambda: f"{self.identify()} below {fraction!r}",
+        )
+
+    def no_text(self) -> CorpusError:
+        """The error for a source of which nothing is left."""
+        if len(self.columns) > 1:
+            return CorpusError(
+                f"no row of {self.spec} has both a source and a target; name two columns that belong together"
+            )
+        return CorpusError(f"{self.spec} holds no text: it is empty or blank")
 
 
 def parse_source(
     spec: str,
     *,
     field: str = "text",
+    target_field: str | None = None,
     config: str | None = None,
     split: str | None = None,
     streaming: bool = False,
@@ -113,39 +190,48 @@ def parse_source(
 ) -> Source:
     """The source that a spec names. Nothing of a hub data set is fetched before its documents are read.
 
-    `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets. `config`, `split` ("train" by default) and
-    `revision` choose among what a hub data set has; other sources have none and are read whole. `separator` cuts text
-    files into documents; without it each file is one. Raises CorpusError.
+    `field` holds the text in JSON, CSV, Parquet, Arrow and hub data sets; with `target_field` rows are pairs of both.
+    `config`, `split` ("train" by default) and `revision` choose among what a hub data set has; other sources have none
+    and are read whole. `separator` cuts text files into documents; without it each file is one. Raises CorpusError.
     """
     if not spec.strip():
         raise CorpusError(_NO_DATA)
     if separator == "":
         raise CorpusError("the separator is empty; give the text between two documents, such as <|endoftext|>")
+    if target_field == field:
+        raise CorpusError(f"--field and --target-field of {spec} are the same text; name two columns")
+    columns = (field, target_field) if target_field else (field,)
     if spec == "stdlib" or spec.startswith("stdlib:"):
         if (side := spec.removeprefix("stdlib:")) not in ("train", "heldout"):
             raise CorpusError(f"there is no {spec}; allowed are stdlib:train and stdlib:heldout")
-        modules = partial(stdlib_documents, cast(Split, side))
-        return Source(spec, lambda *_: modules(), lambda: _digest_documents(modules()), streaming)
+        if target_field:
+            raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
+        return Source(
+            spec, partial(_load_stdlib, side), lambda: _digest(stdlib_texts(cast(Split, side))), streaming=streaming
+        )
     if is_local(spec):
         files = find_files(spec)
-        texts = partial(_read_files, files, field, separator)
-        digest = partial(_digest_files, files, field, separator)
-        return Source(spec, texts, digest, streaming, shards=lambda: len(files))
-    if not (named := _HUB_NAME.fullmatch(spec)):
+        if file_format(files[0]) == "text":
+            if target_field:
+                raise CorpusError(f"{spec} is plain text and has no field {target_field!r}")
+            columns = ("text",)
+        else:
+            separator = None
+        # Readers of some formats fail on files of no bytes.
+        files = tuple(file for file in files if file.stat().st_size) or files
+        return Source(
+            spec, partial(load_files, files, columns), partial(_digest_files, files, columns, separator), columns,
+            files, separator, streaming,
+        )  # fmt: skip
+    if not (match := _HUB_NAME.fullmatch(spec)):
         raise CorpusError(
             f"there is no file or directory {spec}, and it is no data set name (org/name[:config[:split]])"
         )
-    name, own_config, own_split = named.groups()
+    name, own_config, own_split = match.groups()
     # Once: a branch may move on while its files are read.
-    load = cache(partial(load_rows, name, own_config or config, own_split or split or "train", revision, streaming))
+    load = cache(partial(load_hub, name, own_config or config, own_split or split or "train", revision, streaming))
     # What identifies its rows is made of the commit, the configuration and the split.
-    return Source(
-        spec,
-        lambda *shard: read_rows(name, load(), field, *(shard if streaming else ())),
-        lambda: str(load()._fingerprint),
-        streaming,
-        shards=lambda: load().num_shards if streaming else 1,
-    )
+    return Source(spec, load, lambda: f"{load()._fingerprint} {columns}", columns, streaming=streaming)
 
 
 def parse_sources(specs: Sequence[str], **options: Any) -> tuple[Source, ...]:
@@ -198,9 +284,9 @@ def split_weight(spec: str) -> tuple[str, float | None]:
     return parts[1], weight
 
 
-def text_digest(text: str) -> bytes:
-    """SHA-256 of a text in UTF-8, 32 bytes."""
-    return hashlib.sha256(text.encode()).digest()
+def row_digest(*texts: str) -> bytes:
+    """SHA-256 of a text, or of a source and a target, in UTF-8: 32 bytes."""
+    return hashlib.sha256("\0".join(texts).encode()).digest()
 
 
 def hash_threshold(fraction: float) -> int:
@@ -213,25 +299,24 @@ def is_below(digest: bytes, threshold: int) -> bool:
     return int.from_bytes(digest[:8], "big") < threshold
 
 
-def _read_files(
-    files: Sequence[Path], field: str, separator: str | None, shard: int | None = None
-) -> Iterator[Document]:
-    chosen = files if shard is None else files[shard : shard + 1]
-    return chain.from_iterable(read_file(file, field, separator) for file in chosen)
+def _load_stdlib(side: str) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_dict({"text": list(stdlib_texts(cast(Split, side)))})
 
 
-def _digest_files(files: Sequence[Path], field: str, separator: str | None) -> str:
+def _digest_files(files: Sequence[Path], columns: tuple[str, ...], separator: str | None) -> str:
     """By what is in the files and how it is read; where they are does not matter."""
-    digest = hashlib.sha256(repr((field, separator)).encode())
+    digest = hashlib.sha256(repr((columns, separator)).encode())
     for path in files:
         try:
             with path.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
-            raise CorpusError(f"{path} cannot be read: {error.strerror}") from None
+            raise CorpusError(f"{path} cannot be read: {error.strerror}") from error
         digest.update(f"{path.suffixes[-2:]} {content}\n".encode())
     return digest.hexdigest()
 
 
-def _digest_documents(documents: Iterator[Document]) -> str:
-    return hashlib.sha256(b"".join(text_digest(found.text) for found in documents)).hexdigest()
+def _digest(texts: Iterator[str]) -> str:
+    return hashlib.sha256(b"".join(map(row_digest, texts))).hexdigest()

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from gqa.corpus.document import Document
-
 Split = Literal["train", "heldout"]
 
 HELDOUT_PER_MILLE = 50
@@ -24,7 +22,7 @@ _EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "dis
 _EXCLUDED_PACKAGES = frozenset({"encodings", "pydoc_data", "turtledemo", "lib2to3"})
 
 
-def stdlib_documents(split: Split) -> Iterator[Document]:
+def stdlib_texts(split: Split) -> Iterator[str]:
     """The modules of one split in the order of their names. Files that are not UTF-8 are left out.
 
     Held out are those whose name (dotted) has a SHA-256 that is low.
@@ -48,4 +46,4 @@ def stdlib_documents(split: Split) -> Iterator[Document]:
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
-            yield Document(module, text)
+            yield text

@@ -1,209 +1,148 @@
-"""The blocks of sources that are too large to be kept: documents in the order of the stream, tokenised on the way.
+"""The blocks of sources that are too large to be kept: `datasets` streams them, tokenised on the way.
 
 A stream is read in lanes side by side, each of which is every so many-th shard (file) of each source. Blocks come from
-the lanes in turn, so who trains on every so many-th block reads a share of the shards. How many lanes there are is
-decided by the batch and the shards, not by the number of processes.
+the lanes in turn, so a process that trains on every so many-th block reads a share of the shards. How many lanes there
+are is decided by the batch and the shards, not by the number of processes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
-from itertools import count, islice, tee
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.alpha import shares_of
-from gqa.corpus.document import Document
-from gqa.corpus.sources import Source
-from gqa.corpus.tokens import Block, Encoder, block_of
+from gqa.corpus.alpha import Heldout
+from gqa.corpus.sources import Source, row_digest
+from gqa.corpus.tokens import Block, Encoder, pack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LANES = 64  # at most: each has a shard open, which is read again where a run goes on
-_HELD = 8  # blocks of a lane that can be asked for again
+_LANES = 64  # at most: each has a shard open
+_BATCH = 64  # documents tokenised at a time
 
-# Where a block of a lane begins: its number there, how many tokens of the document at hand are before it and, for each
-# source, the shard and the number there of the document at hand or next, and tokens of the documents before that.
-Place = tuple[int, int, list[tuple[int, int, int]]]
+# Where one source of a lane goes on: the state of its data set and what is left of the document before.
+State = dict[str, Any]
 
 
 class StreamedBlocks:
-    """With `n_blocks` the stream ends there, and a lane of a source that is exhausted before begins again; without it,
-    it ends with the first source.
+    """Blocks without end: a source that is exhausted begins again. Each source has its share of the blocks.
 
-    The `first` blocks come from the first lane, the others from all lanes, of which there are as many as divide the
-    `batch` and every source has shards. A thread reads two batches ahead of those. Where a run is continued, so many
-    blocks of a lane `before` the next one are asked for.
+    There are as many lanes as divide the `batch` and every source has shards. Two batches are read ahead in a thread.
+    Raises CorpusError where there are several sources and they have no weights.
     """
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        block_size: int,
-        n_blocks: int | None = None,
-        heldout_fraction: float = 0.0,
-        boundaries: bool = False,
-        first: int = 0,
-        batch: int = 1,
-        before: int = 0,
-    ) -> None:
-        """Raises CorpusError where there are several sources and they have no weights."""
+        self, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, *, block_size: int,
+        heldout: Heldout, boundaries: bool = False, batch: int = 1,
+    ) -> None:  # fmt: skip
         if len(sources) > 1 and any(source.weight is None for source in sources):
             raise CorpusError("several streams need weights (SPEC@WEIGHT): their sizes are not known")
-        self._specs = [source.spec for source in sources]
-        if heldout_fraction:
-            sources = [source.part("train", heldout_fraction) for source in sources]
-        self.sources, self._shares = sources, list(map(float, shares_of([s.weight or 1.0 for s in sources])))
-        self.encoder = Encoder(tokenizer)
-        self.size, self.n_blocks, self.boundaries, self._first = block_size, n_blocks, boundaries, first
-        self._shards = [source.shards() for source in sources]
+        self.sources, self.encoder, self._heldout = sources, Encoder(tokenizer), heldout
+        self._size, self._boundaries = block_size, boundaries
+        self._shards = [source.n_shards for source in sources]
         self.lanes = max(n for n in range(1, min(*self._shards, _LANES, batch) + 1) if batch % n == 0)
         self._ahead = 2 * batch // self.lanes
-        worker = ThreadPoolExecutor(1)  # one: tokenizers are not to be called by several
-        self._lanes = [_Lane(partial(self._blocks, lane), worker, before) for lane in range(self.lanes)]
+        self._worker = ThreadPoolExecutor(1)  # one: tokenizers are not to be called by several
+        self._open = [self._lane(lane, 0, None) for lane in range(self.lanes)]
 
     def __str__(self) -> str:
         """What is read, and in how many lanes: on all of that the blocks depend."""
         return ", ".join(
-            spec if shards == 1 else f"{spec} ({shards} files, {self.lanes} at a time)"
-            for spec, shards in zip(self._specs, self._shards, strict=True)
+            source.spec if shards == 1 else f"{source.spec} ({shards} files, {self.lanes} at a time)"
+            for source, shards in zip(self.sources, self._shards, strict=True)
         )
 
-    def __iter__(self) -> Iterator[Block]:
-        for index in count() if self.n_blocks is None else range(self.n_blocks):
-            try:
-                yield self[index]
-            except IndexError:
-                return
-
     def __getitem__(self, index: int) -> Block:
-        """Block `index`. Its lane is read forward, and again from its start for one eight before the last of the lane.
-
-        Raises IndexError where the stream has ended.
-        """
-        if index < self._first:
-            return self._lanes[0].block(index, 1)
-        turn, lane = divmod(index - self._first, self.lanes)
-        return self._lanes[lane].block(turn + self._first * (lane == 0), self._ahead)
+        """Block `index`; its lane is read forward, or again from its start."""
+        number, lane = divmod(index, self.lanes)
+        if number < self._open[lane].number:
+            self._open[lane] = self._lane(lane, 0, None)
+        return self._open[lane].block(number, self._ahead)
 
     @property
     def places(self) -> list[Any]:
-        """How far each lane was read, if it was: its number and a `Place`."""
-        return [[number, *place] for number, lane in enumerate(self._lanes) if (place := lane.place)]
+        """How far each lane was read, JSON-ready: its number, its next block, and the state of each source."""
+        lanes = enumerate(self._open)
+        return [
+            [number, lane.number, [_plain(state) for state in lane.states]] for number, lane in lanes if lane.states
+        ]
 
     def seek(self, places: list[Any]) -> None:
         """Lanes go on from the furthest of these places for each."""
-        for lane, number, offset, at in sorted(places):
-            self._lanes[lane].seek((number, offset, at))
+        for lane, number, states in sorted(places, key=lambda place: place[:2]):
+            self._open[lane] = self._lane(lane, number, states)
 
-    def _blocks(self, lane: int, place: Place | None) -> Iterator[tuple[Place, Block, Place]]:
-        """The blocks of a lane from a place on, each between where it begins and where it ends."""
-        place = place or (0, 0, [(lane, 0, 0)] * len(self.sources))
-        (number, used, _), ours = place, None
-        if self.n_blocks is not None:
-            ours = self._first * (lane == 0) + -(-(self.n_blocks - self._first - lane) // self.lanes)
-        parts: list[NDArray[np.int32]] = []
-        held = 0
-        for at, tokens in self._merged(lane, place[2]):
-            while held + len(tokens) - used >= self.size and number != ours:
-                upto, number = used + self.size - held, number + 1
-                end = number, upto, at
-                yield place, block_of([*parts, tokens[used:upto]], self.size, self.boundaries), end
-                place, used, parts, held = end, upto, [], 0
-            if number == ours:
-                return
-            if used < len(tokens):
-                parts.append(tokens[used:])
-                held += len(tokens) - used
-            used = 0
+    def _lane(self, lane: int, number: int, states: Sequence[State] | None) -> _Lane:
+        return _Lane(self._blocks(lane, number, states), number, states or (), self._worker)
 
-    def _merged(self, lane: int, at: Sequence[Any]) -> Iterator[tuple[list[Any], NDArray[np.int32]]]:
-        """Each document with where sources are then, mixed as a selection is, until a source ends."""
-        at = [*at]
-        documents = [self._documents(source, lane, *at[source][:2]) for source in range(len(at))]
+    def _blocks(self, lane: int, number: int, states: Sequence[State] | None) -> Iterator[tuple[Block, list[State]]]:
+        """The blocks of a lane, each from the source that has had least for its share, and the states behind it."""
+        now = list(states or [{"blocks": 0, "rest": (), "data": None}] * len(self.sources))
+        streams = [self._blocks_of(source, lane, state) for source, state in zip(self.sources, now, strict=True)]
         while True:
-            source = min(range(len(at)), key=lambda number: at[number][2] / self._shares[number])
-            if not (found := next(documents[source], None)):
-                return
-            (shard, number, tokens), before = found, at[source][2]
-            at = [*at]
-            at[source] = shard, number, before
-            yield at, tokens
-            at = [*at]
-            at[source] = shard, number + 1, before + len(tokens)
+            least = min(range(len(now)), key=lambda i: now[i]["blocks"] / (self.sources[i].weight or 1.0))
+            block, rest, data = next(streams[least])
+            now = [*now]
+            now[least] = {"blocks": now[least]["blocks"] + 1, "rest": rest, "data": data}
+            yield block, now
 
-    def _documents(
-        self, number: int, lane: int, shard: int, skipped: int
-    ) -> Iterator[tuple[int, int, NDArray[np.int32]]]:
-        """The documents of a source in a lane, with their shards and numbers there, from one on; again and again where
-        a number of blocks is wanted.
-        """
-        source, shards, begin = self.sources[number], self._shards[number], (shard, skipped)
-        if self.lanes > 1:
-            source = replace(source, spec=f"{source.spec} (every {self.lanes}th file from file {lane + 1} on)")
+    def _blocks_of(self, source: Source, lane: int, state: State) -> Iterator[tuple[Block, Any, dict[str, Any]]]:
+        """The blocks of a lane's part of one source, what each leaves of a document, and the state of the data set."""
+        part, position = source.shard(self.lanes, lane), state["data"]
+        column = list(part.columns)
+        data: Any = None
 
-        def once(shard: int, skipped: int) -> Iterator[tuple[int, int, Document]]:
-            for current in range(shard, shards, self.lanes):
-                numbered = enumerate(source.read(current))
-                yield from ((current, n, found) for n, found in islice(numbered, skipped, None))
-                skipped = 0
+        def documents() -> Iterator[Any]:
+            nonlocal data, position
+            while True:
+                data = part.dataset().map(
+                    self._tokens, input_columns=column, batched=True, batch_size=_BATCH, remove_columns=column
+                )
+                first, start = True, position
+                if start:
+                    data.load_state_dict(start)
+                position = None
+                for row in part.read(data):
+                    first = False
+                    yield row["tokens"]
+                if first and not start:
+                    raise CorpusError(f"{part.spec} has nothing to train on: it is empty, blank or held out")
 
-        def read() -> Iterator[tuple[int, int, Document]]:
-            yield from source.some(once(lane, 0)) if begin == (lane, 0) else once(*begin)
-            while self.n_blocks is not None:
-                yield from source.some(once(lane, 0))
+        for block, rest in pack(documents(), self._size, self._boundaries, state["rest"]):
+            yield block, rest, data.state_dict() if data else position
 
-        places, documents = tee(read())
-        encoded = self.encoder.encode(found for *_, found in documents)
-        for (current, n, _), (_, tokens) in zip(places, encoded, strict=False):
-            yield current, n, np.array(tokens, np.int32)
+    def _tokens(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        """Of a batch of documents, as far as they are not held out."""
+        pairs = zip(texts, self.encoder.tokens(texts), strict=True)
+        rows = [tokens[: self._heldout.limit(row_digest(text), len(tokens))] for text, tokens in pairs]
+        return {"tokens": [tokens for tokens in rows if tokens]}
 
 
 class _Lane:
-    """The blocks of a lane, which `read` gives from a place on (None: from its start)."""
+    """Blocks that are read ahead: `number` is that of the next, `states` are those before it."""
 
     def __init__(
-        self,
-        read: Callable[[Place | None], Iterator[tuple[Place, Block, Place]]],
+        self, blocks: Iterator[tuple[Block, list[State]]], number: int, states: Sequence[State],
         worker: ThreadPoolExecutor,
-        before: int,
-    ) -> None:
-        self._read, self._worker, self._before = read, worker, before
-        self._recent: deque[tuple[Place, Block, Place]] = deque(maxlen=_HELD)
-        self._coming: deque[Future[Any]] = deque()
-        self.seek(None)
-
-    def seek(self, place: Place | None) -> None:
-        """Where the next block that is asked for is found, unless it is before."""
-        self._start, self._next, self._blocks = place, place[0] if place else 0, self._read(place)
-        self._recent.clear()
-        self._coming.clear()
-
-    @property
-    def place(self) -> Place | None:
-        """Where a run that is continued is to read from; None where nothing was read."""
-        places = [*(begin for begin, _, _ in self._recent), *(end for *_, end in [*self._recent][-1:])]
-        return places[-1 - self._before :][0] if places else None
+    ) -> None:  # fmt: skip
+        self.number, self.states, self._blocks, self._worker = number, states, blocks, worker
+        self._coming: deque[Future[tuple[Block, list[State]]]] = deque()
 
     def block(self, number: int, ahead: int) -> Block:
-        """Block `number`; so many are read in a thread from the one that is next."""
-        if number < self._next - len(self._recent):
-            self.seek(self._start if self._start and self._start[0] <= number else None)
-        while self._next <= number:
+        """Block `number`, the next or a later one; so many are read ahead in a thread."""
+        while True:
             while len(self._coming) < ahead:
-                self._coming.append(self._worker.submit(next, self._blocks, None))
-            if not (found := self._coming.popleft().result()):
-                raise IndexError(f"the stream ended before block {number}")
-            self._recent.append(found)
-            self._next += 1
-        return self._recent[number - self._next][1]
+                self._coming.append(self._worker.submit(next, self._blocks))
+            block, self.states = self._coming.popleft().result()
+            self.number += 1
+            if self.number > number:
+                return block
+
+
+def _plain(state: State) -> State:
+    return state | {"rest": np.asarray(state["rest"]).tolist()}

@@ -11,18 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import click
 import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
-from gqa.checkpoint.hub_errors import quiet
-from gqa.corpus.document import Document
-from gqa.corpus.sources import Source, text_digest
+from gqa.checkpoint.write import replacing
+from gqa.corpus.sources import Source, row_digest
 
 if TYPE_CHECKING:
     import pyarrow  # type: ignore[import-untyped]
@@ -31,8 +33,19 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
-_LAYOUT = 1  # of what is cached
+_LAYOUT = 2  # of what is cached
 _BATCH = 64  # documents tokenised at a time
+_ROWS = 1024  # of a record batch
+# What a tokenizer remembers that does not decide the tokens of a text.
+_OF_USE = (
+    "name_or_path",
+    "model_max_length",
+    "padding_side",
+    "truncation_side",
+    "pad_token",
+    "is_local",
+    "local_files_only",
+)
 
 
 @dataclass(frozen=True)
@@ -40,15 +53,13 @@ class TokenisedText:
     """The documents of a source (or of several, one after the other) as tokens, memory-mapped.
 
     `tokens`: Arrow's lists of int32, one for each of D documents. `digests`: (D, 32) uint8, SHA-256 of each document's
-    text. `sizes`: documents of each source. `spans`: (D,) where in its tokens each document begins and ends, if not all
-    of it counts.
+    text. `sizes`: documents of each source.
     """
 
     tokens: pyarrow.ChunkedArray
     digests: NDArray[np.uint8]
     sizes: tuple[int, ...]
     fingerprint: str
-    spans: tuple[Ints, Ints] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -56,45 +67,33 @@ class TokenisedText:
     @cached_property
     def lengths(self) -> Ints:
         """(D,) tokens of each document."""
-        if self.spans is not None:
-            return self.spans[1] - self.spans[0]
-        import pyarrow.compute  # type: ignore[import-untyped]
-
-        lengths: Ints = pyarrow.compute.list_value_length(self.tokens).to_numpy().astype(np.int64)
-        return lengths
+        return list_lengths(self.tokens)
 
     def document(self, i: int) -> NDArray[np.int32]:
         """(n,) tokens of document i, BOS and EOS among them."""
         tokens: NDArray[np.int32] = self.tokens[i].values.to_numpy()
-        return tokens if self.spans is None else tokens[self.spans[0][i] : self.spans[1][i]]
+        return tokens
 
-    def set_aside(self, tokens: int) -> tuple[TokenisedText, TokenisedText]:
-        """The text without so many of its tokens, and these: of each source its share, whole documents in the order of
-        their hash, and of the last one its end. What has become empty still counts as a document.
-        """
-        taken, lengths = np.zeros(len(self), np.int64), self.lengths
-        for first, end in pairwise(np.cumsum([0, *self.sizes])):
-            hashes = np.ascontiguousarray(self.digests[first:end, :8]).view(">u8").ravel()
-            order = first + np.argsort(hashes, kind="stable")
-            before = np.cumsum(lengths[order]) - lengths[order]
-            wanted = -(-tokens * int(lengths[order].sum()) // int(lengths.sum()))
-            taken[order] = np.clip(wanted - before, 0, lengths[order])
-        cut = lengths - taken
-        return replace(self, spans=(np.zeros_like(cut), cut)), replace(self, spans=(cut, lengths))
+
+def list_lengths(lists: pyarrow.ChunkedArray) -> Ints:
+    """(D,) the lengths of D lists."""
+    import pyarrow.compute  # type: ignore[import-untyped]
+
+    lengths: Ints = pyarrow.compute.list_value_length(lists).to_numpy().astype(np.int64)
+    return lengths
 
 
 def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
     """The tokens of a source, from the cache where its content was tokenised before by the same tokenizer.
 
-    The cache is that of `datasets` (HF_DATASETS_CACHE); processes that ask for the same at the same time wait for one
-    of them. Raises CorpusError.
+    Processes that ask for the same at the same time wait for one of them. Raises CorpusError.
     """
     encoder = Encoder(tokenizer)
     key = f"gqa tokens {_LAYOUT} {source.identify()} {encoder.identify()}"
 
     def rows() -> Iterator[dict[str, Any]]:
-        for found, tokens in encoder.encode(source.documents()):
-            yield {"tokens": tokens, "digest": text_digest(found.text)}
+        for text, tokens in encoder.encode(source.texts()):
+            yield {"tokens": tokens, "digest": row_digest(text)}
 
     table, digests, fingerprint = cached_rows(key, rows, "tokens")
     return TokenisedText(table.column("tokens"), digests, (len(digests),), fingerprint)
@@ -103,21 +102,48 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedTex
 def cached_rows(
     key: str, rows: Callable[[], Iterator[dict[str, Any]]], *columns: str
 ) -> tuple[Any, NDArray[np.uint8], str]:
-    """An Arrow table of `columns` of token ids, the "digest" of each row (D, 32), and what the table is known by: a
-    hash of `key`, which says all that decides the rows. They are made where they are not in the cache of `datasets`.
+    """An Arrow table of `columns` of token ids, the "digest" of each row (D, 32), and a hash of `key`, which says all
+    that decides the rows. They are made where the cache, below HF_DATASETS_CACHE, does not have them or is damaged.
     """
     import datasets
+    import pyarrow
+    from filelock import FileLock
 
     fingerprint = hashlib.sha256(key.encode()).hexdigest()[:32]
-    ids = datasets.List(datasets.Value("int32"))
-    features = datasets.Features({name: ids for name in columns} | {"digest": datasets.Value("binary")})
-    try:
-        with quiet("datasets"):
-            table = datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint).data.table
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise (error.__cause__ or error) from None
+    file = Path(datasets.config.HF_DATASETS_CACHE) / "gqa-tokens" / f"{fingerprint}.arrow"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fields = {name: pyarrow.list_(pyarrow.int32()) for name in columns} | {"digest": pyarrow.binary(32)}
+    schema = pyarrow.schema(fields, metadata={"key": key})
+    with FileLock(f"{file}.lock"):
+        if (table := _read_table(file, schema)) is None:
+            made = rows()
+            with (
+                replacing(file) as temporary,
+                pyarrow.OSFile(str(temporary), "wb") as sink,
+                pyarrow.ipc.new_file(sink, schema) as writer,
+            ):
+                while batch := list(islice(made, _ROWS)):
+                    writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
+            table = _read_table(file, schema)
     digests = np.frombuffer(b"".join(table.column("digest").to_pylist()), np.uint8).reshape(-1, 32)
     return table, digests, fingerprint
+
+
+def _read_table(file: Path, schema: pyarrow.Schema) -> Any:
+    """The table of a file, memory-mapped; None where there is none, or a damaged one, which a warning names."""
+    import pyarrow
+
+    if not file.exists():
+        return None
+    try:
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
+        table.validate(full=True)
+    except (OSError, pyarrow.ArrowException):
+        table = None
+    if table is None or not table.schema.equals(schema, check_metadata=True):
+        click.echo(f"warning: the tokens kept in {file} are damaged and are made anew", err=True)
+        return None
+    return table
 
 
 def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
@@ -147,20 +173,24 @@ class Encoder:
         self.eos: int = tokenizer.eos_token_id
         self.bos: int | None = tokenizer.bos_token_id if adds_bos(tokenizer) else None
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
+    def encode(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
         """Each document with its tokens, BOS and EOS among them."""
-        before, documents = [] if self.bos is None else [self.bos], iter(documents)
-        while batch := list(islice(documents, _BATCH)):
-            encoded = self.tokenizer(
-                [found.text for found in batch],
-                add_special_tokens=False,
-                split_special_tokens=True,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,  # it warns of texts longer than the model's context
-            )["input_ids"]
-            for found, tokens in zip(batch, encoded, strict=True):
-                yield found, [*before, *tokens, self.eos]
+        texts = iter(texts)
+        while batch := list(islice(texts, _BATCH)):
+            yield from zip(batch, self.tokens(batch), strict=True)
+
+    def tokens(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of documents that fit into memory together."""
+        before = [] if self.bos is None else [self.bos]
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # it warns of texts longer than the model's context
+        )["input_ids"]
+        return [[*before, *tokens, self.eos] for tokens in encoded]
 
     def identify(self) -> str:
         """A hash of all that decides the tokens, and of nothing else: not of paths, not of paddings set before."""
@@ -170,8 +200,19 @@ class Encoder:
             content.pop("truncation", None)
             content.pop("padding", None)
         else:
-            content = [type(self.tokenizer).__name__, repr(self.tokenizer), sorted(self.tokenizer.get_vocab().items())]
+            content = [type(self.tokenizer).__name__, sorted(self.tokenizer.get_vocab().items()), *self._saved()]
         return hashlib.sha256(json.dumps([content, self.bos, self.eos]).encode()).hexdigest()
+
+    def _saved(self) -> Iterator[Any]:
+        """What a tokenizer without a backend writes: its files, its special tokens and how it normalises text."""
+        with TemporaryDirectory() as directory:
+            self.tokenizer.save_pretrained(directory)
+            for file in sorted(Path(directory).rglob("*")):
+                if file.name == "tokenizer_config.json":
+                    config = json.loads(file.read_text(encoding="utf-8"))
+                    yield {name: value for name, value in sorted(config.items()) if name not in _OF_USE}
+                elif file.is_file():
+                    yield file.name, hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -205,16 +246,19 @@ def check_ids(largest: int, vocabulary: int, name: str) -> None:
 class Blocks:
     """The stream of documents in an order, cut into blocks. A map-style data set for a DataLoader without shuffling.
 
-    `order`: (N,) document numbers, repeated where there are several epochs. Block b is tokens b * size to
-    (b + 1) * size of the stream: {"input_ids": (size,) int64} and, on request, "position_ids" and "document_ids"
-    (size,): see `block_of`. There are `n_blocks`, by default all that fit.
+    `order`: (N,) document numbers, repeated where there are several epochs. `lengths`: (D,) how many tokens at the
+    beginning of each document are in the stream, by default all. Block b is tokens b * size to (b + 1) * size of the
+    stream: {"input_ids": (size,) int64} and, on request, "position_ids" and "document_ids" (size,): see `block_of`.
+    There are `n_blocks`, by default all that fit.
     """
 
     def __init__(
-        self, text: TokenisedText, order: Ints, size: int, n_blocks: int | None = None, boundaries: bool = False
-    ) -> None:
+        self, text: TokenisedText, order: Ints, size: int, n_blocks: int | None = None, boundaries: bool = False,
+        lengths: Ints | None = None,
+    ) -> None:  # fmt: skip
         self.text, self.order, self.size, self.boundaries = text, order, size, boundaries
-        self._ends = np.cumsum(text.lengths[order])
+        self.lengths = text.lengths if lengths is None else lengths
+        self._ends = np.cumsum(self.lengths[order])
         tokens = int(self._ends[-1:].sum())
         self.n_blocks = tokens // size if n_blocks is None else n_blocks
 
@@ -228,9 +272,29 @@ class Blocks:
         begin = int(index) * self.size
         first = int(np.searchsorted(self._ends, begin, "right"))
         last = int(np.searchsorted(self._ends, begin + self.size, "left"))
-        parts = [self.text.document(int(i)) for i in self.order[first : last + 1]]
+        parts = [self.text.document(int(i))[: self.lengths[i]] for i in self.order[first : last + 1]]
         parts[0] = parts[0][begin - int(self._ends[first]) :]  # from the end: negative
         return block_of(parts, self.size, self.boundaries)
+
+
+def pack(
+    documents: Iterable[Any], size: int, boundaries: bool = False, rest: Any = ()
+) -> Iterator[tuple[Block, NDArray[np.int32]]]:
+    """Blocks of the tokens of documents, one after the other, behind `rest`, which is left of one before; and what each
+    block leaves of its last document.
+    """
+    documents, parts = iter(documents), [np.asarray(rest, np.int32)]
+    count = len(rest)
+    while True:
+        while count >= size:
+            count -= size
+            parts, rest = [part for part in parts if len(part)], parts[-1][len(parts[-1]) - count :]
+            yield block_of(parts, size, boundaries), rest
+            parts = [rest]
+        if (tokens := next(documents, None)) is None:
+            return
+        parts.append(np.asarray(tokens, np.int32))
+        count += len(tokens)
 
 
 def block_of(parts: Sequence[NDArray[np.int32] | Sequence[int]], size: int, boundaries: bool) -> Block:

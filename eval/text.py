@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.sources import Source, check_of_hubs, parse_source
+from gqa.corpus.sources import check_of_hubs, parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
 from gqa.eval.options import EvaluateOptions, Protocol
@@ -28,10 +28,6 @@ MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions woul
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
     """The text that gqa-eval's options name, as tokens of the first checkpoint. Raises RefusedError and CorpusError."""
 
-    def column(field: str) -> Source:
-        check_of_hubs((str(options.data),), config=options.data_config, split=options.split)
-        return parse_source(str(options.data), field=field, config=options.data_config, split=options.split or "test")
-
     first, target = subjects[0], options.target_field
     if first.config.is_encoder_decoder != bool(target):
         raise RefusedError(
@@ -41,14 +37,18 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
         )
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
     context = choose_context(subjects, options.context, options.beyond_positions, most)
-    check_models_agree(subjects, next(column(options.field).documents()).text[:2000])
+    check_of_hubs((str(options.data),), config=options.data_config, split=options.split)
+    source = parse_source(
+        str(options.data), field=options.field, target_field=target, config=options.data_config,
+        split=options.split or "test",
+    )  # fmt: skip
+    check_models_agree(subjects, next(source.texts())[:2000])
     if (encoder := first.encoder) and target:
-        pairs = ((one.text, answer) for one, answer in read_pairs(column(options.field), column(target)))
-        text = make_pairs(pairs, encoder, context, options.tokens)
+        text = make_pairs(read_pairs(source), encoder, context, options.tokens)
     else:
         text = make_text(
-            (found.text for found in column(options.field).documents()), first.tokenizer,
-            protocol=options.protocol or "rolling", context=context, stride=options.stride, max_tokens=options.tokens,
+            source.texts(), first.tokenizer, protocol=options.protocol or "rolling", context=context,
+            stride=options.stride, max_tokens=options.tokens,
         )  # fmt: skip
     check_ids(subjects, text)
     return text

@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gqa.corpus.repeats import tiled
-from gqa.corpus.stdlib import stdlib_documents
+from gqa.corpus.stdlib import stdlib_texts
 
 BOS, EOS = 1, 2
 LOG = "training_log.jsonl"
@@ -337,7 +337,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    texts = [d.text for d in stdlib_documents("train")]
+    texts = list(stdlib_texts("train"))
     if args.start:
         for name in (*TOKENIZER_FILES, LOG):
             shutil.copyfile(args.start / name, args.out / name)
@@ -346,7 +346,7 @@ def main() -> None:
         (args.out / LOG).unlink(missing_ok=True)
         processor = train_tokenizer(texts, args.out)
     write_settings(args.out)
-    heldout_texts = [d.text for d in stdlib_documents("heldout")]
+    heldout_texts = list(stdlib_texts("heldout"))
     fast = Tokenizer.from_file(str(args.out / "tokenizer.json"))
     for text in heldout_texts:
         if fast.encode(text, add_special_tokens=False).ids != processor.encode(text):

@@ -30,9 +30,8 @@ from tokenizers import AddedToken, Tokenizer, processors
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from gqa.corpus.document import Document
 from gqa.corpus.pairs import corrupted
-from gqa.corpus.stdlib import stdlib_documents
+from gqa.corpus.stdlib import stdlib_texts
 
 EMBEDDED = Path(__file__).parent / "stdlib-mha"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa" / "stdlib-t5"
@@ -69,11 +68,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def functions(documents: Iterable[Document]) -> Iterator[dict[str, str]]:
+def functions(texts: Iterable[str]) -> Iterator[dict[str, str]]:
     """Signatures with docstrings as `source`, bodies as `target`, of all functions that have both."""
-    for document in documents:
+    for text in texts:
         try:
-            tree = ast.parse(document.text)
+            tree = ast.parse(text)
         except SyntaxError:  # of another version of Python
             continue
         for node in ast.walk(tree):
@@ -158,11 +157,11 @@ class Texts:
     """Pairs of functions and blocks of text of one split."""
 
     def __init__(self, split: str, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-        documents = list(stdlib_documents(split))
-        rows = list(functions(documents))
+        texts = list(stdlib_texts(split))
+        rows = list(functions(texts))
         (out / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.pairs = encoded(rows, tokenizer)
-        ids = np.concatenate([tokenizer(document.text, verbose=False)["input_ids"] for document in documents])
+        ids = np.concatenate([tokenizer(text, verbose=False)["input_ids"] for text in texts])
         self.stream = torch.from_numpy(ids.astype(np.int64))
         self.marks = tokenizer.convert_tokens_to_ids(SENTINELS)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from gqa.corpus.document import Document
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Encoder, TokenisedText, tokenise
 
@@ -62,14 +60,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.documents = 0
-        encode = Encoder.encode
+        tokens = Encoder.tokens
 
-        def counting(encoder: Encoder, documents: Any) -> Iterator[tuple[Document, list[int]]]:
-            for pair in encode(encoder, documents):
-                self.documents += 1
-                yield pair
+        def counting(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+            self.documents += len(texts)
+            return tokens(encoder, texts)
 
-        monkeypatch.setattr(Encoder, "encode", counting)
+        monkeypatch.setattr(Encoder, "tokens", counting)
 
     def taken(self) -> int:
         count, self.documents = self.documents, 0

@@ -11,7 +11,7 @@ from checkpoints import edit_json
 
 from gqa.checkpoint.loading import load_model
 from gqa.convert import convert_checkpoint
-from gqa.corpus.stdlib import stdlib_documents
+from gqa.corpus.stdlib import stdlib_texts
 
 SOURCE = Path(__file__).parents[1] / "examples" / "stdlib-mha"
 UNIFORM_VOCABULARY = 4096
@@ -28,10 +28,10 @@ def tokenizer() -> Any:
 def texts(count: int, characters: int = 3000) -> tuple[str, ...]:
     """The beginnings of `count` held-out modules, of different lengths."""
     found = []
-    for number, document in enumerate(stdlib_documents("heldout")):
+    for number, text in enumerate(stdlib_texts("heldout")):
         if number == count:
             break
-        found.append(document.text[: characters // (1 + number % 3)])
+        found.append(text[: characters // (1 + number % 3)])
     return tuple(found)
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import run
@@ -16,8 +15,7 @@ from test_ablation_refusals import refused
 from training import tiny_checkpoint, words_for, write_corpus
 from transformers import AutoTokenizer
 
-from gqa.corpus.alpha import heldout_mask
-from gqa.corpus.pairs import pair_digest
+from gqa.corpus.sources import hash_threshold, is_below, row_digest
 from gqa.uptrain.dataloader import stack
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.setup import prepare
@@ -106,10 +104,10 @@ def test_a_share_is_held_out(place: Path, tmp_path: Path) -> None:
     fraction = {"heldout": None, "heldout_fraction": 0.3}
     _, row = measured(tmp_path / "study", **options(place, alphas="0", **fraction))
     lines = (place / "train.jsonl").read_text().splitlines(keepends=True)
-    pairs = [(pair["said"], pair["meant"]) for pair in map(json.loads, lines)]
-    digests = np.stack([np.frombuffer(pair_digest(*pair), np.uint8) for pair in pairs])
+    digests = [row_digest(pair["said"], pair["meant"]) for pair in map(json.loads, lines)]
     held = tmp_path / "held.jsonl"
-    held.write_text("".join(line for line, out in zip(lines, heldout_mask(digests, 0.3), strict=True) if out))
+    threshold = hash_threshold(0.3)
+    held.write_text("".join(line for line, one in zip(lines, digests, strict=True) if is_below(one, threshold)))
     other = measured(tmp_path / "other", **options(place, alphas="0", heldout=held))
     assert [row["loss"], row["bits_per_byte"]] == [other[1]["loss"], other[1]["bits_per_byte"]]
     assert 0 < len(held.read_text().splitlines()) < len(lines)

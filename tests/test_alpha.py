@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from documents import Counted, texts_of, tokenised, write
+from documents import texts_of, tokenised, write
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus.alpha import Selection, heldout_mask, n_blocks_for, permutation, select
-from gqa.corpus.sources import parse_source, parse_sources, text_digest
-from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Blocks, TokenisedText, concatenate, tokenise
+from gqa.corpus.alpha import Heldout, Selection, hold_back_of_each, n_blocks_for, permutation, select
+from gqa.corpus.sources import parse_source, row_digest
+from gqa.corpus.tokens import TokenisedText, concatenate, tokenise
 
 ALPHAS = (0.01, 0.05, 0.3, 1.0)
 
@@ -34,7 +32,7 @@ def ids(blocks: Any) -> list[int]:
 
 
 def selected(text: TokenisedText, **options: Any) -> Selection:
-    return select(text, **({"block_size": 64} | options))
+    return select(text, **({"block_size": 64, "heldout": Heldout()} | options))
 
 
 def check_prefixes(read: list[list[int]]) -> None:
@@ -44,7 +42,7 @@ def check_prefixes(read: list[list[int]]) -> None:
         assert larger[: len(smaller)] == smaller
 
 
-@pytest.mark.parametrize("options", [{}, {"seed": 7}, {"heldout_fraction": 0.1}, {"weights": [1]}])
+@pytest.mark.parametrize("options", [{}, {"seed": 7}, {"heldout": Heldout(fraction=0.1)}, {"weights": [1]}])
 def test_each_alpha_is_a_prefix_of_any_larger(text: TokenisedText, options: dict[str, Any]) -> None:
     read = [ids(selected(text, alpha=alpha, **options).blocks) for alpha in ALPHAS]
     check_prefixes(read)
@@ -67,19 +65,18 @@ def numbered(lengths: list[int], sizes: tuple[int, ...]) -> TokenisedText:
 def test_what_is_set_aside_is_never_read(lengths: list[int], sizes: tuple[int, ...]) -> None:
     """Not in any epoch, also where all is one document; and of each source it is the same share."""
     text = numbered(lengths, sizes)
-    rest, aside = text.set_aside(500)
-    left, held = ({int(t) for i in range(len(part)) for t in part.document(i)} for part in (rest, aside))
-    assert left | held == set(range(sum(lengths)))
-    assert not left & held
-    assert 500 <= len(held) < 500 + len(sizes)
+    held = Heldout(hold_back_of_each(text, 500))
+    left = held.lengths(text)
+    tokens = {int(t) for i in range(len(text)) for t in text.document(i)[: left[i]]}
+    aside = set(range(sum(lengths))) - tokens
+    assert 500 <= len(aside) < 500 + len(sizes)
     epochs = [1] * len(sizes) if len(sizes) > 1 else None
-    read = {*ids(select(rest, block_size=64, tokens=3 * sum(lengths), weights=epochs).blocks)}
-    assert not read & held
-    assert read & left
-    assert {*ids(select(text, block_size=64, tokens=3 * sum(lengths), weights=epochs).blocks)} & held
+    read = {*ids(selected(text, heldout=held, tokens=3 * sum(lengths), weights=epochs).blocks)}
+    assert read == tokens
+    assert {*ids(selected(text, tokens=3 * sum(lengths), weights=epochs).blocks)} & aside
     for first, end in pairwise(np.cumsum([0, *sizes])):
         of_source = sum(lengths[first:end])
-        assert aside.lengths[first:end].sum() == pytest.approx(500 * of_source / sum(lengths), abs=1)
+        assert (of_source - left[first:end].sum()) == pytest.approx(500 * of_source / sum(lengths), abs=1)
 
 
 def test_the_order_is_the_definition(text: TokenisedText) -> None:
@@ -108,19 +105,17 @@ def test_neither_the_order_nor_the_kind_of_files_matters(text: TokenisedText, to
 
 def test_heldout_documents_are_in_no_alpha(tokenizer: Any, tmp_path: Path) -> None:
     source = parse_source(str(write(tmp_path / "b.jsonl", texts_of(1000))))
-    heldout = {text_digest(found.text) for found in source.part("heldout", 0.1).documents()}
+    heldout = {row_digest(text) for text in source.part(0.1).texts()}
     made = tokenise(source, tokenizer)
     assert 60 < len(heldout) < 150
     for seed in range(4):
         for length in ({"alpha": 0.05}, {"alpha": 1.0}, {"tokens": 3 * int(made.lengths.sum())}):
-            chosen = selected(made, seed=seed, heldout_fraction=0.1, **length)
+            chosen = selected(made, seed=seed, heldout=Heldout(fraction=0.1), **length)
             assert heldout.isdisjoint(made.digests[i].tobytes() for i in chosen.blocks.order)
-    assert {made.digests[i].tobytes() for i in np.flatnonzero(heldout_mask(made.digests, 0.1))} == heldout
-    assert chosen.heldout_documents == heldout_mask(made.digests, 0.1).sum() > len(heldout)
-    rest = tokenise(source.part("train", 0.1), tokenizer)
-    assert ids(selected(rest, alpha=1.0).blocks) == ids(selected(made, alpha=1.0, heldout_fraction=0.1).blocks)
-    with pytest.raises(CorpusError, match="all documents are held out and none is left to train on"):
-        selected(made, alpha=1.0, heldout_fraction=1.0)
+    copies = sum(digest.tobytes() in heldout for digest in made.digests)
+    assert chosen.heldout_documents == copies > len(heldout)
+    with pytest.raises(CorpusError, match="all documents are held out and none of a source is left to train on"):
+        selected(made, alpha=1.0, heldout=Heldout(fraction=1.0))
 
 
 def test_more_tokens_than_there_are(text: TokenisedText) -> None:
@@ -184,60 +179,3 @@ def test_lengths_that_make_no_sense(options: dict[str, Any], said: str) -> None:
     with pytest.raises(CorpusError) as refused:
         n_blocks_for(999, **({"block_size": 64} | options))
     assert str(refused.value) == said
-
-
-@pytest.fixture
-def streamed(tokenizer: Any, tmp_path: Path) -> Callable[..., StreamedBlocks]:
-    """Makes streams of texts, in blocks of 64."""
-
-    def make(texts: list[str], part: float | None = None, **options: Any) -> StreamedBlocks:
-        source = parse_source(str(write(tmp_path / "s.jsonl", texts)), streaming=True)
-        source = source if part is None else source.part("train", part)
-        return StreamedBlocks([source], tokenizer, **({"block_size": 64} | options))
-
-    return make
-
-
-def test_the_stream_is_packed_as_blocks_are(streamed: Any, tokenizer: Any, tmp_path: Path) -> None:
-    texts = texts_of(100)
-    kept = Blocks(tokenised(tmp_path / "a.jsonl", texts, tokenizer), np.arange(len(texts)), 64, boundaries=True)
-    stream = streamed(texts, boundaries=True)
-    for ours, theirs in zip(stream, [kept[b] for b in range(len(kept))], strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(np.array_equal(values, theirs[name]) for name, values in ours.items())
-    later = [stream[b] for b in range(3, len(kept))]
-    assert len(later) == len(kept) - 3
-    assert later[0]["input_ids"].tolist() == kept[3]["input_ids"].tolist()
-
-
-def test_streams_end_or_begin_again(streamed: Any) -> None:
-    once = ids(streamed(texts_of(10), block_size=16))
-    again = ids(streamed(texts_of(10), block_size=16, n_blocks=3 * len(once) // 16))
-    assert again[: len(once)] == once
-    assert len(again) == 3 * len(once)
-    texts = texts_of(200)
-    train = ids(streamed(texts, part=0.2))
-    assert ids(streamed(texts, heldout_fraction=0.2)) == train
-    assert len(train) < len(ids(streamed(texts))) - 64
-    with pytest.raises(CorpusError, match=r"\(train part, 1 held out\) holds no text"):
-        list(streamed(texts_of(10), n_blocks=5, heldout_fraction=1.0))
-
-
-def test_mixed_streams(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixed as a selection mixes; the stream ends with the first source that does."""
-    monkeypatch.chdir(tmp_path)
-    parts = [tokenised(Path(f"{n}.jsonl"), texts_of(300, n), tokenizer) for n in (1, 2)]
-    stream = StreamedBlocks(parse_sources(["1.jsonl@3", "2.jsonl@1"]), tokenizer, block_size=64)
-    due = [(np.cumsum(part.lengths) - part.lengths) / share for part, share in zip(parts, (0.75, 0.25), strict=True)]
-    wanted = ids(Blocks(concatenate(parts), np.argsort(np.concatenate(due), kind="stable"), 64))
-    read = ids(stream)
-    assert read == wanted[: len(read)]
-    assert len(read) > 0.9 * min(int(parts[0].lengths.sum()) / 0.75, int(parts[1].lengths.sum()) / 0.25)
-    with pytest.raises(CorpusError, match=r"several streams need weights \(SPEC@WEIGHT\): their sizes are not known"):
-        StreamedBlocks(parse_sources(["1.jsonl", "2.jsonl"]), tokenizer, block_size=64)
-
-
-def test_a_stream_is_tokenised_on_the_way(streamed: Any, counted: Counted) -> None:
-    """One block of an endless stream needs no more than a batch of documents."""
-    next(iter(streamed(texts_of(3000), n_blocks=10**9)))
-    assert 0 < counted.taken() < 200

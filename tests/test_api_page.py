@@ -34,10 +34,10 @@ def lacks(code: str) -> list[str]:
 @pytest.fixture
 def small_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
     """A directory that has examples/stdlib-mha, a tiny model, and a library of ten modules."""
-    from gqa.corpus.stdlib import stdlib_documents
+    from gqa.corpus.stdlib import stdlib_texts
 
     tiny_checkpoint(tmp_path / "examples/stdlib-mha", kv_heads=8, num_attention_heads=8, hidden_size=64)
-    monkeypatch.setattr("gqa.corpus.sources.stdlib_documents", lambda side: islice(stdlib_documents(side), 10))
+    monkeypatch.setattr("gqa.corpus.sources.stdlib_texts", lambda side: islice(stdlib_texts(side), 10))
     monkeypatch.chdir(tmp_path)
 
 

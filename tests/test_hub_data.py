@@ -15,7 +15,7 @@ from gqa.corpus.sources import parse_source
 def read(spec: str, options: dict[str, Any]) -> object:
     """The texts, or what was refused."""
     try:
-        return [document.text for document in parse_source(spec, **options).documents()]
+        return list(parse_source(spec, **options).texts())
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -59,8 +59,8 @@ def test_hub(
         ("lab/data:c", {}, cannot + "BuilderConfig 'c' not found. Available: ['a', 'b']" + choose),
         ("lab/data:a:x", {}, cannot + "Unknown split \"x\". Should be one of ['train', 'test']" + choose),
         ("lab/data:a:x", {"streaming": True}, cannot + "Bad split: x. Available splits: ['train', 'test']" + choose),
-        ("lab/data:a", {"field": "body"}, "CorpusError: the data set lab/data has no field 'body'; it has 'n', 'text'"),
-        ("lab/data:a", {"field": "n"}, "CorpusError: lab/data:0: field 'n' is no text but int; name a field of text"),
+        ("lab/data:a", {"field": "body"}, "CorpusError: lab/data:a has no field 'body'; it has 'n', 'text'"),
+        ("lab/data:a", {"field": "n"}, "CorpusError: lab/data:a: field 'n' is no text but int; name a field of text"),
         ("lab/data:a", {"revision": "v9"}, no_file + "data, and the data set lab/data at the hub has no revision "
          "'v9'; give a branch, a tag or a whole commit id; it has main"),
         ("lab/none", {}, no_file + "none, and the hub shows no data set lab/none: check the name; if it is private, "

@@ -35,11 +35,11 @@ def shown_by(code: str, names: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
     """Beside the model that it names, on little text."""
-    from gqa.corpus.stdlib import stdlib_documents
+    from gqa.corpus.stdlib import stdlib_texts
 
     (tmp_path / "stdlib-mha").symlink_to(EXAMPLES / "stdlib-mha")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gqa.corpus.sources.stdlib_documents", lambda side: islice(stdlib_documents(side), 10))
+    monkeypatch.setattr("gqa.corpus.sources.stdlib_texts", lambda side: islice(stdlib_texts(side), 10))
     names, shown = dict[str, Any](), list[Any]()
     for cell in cells(path):
         code = "".join(cell["source"]).replace("TOKENS = 4_000", "TOKENS = 1_000").replace("tokens=8192", "tokens=2048")

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from gqa.checkpoint.loading import cache_name
 from gqa.convert import Conversion, convert_checkpoint, plan_conversion
-from gqa.corpus.stdlib import stdlib_documents
+from gqa.corpus.stdlib import stdlib_texts
 
 pytestmark = pytest.mark.real
 
@@ -88,7 +88,7 @@ def tokenizer(source: Path) -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def text(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Real text (WINDOWS, WINDOW): the beginnings of standard library modules, in the order of their names."""
-    ids = (tokenizer(document.text[: 8 * WINDOW]).input_ids for document in stdlib_documents("heldout"))
+    ids = (tokenizer(text[: 8 * WINDOW]).input_ids for text in stdlib_texts("heldout"))
     return torch.tensor(list(islice((tokens[:WINDOW] for tokens in ids if len(tokens) >= WINDOW), WINDOWS)))
 
 

@@ -1,9 +1,8 @@
-"""Streams of several files: processes read their own, and a run that is continued reads on from where it was."""
+"""Streams: blocks as of stored text, processes that read their own files, and runs that are continued read on."""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from documents import lines
+from documents import Counted, lines, texts_of, tokenised, write
 from hub_server import Hub
 from training import Runs, losses, words_for
 
 from gqa.checkpoint.errors import CorpusError
-from gqa.corpus import sources
+from gqa.corpus.alpha import Heldout
+from gqa.corpus.sources import parse_sources
+from gqa.corpus.streamed import StreamedBlocks
+from gqa.corpus.tokens import Blocks, Encoder
 from gqa.uptrain.dataloader import Dataloader, open_dataloader
 from gqa.uptrain.options import TrainOptions
 
@@ -26,16 +28,17 @@ Open = Callable[..., Dataloader]
 
 
 def write_files(directory: Path, files: int, seed: int = 0) -> None:
-    """Each of 70 documents, about 20 blocks of 64 tokens."""
+    """Each of 70 documents, about 20 blocks of 64 tokens, that begin with the number of the file."""
     directory.mkdir()
     random = np.random.default_rng(seed)
     for file in range(files):
-        lines(directory / f"{file:02}.jsonl", *({"text": str(random.integers(10**9, size=2))} for _ in range(70)))
+        rows = ({"text": f"{file} {random.integers(10**9, size=2)}"} for _ in range(70))
+        lines(directory / f"{file:02}.jsonl", *rows)
 
 
 @pytest.fixture
 def stream(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens runs of four blocks a step, behind three blocks that are held out."""
+    """Opens runs of four blocks a step; three blocks are held out."""
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "many", 16)
 
@@ -47,17 +50,17 @@ def stream(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> O
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that are opened, as they are."""
-    names: list[str] = []
-    read_file = sources.read_file
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The file of each document that is tokenised."""
+    numbers: list[int] = []
+    tokens = Encoder.tokens
 
-    def told(path: Path, *how: Any) -> Any:
-        names.append(f"{path.parent.name}/{path.stem}")
-        return read_file(path, *how)
+    def recorded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+        numbers.extend(int(text.split()[0]) for text in texts)
+        return tokens(encoder, texts)
 
-    monkeypatch.setattr(sources, "read_file", told)
-    return names
+    monkeypatch.setattr(Encoder, "tokens", recorded)
+    return numbers
 
 
 def steps(loader: Dataloader, begin: int, end: int, rank: int = 0, ranks: int = 1) -> np.ndarray:
@@ -73,22 +76,21 @@ def shared(loaders: list[Dataloader], begin: int, end: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("ranks", "repeats"), [(2, None), (4, True)])
-def test_each_process_reads_its_own_files(stream: Open, read: list[str], ranks: int, repeats: bool | None) -> None:
+def test_each_process_reads_its_own_files(stream: Open, read: list[int], ranks: int, repeats: bool | None) -> None:
     loader = stream(repeats=repeats)
     alone = steps(loader, 0, STEPS)
-    found = np.concatenate([alone.reshape(-1, 64), [block["input_ids"] for block in loader.heldout]])
-    assert len(np.unique(found, axis=0)) == STEPS * BATCH + 3  # nothing is read twice, and nothing is held out in vain
+    blocks = np.concatenate([alone.reshape(-1, 64), [block["input_ids"] for block in loader.heldout]])
+    assert len(np.unique(blocks, axis=0)) == STEPS * BATCH + 3  # nothing is read twice, and nothing is held out in vain
     for rank in range(ranks):
         loader = stream(repeats=repeats)
-        assert read[-1] == "many/00"  # of which the first blocks are held out
         read.clear()
         assert np.array_equal(steps(loader, 0, STEPS, rank, ranks), alone[:, rank::ranks])
-        assert {int(name[5:]) % ranks for name in read} == {rank}
+        assert {file % ranks for file in read} == {rank}
         assert len(set(read)) >= 8 // ranks
     one_lane = stream(batch_size=1, steps=STEPS * BATCH)
     read.clear()
     steps(one_lane, 0, STEPS * BATCH, 0, 1)
-    assert {int(name[5:]) % ranks for name in read} == {*range(ranks)}  # the control: one file after the other
+    assert {file % ranks for file in read} == {*range(ranks)}  # the control: one file after the other
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -98,38 +100,35 @@ CASES: dict[str, dict[str, Any]] = {
     "mixture": {"data": ("many@3", "one@1")},  # one of them has a single file: one lane
     "mixture of lanes": {"data": ("many@3", "more@1")},
     "read twice": {"steps": 3 * STEPS},
+    "long documents": {"data": ("long",)},
+    "the standard library": {"data": ("stdlib:train",)},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_state_is_read_on_from(stream: Open, read: list[str], name: str) -> None:
-    """By any number of processes: the same blocks, and none of the files that were at their end."""
+def test_a_state_is_read_on_from(stream: Open, counted: Counted, name: str) -> None:
+    """By any number of processes: the same blocks, and little is tokenised again."""
     write_files(Path("one"), 1, 1)
     write_files(Path("more"), 4, 2)
+    Path("long").mkdir()
+    for file in range(4):
+        write(Path(f"long/{file}.jsonl"), [f"{file} {' '.join(map(str, range(n, n + 900)))}" for n in range(9)])
     given, begin, places = CASES[name], 0, list[Any]()
     end: int = given.get("steps", STEPS)
-    lanes = 1 if name == "mixture" else 4
     alone = steps(stream(**given), 0, end)
     for ranks, upto in ((4, 2 * end // 3), (2, end - 2), (1, end)):
         loaders = [stream(**given) for _ in range(ranks)]
         for loader in loaders:
             loader.seek(json.loads(json.dumps(places)))
-        read.clear()
         assert np.array_equal(shared(loaders, begin, upto), alone[begin:upto]), (ranks, begin)
-        for lane, (number, _, at) in {lane: place for lane, *place in sorted(places)}.items():
-            behind = loaders[0].first * (lane == 0) + begin * BATCH // lanes
-            assert number == behind - 7 * (name == "repeats")
-            for source, (shard, *_) in zip(("many", "one" if lanes == 1 else "more"), at, strict=False):
-                names = [file for file in read if re.fullmatch(rf"{source}/\d+", file)]
-                assert next(n for n in names if int(n.split("/")[1]) % lanes == lane) == f"{source}/{shard:02}"
         begin, places = upto, [place for loader in loaders for place in loader.places]
-    assert min(at[0][0] for *_, at in places) >= 4  # past the first file of each lane
     last, from_the_start = stream(**given), stream(**given)
-    last.seek(places[:-1])  # one lane has none
-    for loader in (last, from_the_start):
-        read.clear()
-        assert np.array_equal(steps(loader, end - 2, end), alone[end - 2 :])
-    assert "many/01" in read
+    last.seek(places)
+    counted.taken()
+    assert len(steps(last, end, end + 1)) == 1
+    after = counted.taken()
+    assert np.array_equal(steps(from_the_start, end - 2, end), alone[end - 2 :])
+    assert after < counted.taken()
 
 
 def test_what_a_stream_depends_on(stream: Open) -> None:
@@ -141,11 +140,43 @@ def test_what_a_stream_depends_on(stream: Open) -> None:
     assert stream().fingerprint != before.fingerprint
     assert stream(batch_size=64).summary == "a stream of many (17 files, 16 at a time)"
     for number in (1, 5, 9, 13):
-        Path(f"many/{number:02}.jsonl").write_text("")
+        lines(Path(f"many/{number:02}.jsonl"), {"text": " "})
     with pytest.raises(
-        CorpusError, match=r"many \(every 4th file from file 2 on\) holds no text: it is empty or blank"
+        CorpusError, match=r"many \(every 4th file from file 2 on\) has nothing to train on: it is empty, blank"
     ):
         steps(stream(), 0, 1)
+    with pytest.raises(CorpusError, match=r"several streams need weights \(SPEC@WEIGHT\): their sizes are not known"):
+        stream(data=("many", "stdlib:train"))
+
+
+def opened(tokenizer: Any, *specs: str, **options: Any) -> StreamedBlocks:
+    return StreamedBlocks(parse_sources(specs), tokenizer, **{"block_size": 64, "heldout": Heldout()} | options)
+
+
+def test_the_stream_is_packed_as_blocks_are(tokenizer: Any, tmp_path: Path) -> None:
+    """Document after document, and then again from the first."""
+    texts, path = texts_of(100), tmp_path / "a.jsonl"
+    text = tokenised(path, texts, tokenizer)
+    kept = Blocks(text, np.tile(np.arange(len(texts)), 3), 64, boundaries=True)
+    blocks = opened(tokenizer, str(path), boundaries=True)
+    for number in [*range(len(kept)), 3]:
+        assert blocks[number].keys() == kept[number].keys()
+        assert all(np.array_equal(values, kept[number][name]) for name, values in blocks[number].items())
+
+
+def test_mixed_streams(tokenizer: Any, tmp_path: Path) -> None:
+    """Each block is of one source, which has its share of them at any time."""
+    texts = {n: tokenised(tmp_path / f"{n}.jsonl", texts_of(100, n), tokenizer) for n in (1, 2)}
+    blocks = opened(tokenizer, f"{tmp_path}/1.jsonl@3", f"{tmp_path}/2.jsonl@1")
+    alone = {n: iter(Blocks(text, np.tile(np.arange(len(text)), 3), 64)) for n, text in texts.items()}
+    for number, source in enumerate([1, 2, 1, 1] * 20):
+        assert np.array_equal(blocks[number]["input_ids"], next(alone[source])["input_ids"]), number
+
+
+def test_a_stream_is_tokenised_on_the_way(tokenizer: Any, tmp_path: Path, counted: Counted) -> None:
+    """One block of an endless stream needs no more than some batches of documents."""
+    opened(tokenizer, str(write(tmp_path / "s.jsonl", texts_of(3000))))[0]
+    assert 0 < counted.taken() < 400
 
 
 @pytest.fixture
@@ -183,7 +214,7 @@ def test_what_is_fetched(
     hub: Hub, served: list[int], runs: Runs, tmp_path: Path, chain: tuple[int, ...], most: float
 ) -> None:
     """Of 16 files in 8 lanes each process fetches its share, and the first for what is held out. Killed and continued
-    on fewer processes, a run has the same losses, and fetches one file of a lane again.
+    on fewer processes, a run has the same losses, and fetches one or two files of a lane again.
     """
     words = {"streaming": True, "steps": 28, "heldout_tokens": 192, "save_every": 8, "keep_state": True}
 
@@ -205,7 +236,6 @@ def test_what_is_fetched(
         found = [fetched(hub, f"run{number}-{rank}") for rank in range(ranks)]
         again = sum(size for files in found for file, size in files.items() if file in before and file)
         if number:
-            assert 0 < again <= 8 * max(served)
+            assert 0 < again <= 2 * 8 * max(served)  # a batch of documents reaches into the file before
         before |= {file for files in found for file in files}
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "straight"), rel=1e-5)
-    assert fetched(hub, f"run{len(chain) - 1}-0").keys() == {0, *range(8, 16)}

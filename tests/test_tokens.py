@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.corpus.document import Document
 from gqa.corpus.sources import Source, parse_source
 from gqa.corpus.tokens import Blocks, Encoder, TokenisedText, adds_bos, concatenate, tokenise
 
@@ -57,7 +56,7 @@ def test_documents_are_what_the_tokenizer_makes_of_them(text: TokenisedText, tok
 
 def test_bos_is_put_where_the_tokenizer_puts_it(tokenizer: Any) -> None:
     def first(tokenizer: Any) -> list[int]:
-        return next(Encoder(tokenizer).encode([Document("a", "x")]))[1]
+        return Encoder(tokenizer).tokens(["x"])[0]
 
     x = tokenizer("x", add_special_tokens=False)["input_ids"]
     assert adds_bos(tokenizer)
@@ -140,7 +139,7 @@ def test_nothing_is_tokenised_twice(tokenizer: Any, tmp_path: Path, counted: Cou
         again(read(path), silent),
         again(read(path), larger),
         again(read(write(path, ["z", *texts_of(30)[1:]]))),
-        again(read(path).part("train", 0.5)),
+        again(read(path).part(0.5)),
     ]
     assert all(0 < count <= 33 for _, count in changed)
     assert len({first, *(fingerprint for fingerprint, _ in changed)}) == 5
@@ -153,7 +152,7 @@ def test_the_cache_is_that_of_datasets(
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     tokenised(tmp_path / "a.jsonl", ["a"], tokenizer)
-    assert [path.name for path in (tmp_path / "cache").rglob("*.arrow")] == ["generator-train.arrow"]
+    assert [path.parent.name for path in (tmp_path / "cache").rglob("*.arrow")] == ["gqa-tokens"]
     assert capfd.readouterr() == ("", "")
     assert datasets.is_progress_bar_enabled()
 
@@ -168,7 +167,7 @@ def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: p
     assert len(tokenise(read(tmp_path), tokenizer)) == 1
     assert asked == []
     with pytest.raises(CorpusError):
-        next(parse_source("lab/none").documents())
+        next(parse_source("lab/none").texts())
     assert asked != []  # which is how it would be seen
 
 
@@ -177,13 +176,57 @@ def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "a.jsonl"
     lines(path, {"text": "a"}, {"text": 5})
     for _ in range(2):
-        with pytest.raises(CorpusError, match=r"a\.jsonl:2: field 'text' is no text but int; name a field of text"):
+        with pytest.raises(CorpusError, match=r"a\.jsonl: field 'text' is no text but int; name a field of text"):
             tokenise(read(path), tokenizer)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     path.write_text("")
     with pytest.raises(CorpusError, match="holds no text: it is empty or blank"):
         tokenise(read(path), tokenizer)
     assert len(tokenised(path, ["a", "b"], tokenizer)) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "other"])
+def test_damaged_tokens_are_made_anew(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    source = read(write(tmp_path / "a.jsonl", texts_of(1200)))
+    made = tokenise(source, tokenizer)
+    expected, key = stream(made, range(len(made))), made.fingerprint
+    (file,) = (tmp_path / "cache").rglob("*.arrow")
+    whole = file.read_bytes()
+    if damage == "other":
+        tokenise(read(write(tmp_path / "b.jsonl", ["b"])), tokenizer)
+        (other,) = {*(tmp_path / "cache").rglob("*.arrow")} - {file}
+        other.replace(file)
+    else:
+        cut = {"cut": whole[: len(whole) // 2], "zeros": bytes(len(whole)), "empty": b""}
+        file.with_suffix(".new").write_bytes(cut[damage])
+        file.with_suffix(".new").replace(file)
+    again = tokenise(source, tokenizer)
+    assert (stream(again, range(len(again))), again.fingerprint) == (expected, key)
+    assert file.read_bytes() == whole
+    assert capsys.readouterr().err == f"warning: the tokens kept in {file} are damaged and are made anew\n"
+    tokenise(source, tokenizer)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_tokenizer_without_backend_is_known_by_its_content(tmp_path: Path) -> None:
+    """Not by where it lies; but by its vocabulary, its special tokens and how it normalises text."""
+    from transformers import BertTokenizerLegacy
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##b"]
+
+    def identity(place: str, words: list[str] = words, **changes: Any) -> str:
+        (tmp_path / place).mkdir(exist_ok=True)
+        (tmp_path / place / "vocab.txt").write_text("\n".join(words))
+        made = BertTokenizerLegacy(str(tmp_path / place / "vocab.txt"), **{"eos_token": "[SEP]"} | changes)
+        made.save_pretrained(tmp_path / place)
+        return Encoder(BertTokenizerLegacy.from_pretrained(tmp_path / place)).identify()
+
+    assert identity("one") == identity("two") == identity("one", padding_side="left")
+    others = [identity("one", [*words, "c"]), identity("one", do_lower_case=False), identity("one", eos_token="[MASK]")]
+    assert len({identity("one"), *others}) == 4
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.align.self_samples import SampledBlocks
-from gqa.corpus.alpha import n_blocks_for, select
-from gqa.corpus.repeats import BEFORE, mixed
-from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources
+from gqa.corpus.alpha import Documents, Heldout, hold_back, hold_back_of_each, n_blocks_for, select, shares_of
+from gqa.corpus.pairs import PairBlocks
+from gqa.corpus.repeats import mixed
+from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources, row_digest
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, TokenisedText, concatenate, tokenise
+from gqa.corpus.tokens import Block, Blocks, Encoder, concatenate, pack, tokenise
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
@@ -42,7 +44,7 @@ class Dataloader:
     """
 
     options: TrainOptions
-    blocks: Blocks | StreamedBlocks | SampledBlocks
+    blocks: Blocks | StreamedBlocks | SampledBlocks | PairBlocks
     steps: int
     fingerprint: str
     summary: str
@@ -71,9 +73,10 @@ class Dataloader:
         """As it is trained on; the first is `first`."""
         if not self.options.repeats:
             return self.make(self.blocks[index], [self.options.seed, index])
-        near = {"first": self.first, "stride": getattr(self.blocks, "lanes", 1)}
-        found = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0, **near)
-        return {"input_ids": found.astype(np.int64)}
+        # A stream gives no block before the one that it is at.
+        first = index if isinstance(self.blocks, StreamedBlocks) else self.first
+        ids = mixed(lambda number: self.blocks[number]["input_ids"], index, self.options.seed, 0, first=first)
+        return {"input_ids": ids.astype(np.int64)}
 
     @property
     def places(self) -> list[Any]:
@@ -100,55 +103,65 @@ def stack(blocks: list[Block]) -> Batch:
 
 def open_dataloader(options: TrainOptions, tokenizer: Any, longest: int, ranks: int = 1) -> Dataloader:
     """Of blocks of `longest` tokens at most, as `settle_steps` decides. Raises RefusedError and CorpusError."""
-    sources, back = parse_sources(options.data, **how_to_read(options)), not heldout_sources(options)
-    if not options.streaming:
-        text = concatenate([tokenise(source, tokenizer) for source in sources])
-        return open_text(options, text, [source.weight for source in sources], longest, ranks, back)
+    sources = parse_sources(options.data, **how_to_read(options))
+    if options.streaming:
+        return _open_stream(options, sources, tokenizer, longest, ranks)
+    text = concatenate([tokenise(source, tokenizer) for source in sources])
+    options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
+    heldout, blocks = named_heldout(options, tokenizer), open_heldout(options, tokenizer)
+    if not heldout:
+        heldout = Heldout(hold_back_of_each(text, held_back(options, text) * options.block))
+        digests = dict(zip(map(bytes, text.digests), range(len(text)), strict=True))
+        parts = sorted((digests[digest], limit) for digest, limit in heldout.limits.items())
+        blocks = _blocks((text.document(number)[limit:] for number, limit in parts), options)
+    chosen = select(
+        text, heldout=heldout, block_size=options.block, seed=options.seed, weights=weights_of(sources),
+        boundaries=options.mask_documents, **length_of(options),
+    )  # fmt: skip
+    steps = steps_of(chosen.blocks.n_blocks, options)
+    return Dataloader(options, chosen.blocks, steps, text.fingerprint, chosen.summary(), blocks)
+
+
+def _open_stream(
+    options: TrainOptions, sources: Sequence[Source], tokenizer: Any, longest: int, ranks: int
+) -> Dataloader:
     if options.alpha is not None and options.pretraining_tokens is None:
         raise RefusedError("the length of a stream is not known: give --pretraining-tokens that --alpha is a share of")
     options = settle_steps(options, _ENDLESS, longest, ranks)
-    steps = _steps(n_blocks_for(_ENDLESS, options.block, **_length(options)), options)
-    first = _heldout_blocks(options) if back else 0
+    steps = steps_of(n_blocks_for(_ENDLESS, options.block, **length_of(options)), options)
+    heldout, held = named_heldout(options, tokenizer), open_heldout(options, tokenizer)
+    if not heldout:  # the first documents
+        limits, documents = dict[bytes, int](), dict[bytes, list[int]]()
+        for source, share in zip(sources, shares_of([source.weight or 1.0 for source in sources]), strict=True):
+            read = Encoder(tokenizer).encode(source.texts())
+            pairs = ((row_digest(text), documents.setdefault(row_digest(text), tokens)) for text, tokens in read)
+            wanted = math.ceil(share * heldout_blocks(options) * options.block)
+            hold_back(((digest, len(tokens)) for digest, tokens in pairs), wanted, limits)
+        heldout = Heldout(limits)
+        held = _blocks((documents[digest][limit:] for digest, limit in limits.items()), options)
     blocks = StreamedBlocks(
-        sources, tokenizer, block_size=options.block, n_blocks=first + steps * options.blocks_per_step,
-        heldout_fraction=options.heldout_fraction, boundaries=options.mask_documents,
-        first=first, batch=options.blocks_per_step, before=BEFORE if options.repeats else 0,
+        sources, tokenizer, block_size=options.block, heldout=heldout, boundaries=options.mask_documents,
+        batch=options.blocks_per_step,
     )  # fmt: skip
-    told = f"a stream of {blocks}"
-    heldout = [blocks[number] for number in range(first)]
-    return Dataloader(options, blocks, steps, f"{told} {blocks.encoder.identify()}", told, heldout, first)
+    summary = f"a stream of {blocks}"
+    return Dataloader(options, blocks, steps, f"{summary} {blocks.encoder.identify()}", summary, held)
 
 
-def open_text(
-    options: TrainOptions, text: TokenisedText, shares: Sequence[float | None], longest: int, ranks: int, back: bool
-) -> Dataloader:
-    """Of text that is tokenised, of sources with these weights; of it some is held `back`."""
-    options = settle_steps(options, int(text.lengths.sum()), longest, ranks)
-    heldout: list[Block] = []
-    if back:
-        text, heldout = _hold_back(text, options)
-    weights = [share or 1.0 for share in shares] if any(shares) else None
-    chosen = select(
-        text, block_size=options.block, seed=options.seed, heldout_fraction=options.heldout_fraction,
-        weights=weights, boundaries=options.mask_documents, **_length(options),
-    )  # fmt: skip
-    steps = _steps(chosen.blocks.n_blocks, options)
-    return Dataloader(options, chosen.blocks, steps, text.fingerprint, chosen.summary(), heldout)
+def _blocks(documents: Iterable[Any], options: TrainOptions) -> list[Block]:
+    """At most as many as are held out."""
+    return [
+        block for block, _ in islice(pack(documents, options.block, options.mask_documents), heldout_blocks(options))
+    ]
 
 
-def _heldout_blocks(options: TrainOptions) -> int:
+def heldout_blocks(options: TrainOptions) -> int:
     """At most."""
     return max(1, options.heldout_tokens // options.block)
 
 
-def _hold_back(text: TokenisedText, options: TrainOptions) -> tuple[TokenisedText, list[Block]]:
-    """The text without a twentieth of it, or --heldout-tokens, and that in blocks; nothing of less than 20 blocks."""
-    count = min(_heldout_blocks(options), int(text.lengths.sum()) // (20 * options.block))
-    if not count:
-        return text, []
-    rest, aside = text.set_aside(count * options.block)
-    blocks = Blocks(aside, np.arange(len(aside)), options.block, boundaries=options.mask_documents)
-    return rest, [blocks[number] for number in range(len(blocks))]
+def held_back(options: TrainOptions, data: Documents) -> int:
+    """Blocks: a twentieth of the data, or --heldout-tokens; of less than 20 blocks none."""
+    return min(heldout_blocks(options), int(data.lengths.sum()) // (20 * options.block))
 
 
 def open_sampled(
@@ -160,13 +173,13 @@ def open_sampled(
     own = parse_self(options.data[0])
     data_tokens = own.tokens or _ENDLESS
     options = settle_steps(options, data_tokens, longest, ranks)
-    length = _length(options) | ({} if options.lengths else {"tokens": data_tokens})  # all that is written
+    length = length_of(options) | ({} if options.lengths else {"tokens": data_tokens})  # all that is written
     n_blocks = n_blocks_for(data_tokens, options.block, **length)
     if n_blocks * options.block > data_tokens:
         raise RefusedError(
             f"{n_blocks * options.block:,} tokens of training are more than --data {options.data[0]}; ask for more"
         )
-    steps, first = _steps(n_blocks, options), 0 if options.heldout else _heldout_blocks(options)
+    steps, first = steps_of(n_blocks, options), 0 if options.heldout else heldout_blocks(options)
     count = steps * options.blocks_per_step
     blocks = write(options.block, first + count)
     told = f"{count:,} blocks of {options.block:,} that {without_place(options.teacher)} writes"
@@ -174,7 +187,7 @@ def open_sampled(
     return Dataloader(options, blocks, steps, blocks.fingerprint, told, heldout, first)
 
 
-def _length(options: TrainOptions) -> dict[str, Any]:
+def length_of(options: TrainOptions) -> dict[str, Any]:
     """How long training is, as `n_blocks_for` takes it."""
     return {
         "alpha": options.alpha, "tokens": options.tokens, "steps": options.steps,
@@ -182,7 +195,7 @@ def _length(options: TrainOptions) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _steps(n_blocks: int, options: TrainOptions) -> int:
+def steps_of(n_blocks: int, options: TrainOptions) -> int:
     if steps := n_blocks // options.blocks_per_step:
         return steps
     raise RefusedError(
@@ -194,35 +207,50 @@ def _steps(n_blocks: int, options: TrainOptions) -> int:
     )
 
 
+def weights_of(sources: Sequence[Source]) -> list[float] | None:
+    """The weights of a mixture, if its sources have any."""
+    weights = [source.weight for source in sources if source.weight is not None]
+    return weights or None
+
+
 def open_heldout(options: TrainOptions, tokenizer: Any) -> list[Block]:
     """Blocks spread over the text that is named to be held out; none where nothing is named.
 
     Raises RefusedError and CorpusError.
     """
-    sources, wanted, how = heldout_sources(options), _heldout_blocks(options), {"boundaries": options.mask_documents}
-    if not sources:
+    if not (sources := heldout_sources(options)):
         return []
-    if any(source.streaming for source in sources):
-        found = list(islice(StreamedBlocks(sources, tokenizer, block_size=options.block, **how), wanted))
+    if options.streaming and options.heldout_fraction:
+        texts = chain.from_iterable(source.texts() for source in sources)
+        blocks = _blocks((tokens for _, tokens in Encoder(tokenizer).encode(texts)), options)
     else:
-        text = concatenate([tokenise(source, tokenizer) for source in sources])
-        blocks = Blocks(text, np.arange(len(text)), options.block, **how)
-        found = [blocks[int(number)] for number in np.linspace(0, len(blocks) - 1, min(wanted, len(blocks)))]
-    if not found:
+        text, wanted = concatenate([tokenise(source, tokenizer) for source in sources]), heldout_blocks(options)
+        whole = Blocks(text, np.arange(len(text)), options.block, boundaries=options.mask_documents)
+        blocks = [whole[int(number)] for number in np.linspace(0, len(whole) - 1, min(wanted, len(whole)))]
+    if not blocks:
         raise RefusedError(f"the held-out text has less than one block of {options.block} tokens; give more")
-    return found
+    return blocks
+
+
+def named_heldout(options: TrainOptions, tokenizer: Any) -> Heldout | None:
+    """What is not trained on, as it is named to be held out. Raises CorpusError."""
+    if options.heldout_fraction:
+        return Heldout(fraction=options.heldout_fraction)
+    texts = [tokenise(source, tokenizer) for source in heldout_sources(options)]
+    return Heldout({bytes(digest): 0 for text in texts for digest in text.digests}) if texts else None
 
 
 def heldout_sources(options: TrainOptions) -> list[Source]:
     """What is named to be held out: by an option, or by the built-in text. Raises RefusedError and CorpusError."""
     if options.heldout:
-        return [parse_source(options.heldout, field=options.field, separator=options.separator)]
+        fields = {"field": options.field, "target_field": options.target_field}
+        return [*parse_sources([options.heldout], separator=options.separator, **fields)]
     if not options.heldout_fraction:
         return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
     sources = parse_sources(options.data, **how_to_read(options))
-    parts = [source.part("heldout", options.heldout_fraction) for source in sources]
-    if found := [part for part in parts if next(part.read(), None)]:
-        return found
+    parts = [source.part(options.heldout_fraction) for source in sources]
+    if parts := [part for part in parts if not part.is_empty()]:
+        return parts
     raise RefusedError(
         f"--heldout-fraction {options.heldout_fraction:g} holds out no document of {', '.join(options.data)}; give "
         "more, or text of its own with --heldout"
@@ -231,6 +259,7 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
 
 def how_to_read(options: TrainOptions) -> dict[str, Any]:
     return {
-        "field": options.field, "config": options.data_config, "split": options.split,
-        "revision": options.data_revision, "streaming": options.streaming, "separator": options.separator,
+        "field": options.field, "target_field": options.target_field, "separator": options.separator,
+        "config": options.data_config, "split": options.split, "streaming": options.streaming,
+        "revision": options.data_revision,
     }  # fmt: skip

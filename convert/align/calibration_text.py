@@ -10,7 +10,7 @@ from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert.heads.config import read_config
 from gqa.corpus.alpha import permutation
 from gqa.corpus.repeats import mixed
-from gqa.corpus.sources import Source, text_digest
+from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Encoder, Ints, check_ids
 
 _CHARACTERS = 256  # of text that are looked at for every token that is taken, which is some four of them
@@ -27,7 +27,7 @@ def read_blocks(
     many as hold _CHARACTERS a token.
     """
     encoder = Encoder(load_tokenizer(checkpoint, trust_remote_code, instead="use self"))
-    digests, characters = zip(*((text_digest(one.text), len(one.text)) for one in source.documents()), strict=True)
+    digests, characters = zip(*((row_digest(text), len(text)) for text in source.texts()), strict=True)
     order = permutation(np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 32), seed)
     reached, wanted = np.cumsum(np.array(characters)[order]), _CHARACTERS * tokens
     stream = _encoded(source, order[: int(np.searchsorted(reached, wanted)) + 1], encoder)
@@ -48,6 +48,6 @@ def read_blocks(
 def _encoded(source: Source, chosen: Ints, encoder: Encoder) -> Ints:
     """The tokens of the documents of these numbers, one after the other in their order."""
     numbers = set(chosen.tolist())
-    read = (found for number, found in enumerate(source.documents()) if number in numbers)
+    read = (text for number, text in enumerate(source.texts()) if number in numbers)
     parts = dict(zip(sorted(numbers), (np.array(tokens, np.int64) for _, tokens in encoder.encode(read)), strict=True))
     return np.concatenate([parts[number] for number in chosen.tolist()])

@@ -99,8 +99,7 @@ class CalibrationText:
             if is_self(source):
                 pairs += maker.write(tokens // self.length, self._seed(number))
             elif self.target_field:
-                targets = None if self.target_field == "self" else self._parse(source, self.target_field)
-                pairs += maker.read(self._parse(source), targets, tokens // self.length)
+                pairs += maker.read(self._parse(source), tokens // self.length)
             else:
                 how = (tokens, self.length, self.seed, False, self.trust_remote_code)
                 pairs += maker.corrupt(read_blocks(checkpoint, self._parse(source), *how))
@@ -138,12 +137,11 @@ class CalibrationText:
 
     def identify(self, checkpoint: Checkpoint) -> list[str]:
         """What the content of each source is, as a hash; of what the model writes its name. Raises CorpusError."""
-        fields = [self.field, *([self.target_field] if self.target_field not in (None, "self") else [])]
-        named = [(s, field) for s in self.sources for field in (fields[:1] if is_self(s) else fields)]
-        return [spec if is_self(spec) else self._parse(spec, field).identify() for spec, field in named]
+        return [spec if is_self(spec) else self._parse(spec).identify() for spec in self.sources]
 
-    def _parse(self, source: str, field: str | None = None) -> Source:
-        return parse_sources((source,), field=field or self.field)[0]
+    def _parse(self, source: str) -> Source:
+        target = None if self.target_field == "self" else self.target_field
+        return parse_sources((source,), field=self.field, target_field=target)[0]
 
     def _seed(self, number: int) -> int:
         """Of what the model writes for the source of that number: for each text of its own."""

@@ -4,7 +4,6 @@ were trained on it, or written by the decoder.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 from pathlib import Path
@@ -31,7 +30,7 @@ from gqa.convert.align.self_samples import (
 from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.config import transformers_config
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.sources import Source
+from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids
 
 Pair = tuple[list[int], list[int]]  # tokens of a source and of its target
@@ -57,14 +56,15 @@ class PairMaker:
             tokenizer = None
         self._encoder = PairEncoder(config, tokenizer, checkpoint.name)
 
-    def read(self, source: Source, targets: Source | None, count: int) -> list[Pair]:
-        """So many pairs of two columns of one data set, chosen by a hash of their place and the seed; targets that are
-        None are written by the decoder. Raises RefusedError and CorpusError.
+    def read(self, source: Source, count: int) -> list[Pair]:
+        """So many pairs of a data set, chosen by a hash of their texts and the seed; the decoder writes the targets of
+        a source that has one column. Raises RefusedError and CorpusError.
         """
-        rows = read_pairs(source, targets) if targets else ((found, "") for found in source.documents())
-        chosen = nsmallest(count, rows, key=lambda row: hashlib.sha256(f"{self._seed} {row[0].name}".encode()).digest())
-        pairs = self._framed([found.text for found, _ in chosen], [answer for _, answer in chosen])
-        if targets:
+        has_targets = len(source.columns) == 2
+        rows = read_pairs(source) if has_targets else ((text, "") for text in source.texts())
+        chosen = nsmallest(count, rows, key=lambda row: row_digest(str(self._seed), *row))
+        pairs = self._framed([text for text, _ in chosen], [answer for _, answer in chosen])
+        if has_targets:
             return pairs
         sources = [one for one, _ in pairs]
         self._announce(len(sources))

@@ -27,8 +27,8 @@ from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.layout import Groups
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
-from gqa.corpus.pairs import pair_digest, read_pairs
-from gqa.corpus.sources import hash_threshold, is_below, parse_sources, text_digest
+from gqa.corpus.pairs import read_pairs
+from gqa.corpus.sources import parse_sources, row_digest
 from gqa.eval import evaluate
 from gqa.eval.decode import decode_contexts
 from gqa.eval.options import EvaluateOptions
@@ -100,14 +100,13 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
         evaluate.check_recall([subject], text.context)
     for alpha in filter(None, grid.alphas):
         _check_training(subject, replace(training, alpha=alpha))
-    columns = filter(None, (training.field, training.target_field))
-    sources = [source for column in columns for source in parse_sources(training.data, field=column)]
+    sources = parse_sources(training.data, field=training.field, target_field=training.target_field)
     identity = json.loads(json.dumps({
         "model": without_place(subject.checkpoint.hub_id or subject.name),
         "fingerprint": checkpoint_digest(subject.checkpoint),
         **options.identity(),
-        "content of the data": text_digest(" ".join(source.identify() for source in sources)).hex(),
-        "content of the held-out text": text_digest(
+        "content of the data": row_digest(" ".join(source.identify() for source in sources)).hex(),
+        "content of the held-out text": row_digest(
             repr([window.source + window.ids for window in text.windows])
         ).hex(),
     }))  # fmt: skip
@@ -169,27 +168,16 @@ def _text(subject: Subject, options: StudyOptions) -> Text:
     spans = encoder is not None and not training.target_field
     context = choose_context([subject], options.context, beyond=False, most=MAX_PAIR if spans else MAX_CONTEXT)
     if encoder is None:
-        texts = sorted((found.text for source in sources for found in source.documents()), key=text_digest)
+        texts = sorted((text for source in sources for text in source.texts()), key=row_digest)
         text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)
     elif spans:
         wanted = replace(training, block_size=context, heldout_tokens=options.eval_tokens or ALL)
         text = make_spans(open_heldout(wanted, subject.tokenizer), encoder, subject.tokenizer, context)
     else:
-        text = make_pairs(_heldout_pairs(training), encoder, context, options.eval_tokens)
+        pairs = sorted((pair for source in sources for pair in read_pairs(source)), key=lambda pair: row_digest(*pair))
+        text = make_pairs(pairs, encoder, context, options.eval_tokens)
     check_ids([subject], text)
     return text
-
-
-def _heldout_pairs(training: TrainOptions) -> list[tuple[str, str]]:
-    """Those that are named to be held out, or the share of the data's that gqa-uptrain holds back, in the order of
-    their hash. Raises RefusedError and CorpusError.
-    """
-    data = [training.heldout] if training.heldout else training.data
-    columns = [parse_sources(data, field=field) for field in (training.field, training.target_field or "")]
-    threshold = hash_threshold(1.0 if training.heldout else training.heldout_fraction)
-    pairs = [(one.text, answer) for both in zip(*columns, strict=True) for one, answer in read_pairs(*both)]
-    digests = sorted((pair_digest(*pair), number) for number, pair in enumerate(pairs))
-    return [pairs[number] for digest, number in digests if is_below(digest, threshold)]
 
 
 def run_study(study: Study, *, argv: Sequence[str], told: Callable[[Row], None] = lambda row: None) -> Rows:
