@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import threading
@@ -219,6 +220,10 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         temporary.replace(path)
         fsync_directory(path.parent)
+    except Exception as error:  # libraries in Rust name what the system says in their own errors
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import MERGED, check_refused, contents, leftovers, llama, run, snapshot, weights
 from processes import Running
+from safetensors.torch import save_file
 from training import Runs
 
 from gqa.checkpoint import shards
@@ -138,6 +140,15 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a full disk is a small tmpfs, which only root on Linux may mount")
     yield made
     subprocess.run(["umount", "-l", str(made)], check=True)
+
+
+def test_full_disk_under_a_file_that_is_replaced(disk: Path) -> None:
+    """The old file stays; what the library says is the system's error."""
+    (disk / "x").write_text("old")
+    with pytest.raises(OSError, match="No space left on device") as error, writer.replacing(disk / "x") as temporary:
+        save_file({"a": torch.zeros(1 << 20)}, temporary)
+    assert error.value.errno == errno.ENOSPC
+    assert {path.name: path.read_text() for path in disk.iterdir()} == {"x": "old"}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
