@@ -47,7 +47,6 @@ from harness import EMBEDDED, ROOT, SHAPES, Shape, random_llama, run_command, wr
 LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}  # seconds, if several parts run
 LEAST = 5.0  # seconds that must be left for another measurement
 FREE = 0.85  # share of the free memory that a cache may take
-GRAPHS = "graph", "eager"
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def command(module: str, *words: str) -> dict[str, Any]:
     try:
         with contextlib.redirect_stderr(stages), contextlib.redirect_stdout(output):
             run_command(module, *words, "--json")
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(f"{error}: {stages.getvalue()[-1500:]}") from error
     stages.next("end")
     seconds = {name: round(value, 2) for name, value in stages.seconds.items()}
@@ -292,30 +291,38 @@ def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copi
     """Tokens per second of all sequences together, and the share of the roofline."""
     import torch
 
-    config, rows = model.config, batch
+    config = model.config
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
     cache *= config.hidden_size // config.num_attention_heads
     free = torch.cuda.mem_get_info()[0] if cuda() else cache * scale.largest
     fit = min(scale.largest, int(FREE * free) // cache) if batch is None else batch
-    if not fit or fit * cache > FREE * free:
-        return {"batch": batch, "fits": False}
-    row: dict[str, Any] = {"fits": True}
     for rows in (fit, fit * 9 // 10, fit * 3 // 4):  # what a step itself takes is known only when it has run
-        try:
-            with torch.inference_mode():
-                decoder = Decoder(model, rows, context)
-                for kind in GRAPHS if cuda() else GRAPHS[1:]:
-                    run = decoder.graph() if kind == "graph" else decoder.step
-                    seconds = seconds_of(run, scale.steps)
-                    row |= {f"{kind}_tokens_per_second": rows / seconds}
-                    row |= {f"{kind}_roofline": decoder.bytes / seconds / copied}
-            return row | {"batch": rows, "bytes": decoder.bytes}
-        except torch.OutOfMemoryError:
-            if batch is not None:
-                raise
-            decoder = run = None  # type: ignore[assignment]
+        if 0 < rows * cache <= FREE * free:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return timed(model, rows, context, scale.steps, copied)
             free_memory()
-    return {"batch": fit, "fits": False}
+        if batch is not None:
+            break
+    return {"batch": batch, "fits": False}
+
+
+def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, Any]:
+    """One row of `decode_point`, by a CUDA graph, if there are some, and by transformers' own calls."""
+    import torch
+
+    with torch.inference_mode():
+        decoder = Decoder(model, batch, context)
+        row = {"fits": True, "batch": batch, "bytes": decoder.bytes}
+        for kind in ("graph", "eager") if cuda() else ("eager",):
+            try:
+                seconds = seconds_of(decoder.graph() if kind == "graph" else decoder.step, steps)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # what cannot be captured can still be run
+                row[f"{kind}_error"] = str(error)[:300]
+                continue
+            row |= {f"{kind}_tokens_per_second": batch / seconds, f"{kind}_roofline": decoder.bytes / seconds / copied}
+    return row
 
 
 def decode(results: Results) -> None:
@@ -425,10 +432,14 @@ def distilled(
     start, out = results.work / f"{base.name}-{heads}", results.work / f"{base.name}-{heads}-{tokens}"
     if not (start / "config.json").exists():
         command("convert", str(base), "--groups", str(heads), *results.scale.method, "-o", str(start), "--overwrite")
+    state = out.with_name(f"{out.name}-state")
+    if out.exists():
+        shutil.rmtree(state, ignore_errors=True)
     words = ["--data", f"self:{tokens}", "--tokens", str(tokens), *results.scale.distil, "--teacher", str(base)]
+    words += ["--resume"] if state.exists() else []
     run = command("uptrain", str(start), *words, "-o", str(out), "--keep-state", "--overwrite")
     row = {"tokens": tokens, "losses": run["record"]["losses"], "seconds": run["seconds"], **{
-        name: value for name, value in metrics(out.with_name(f"{out.name}-state")).items()
+        name: value for name, value in metrics(state).items()
         if name in ("tokens_per_second", "mfu", "memory_bytes")
     }}  # fmt: skip
     for text in texts:
@@ -473,7 +484,7 @@ def draw(out: Path) -> None:
     lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for name, row in read_rows(out / "decode.json").items():
         if (found := re.fullmatch(r"sdpa (\d+) heads (\d+) context (\w+) batch", name)) and row.get("fits"):
-            values = row[f"{kind}_tokens_per_second"], row[f"{kind}_roofline"]
+            values = row.get(f"{kind}_tokens_per_second", float("nan")), row.get(f"{kind}_roofline", float("nan"))
             lines.setdefault((found[1], found[3]), []).append((int(found[2]), *values))
     styles = {"1": ":", "16": "-.", "64": "--", "largest": "-"}
     colors = {heads: f"C{number}" for number, heads in enumerate(dict.fromkeys(heads for heads, _ in lines))}
@@ -521,6 +532,11 @@ def importable() -> Iterator[str]:
         yield scratch
 
 
+def stop(number: int, frame: object) -> None:
+    """The limit of a part: what is under way is recorded as failed, with the progress that it showed last."""
+    raise TimeoutError("stopped at the time limit")
+
+
 def run_part(name: str, seconds: float, words: Sequence[str], environment: dict[str, str]) -> None:
     """The part in a process of its own for so many seconds at most."""
     process = subprocess.Popen(
@@ -556,6 +572,7 @@ def main(
     for directory in (out, work):
         directory.mkdir(parents=True, exist_ok=True)
     if alone:
+        signal.signal(signal.SIGTERM, stop)
         scale = TINY if tiny else Scale()
         results = Results(out / f"{alone}.json", work, scale, deadline, smollm2, texts)
         with contextlib.suppress(TimeoutError):

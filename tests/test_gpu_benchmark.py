@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,6 +110,9 @@ def test_parts_have_limits_and_complete_ones_are_skipped(
     def part(name: str, seconds: float, words: list[str], environment: Mapping[str, str]) -> None:
         limits[name] = seconds
         assert environment["HF_HUB_OFFLINE"] == "1"
+        path = environment["PYTHONPATH"].split(os.pathsep)[:1]
+        assert [found.name for found in distributions(name="gqa", path=path)] == ["gqa"]
+        assert (Path(path[0]) / "gqa" / "convert" / "__main__.py").exists()
 
     monkeypatch.setattr(gpu, "run_part", part)
     gpu.Results(tmp_path / "decode.json", tmp_path, gpu.TINY).write(True)
@@ -125,7 +129,7 @@ def test_a_part_that_takes_too_long_is_stopped(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "sleep.py"
-    script.write_text("import time; time.sleep(60)")
+    script.write_text("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
     monkeypatch.setattr(gpu, "__file__", str(script))
     monkeypatch.setattr(gpu, "LEAST", 0.1)
     gpu.run_part("decode", 0.2, [], dict(os.environ))  # returns
