@@ -148,6 +148,15 @@ def cast(made: Tensors, names: tuple[str, ...], to: torch.dtype) -> None:
         made[name] = made[name].to(to)
 
 
+def widen(made: Tensors) -> Tensors:
+    """Projections to heads of twice the dimension, and back."""
+    dims = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}
+    return {
+        name: next((torch.cat([tensor, tensor], dim) for part, dim in dims.items() if part in name), tensor)
+        for name, tensor in made.items()
+    }
+
+
 BIG = b'{"a":{"dtype":"F32","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0]}}'
 PACKED = {K0.replace("weight", part): torch.ones(4, 4) for part in ("qweight", "qzeros", "scales")}
 MLX = {K0: torch.ones(16, 4, dtype=torch.uint32)} | {
@@ -198,6 +207,8 @@ CASES: Cases = {
     "config is a directory": (both(remove("config.json"), lambda m: (m / "config.json").mkdir()),
          ("config.json", "not a regular file")),
     "config without model_type": (settings(model_type=...), ("config.json has no model_type",)),
+    **{f"model_type {odd}": (settings(model_type=odd), ("config.json has no model_type",))
+       for odd in ({}, [], 3, None)},
     "unknown model_type": (settings(model_type="llaama"), ("'llaama'", "transformers does not have")),
     "deep nesting": (text("config.json", nested(100_000)), ("config.json is not JSON",)),
     **{name: (settings(model_type=name), (name, says)) for name, says in REFUSED_TYPES.items()},
@@ -205,7 +216,15 @@ CASES: Cases = {
     "KV heads do not divide the heads": (settings(kv=3), ("3 ", "8 ")),
     "endless heads": (settings(num_attention_heads=10**12, head_dim=4), ("config",)),
     "endless layers": (settings(num_hidden_layers=10**12), ("config",)),
+    **{f"{count} in {key}": (settings(**{key: count}), (key if count > 0 else "config", str(count)))
+       for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads") for count in (2**63, 10**12)},
+    **{f"{count} in {key} of {model_type}": (settings(model_type=model_type, **{key: count}), (key, str(count)))
+       for model_type, key in (("bart", "decoder_layers"), ("bart", "decoder_attention_heads"), ("gpt2", "n_head"),
+                               ("t5", "num_decoder_layers"), ("bart", "encoder_layers"), ("dbrx", "n_heads"))
+       for count in (2**63, 10**12)},
     "no layers": (settings(num_hidden_layers=0), ("config",)),
+    "another head_dim": (tensors(widen),
+         ("q_proj.weight [64, 32] has 8 heads of 8, config.json has no head_dim, which makes it 4", "set head_dim: 8")),
     "text_config in words": (settings(model_type="llava", text_config="llama"), ("config",)),
     # which weights
     "no weights": (remove(SINGLE), ("no weights at all", "give a directory")),

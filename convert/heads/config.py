@@ -27,7 +27,7 @@ QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # 
 _NUMBERS = (
     "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
-_COUNTS = re.compile(r"num_\w*(layers|heads)|n_layers?|n_heads?")
+_COUNTS = re.compile(r"(\w+_)?(layers?|heads?)")  # names of keys that count them
 
 
 class ConfigEdit(NamedTuple):
@@ -46,6 +46,11 @@ class ModelConfig:
     owner: tuple[str, ...]  # where in `raw` the head counts are
     text: Any  # transformers' config object of the text model
     family: Family
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The part of config.json that has the head counts."""
+        return _descend(self.raw, self.owner) or {}
 
     @property
     def layers(self) -> int:
@@ -136,16 +141,18 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
 
 def _check(config: ModelConfig, name: str) -> None:
     """Heads, and whatever else is read of a config and that its class lets pass in any type."""
-    text = config.text
+    text, layers = config.text, getattr(config.text, config.family.layers)
+    if type(layers) is not int or not 0 < layers <= MAX_COUNT:
+        raise CorruptError(f"{name}: config.json has {layers or 'no'} layers, 1 to {MAX_COUNT} are allowed; correct it")
     try:
         heads = {config.heads(layer) for layer in range(config.layers)}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(
             f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"
         ) from None
-    if not heads:
-        raise CorruptError(f"{name}: config.json has no layers (num_hidden_layers: {config.layers}); correct it")
     for h in heads:
+        if type(h.query) is int and h.query > MAX_COUNT:
+            raise CorruptError(f"{name}: config.json asks for {h.query} query heads, at most {MAX_COUNT} are allowed")
         if not all(type(n) is int and n > 0 for n in (h.query, h.kv, h.key_dim, h.value_dim)) or h.query % h.kv:
             raise CorruptError(
                 f"{name}: config.json asks for {h.query} query and {h.kv} key/value heads of dimension {h.key_dim}; "

@@ -28,7 +28,7 @@ _LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
 # Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
 _TOWERS = re.compile(
     r"(?:^|\.)(?:vision\w*|visual|audio\w*|speech\w*|encoder|\w+_encoder|\w+_tower|qformer|perceiver\w*|resampler|"
-    r"vit|vq\w*|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
+    r"vit|vq\w*|qwen2_model|codec\w*|talker|code2wav|token2wav|depth_decoder|sam\w*|dit|patcher|projector|\w+_projector|connector|"
     r"adaptor|local_decoder|diffusion\w*)\."
 )
 _ENCODER = re.compile(r"(?:^|\.)encoder\.")
@@ -182,6 +182,7 @@ def module_changes(
         outputs = tuple(f"{module.path}.{name}" for name in names)
         changes.append(Change(rule, tuple(specs), outputs, heads, target, module.path))
     _check_projections(module, (*config.family.rules, *beside), changes, heads)
+    _check_head_dim(module, heads, config)
     for change in changes:  # shapes are checked also where nothing changes: a verified output is planned once more
         change.split([torch.empty(spec.shape, device="meta") for spec in change.sources])
     return changes
@@ -203,6 +204,21 @@ def _check_unchanged(tail: str, spec: TensorSpec, heads: LayerHeads, config: Mod
         f"{spec.name} {list(spec.shape)} {spec.dtype} is not a known tensor of an attention module of "
         f"{config.text.model_type} (nearest: {near[0]}); nothing was written"
     )
+
+
+def _check_head_dim(module: AttentionModule, heads: LayerHeads, config: ModelConfig) -> None:
+    """Raises CorruptError where queries and keys agree on a head dimension that is not that of a config which states
+    none.
+    """
+    query, key = (module.tensors.get(f"{name}_proj.weight") for name in "qk")
+    if "head_dim" in config.stated or not (query and query.shape and key and key.shape):
+        return
+    dim, rest = divmod(query.shape[0], heads.query)
+    if dim != heads.key_dim and not rest and key.shape[0] == dim * heads.kv:
+        raise CorruptError(
+            f"{query.name} {list(query.shape)} has {heads.query} heads of {dim}, config.json has no head_dim, which "
+            f"makes it {heads.key_dim} (hidden_size / num_attention_heads); set head_dim: {dim} if it is right"
+        )
 
 
 def _check_unpacked(tensors: Mapping[str, TensorSpec]) -> None:

@@ -107,6 +107,8 @@ def recast(checkpoint: Checkpoint, groups: Groups, target: Target) -> Checkpoint
 def _candidates(checkpoint: Checkpoint, target: Target, by_layer: bool) -> list[Recasting]:
     """The entries for a model type that are as asked for; none where it needs none."""
     name, model_type = checkpoint.name, checkpoint.config.get("model_type")
+    if not isinstance(model_type, str):  # refused where its config is read
+        return []
     every = [r for r in (_BY_LAYER if by_layer else RECASTINGS) if r.source == model_type]
     if by_layer and not every and model_type not in {r.target for r in _BY_LAYER}:
         raise RefusedError(
