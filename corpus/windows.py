@@ -6,7 +6,7 @@ predictions count. Every protocol is a list of such windows, so scoring, batchin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -66,11 +66,6 @@ def llama_cpp_windows(ids: Sequence[int], context: int, bos: int | None) -> Iter
         if bos is not None:
             chunk = (bos, *chunk[1:])
         yield Window(chunk, context - 1 - context // 2)
-
-
-def tokens_read(windows: Iterable[Window]) -> int:
-    """Tokens of windows, those of their sources among them."""
-    return sum(len(window.ids) + len(window.source) for window in windows)
 
 
 def batches(windows: Sequence[Window], size: int) -> Iterator[list[int]]:

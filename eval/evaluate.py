@@ -94,21 +94,24 @@ def compare(subjects: Sequence[Subject], comparison: Comparison) -> dict[str, st
     """Add to each record what is measured of it; a part that is refused for one model is left out of all. Returns the
     reasons, by part.
     """
-    found = [comparison.measure(subject) for subject in subjects]
+    results = [comparison.measure(subject) for subject in subjects]
     if comparison.text:
-        found[0]["quality"] = comparison.baseline_quality()
-    for subject, parts in zip(subjects, found, strict=True):
-        for part in ("quality", "written", "recall"):  # in this order: recall may know more of positions
+        results[0]["quality"] = comparison.baseline_quality()
+    for subject, parts in zip(subjects, results, strict=True):
+        for part in ("quality", "written", "recall"):  # in this order: recall may replace the loss by position
             if part not in comparison.refused:
                 subject.record.update(parts.get(part, {}))
     return comparison.refused
 
 
 class Comparison:
-    """Models measured one after the other, each loaded once: the first one first, with which the others are compared.
+    """Measures models one after the other, each loaded once: the base model first, then those compared with it.
 
-    text: Whose tokens are scored, if any; refused: why a part (`written`, `recall`) could not be measured.
-    context: Tokens about which models are asked; None to leave recall out. `writes`: encoder-decoders write texts.
+    text: whose tokens are scored, if any; refused: why a part (`written`, `recall`) could not be measured.
+
+    Args:
+        context: Tokens of the windows for recall; None to leave recall out.
+        writes: Encoder-decoders write texts for sources.
     """
 
     def __init__(
@@ -116,45 +119,45 @@ class Comparison:
         writes: bool = False,
     ) -> None:  # fmt: skip
         self.text, self.refused = text, dict[str, str]()
-        self.first_reading: float | None = None  # share of the first copies of text that the first model gets right
-        self._first, self._context, self._options = subjects[0], context, options
+        self.first_reading: float | None = None  # accuracy of the base model on first copies of text
+        self._baseline, self._context, self._options = subjects[0], context, options
         self._writes = bool(writes and text and text.protocol == "pairs")
         self._positions = min((subject.positions for subject in subjects if subject.positions), default=None)
-        self._live: ChunkedHead | None = None  # the first model, where distributions are compared with its own
-        self._nats: Nats | None = None  # of the first model on the text
-        self._far_nats: Nats | None = None  # of the first model in `_far`
-        self._texts: Sequence[Window] = ()  # that the first model writes
-        self._asked: Sequence[Questions] = ()
-        self._far: Sequence[Window] = ()  # windows as long as the models' positions
+        self._live: ChunkedHead | None = None  # the base model, kept loaded with --kl
+        self._nats: Nats | None = None  # of the base model on the text
+        self._long_nats: Nats | None = None  # of the base model in `_long_windows`
+        self._texts: Sequence[Window] = ()  # greedy texts of the base model
+        self._questions: Sequence[Questions] = ()
+        self._long_windows: Sequence[Window] = ()  # windows as long as the models' positions
 
     def measure(self, subject: Subject, alone: bool = False) -> dict[str, dict[str, Any]]:
-        """What is measured of a model, as parts of its record. With `options.kl` the quality of the first is known once
-        a second model is measured (`baseline_quality`), unless it is scored `alone`.
+        """Parts of a model's record by name: `quality`, `written`, `recall`. With `options.kl` the base model is scored
+        in lockstep with the second model (`baseline_quality`), unless `alone` asks for its scores at once.
 
         Raises RefusedError where its quality cannot be measured, or recall where nothing else is asked for.
         """
-        first, options, found = subject is self._first, self._options, dict[str, dict[str, Any]]()
-        if first and self._context:
-            self._attempt("recall", self._ask)
+        is_baseline, options, parts = subject is self._baseline, self._options, dict[str, dict[str, Any]]()
+        if is_baseline and self._context:
+            self._attempt("recall", self._prepare_questions)
         if not self.text and "recall" in self.refused:
             return {}
         head = _head(subject, options)
-        if self.text and (alone or not (first and options.kl)):
-            found["quality"] = self._quality(subject, head, self.text)
-        parts = (("written", self._writes, self._write), ("recall", self._context, self._recall))
-        for part, asked, measured in parts:
-            if asked and (values := self._attempt(part, measured, subject, head)) is not None:
-                found[part] = values
-        if first and options.kl:
+        if self.text and (alone or not (is_baseline and options.kl)):
+            parts["quality"] = self._quality(subject, head, self.text)
+        optional = (("written", self._writes, self._write), ("recall", self._context, self._recall))
+        for part, enabled, function in optional:
+            if enabled and (values := self._attempt(part, function, subject, head)) is not None:
+                parts[part] = values
+        if is_baseline and options.kl:
             self._live = head
-        return found
+        return parts
 
-    def _attempt(self, part: str, measured: Callable[..., Any], *given: Any) -> Any:
-        """One optional measurement: a refusal is kept, unless nothing else is asked for."""
+    def _attempt(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run one optional measurement: a refusal is stored, unless nothing else is measured."""
         if part in self.refused:
             return None
         try:
-            return measured(*given)
+            return function(*args)
         except RefusedError as error:
             if part == "recall" and self._options.recall and not (self.text or self._options.memory):
                 raise
@@ -163,40 +166,40 @@ class Comparison:
 
     def _quality(self, subject: Subject, head: ChunkedHead, text: Text) -> dict[str, Any]:
         scores = _score(subject, head, text, self._options, baseline=self._live)
-        if subject is self._first:
+        if subject is self._baseline:
             self._nats = scores.nats
             return self.baseline_quality()
         if self._nats is None and self._live and scores.baseline_nats is not None:
             self._nats = scores.baseline_nats
             if not np.isfinite(self._nats).all():
-                _score(self._first, self._live, text, self._options)  # refuses, and says where
+                _score(self._baseline, self._live, text, self._options)  # refuses, and says where
         assert self._nats is not None
         return summary(scores, text, self._nats)
 
     @property
     def live(self) -> PreTrainedModel | None:
-        """The first model, where it stays in memory."""
+        """The base model, where it stays in memory."""
         return self._live.model if self._live else None
 
     def baseline_quality(self) -> dict[str, Any]:
-        """The first model's perplexity on the text, once it is known."""
+        """The base model's perplexity on the text, and its loss by position."""
         assert self.text is not None
         assert self._nats is not None
         return {"quality": perplexity(self._nats, self.text), "by_context": by_context(self._nats, self.text.windows)}
 
     def _write(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
-        """How long an encoder-decoder writes what the first one writes for the sources."""
+        """Agreement of an encoder-decoder with the greedy texts that the base model writes for the sources."""
         assert self.text is not None
         size, pairs = self._options.batch_size, sources_of(self.text.windows)
         with _explained(subject.name, self._options, "greedy texts", "give a smaller --batch-size or --context"):
-            own = write(head.model, pairs if subject is self._first else pairs[:SHOWN], size)
-            self._texts = self._texts or own
+            texts = write(head.model, pairs if subject is self._baseline else pairs[:SHOWN], size)
+            self._texts = self._texts or texts
             hits = score(head, self._texts, batch_size=size).hits
-        return {"greedy": agreement(hits, self._texts), "samples": as_text(subject.tokenizer, own[:SHOWN])}
+        return {"greedy": agreement(hits, self._texts), "samples": as_text(subject.tokenizer, texts[:SHOWN])}
 
-    def _ask(self) -> None:
-        """Questions about up to `context` tokens of the text, and of what the first model writes itself."""
-        first, options, context = self._first, self._options, self._context or 0
+    def _prepare_questions(self) -> None:
+        """Make questions about up to `context` tokens of the text and of self-generated text of the base model."""
+        first, options, context = self._baseline, self._options, self._context or 0
         check_recall([first], context)
         tokenizer, windows = first.tokenizer, self.text.windows if self.text else ()
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -207,47 +210,45 @@ class Comparison:
         streams = {"text": [window.ids[-window.scored :] for window in windows], "samples": samples}
         plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
         plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
-        self._asked = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
+        self._questions = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
         if not options.context:
-            self._far = long_windows(plain.get("text", np.array([], int)), self._positions, context, prefix)
+            self._long_windows = long_windows(plain.get("text", np.array([], int)), self._positions, context, prefix)
 
     def _recall(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
-        """What a model finds again in its context, how long it says what the first one says, and, where no context is
-        asked for and the text is enough, its loss by position in windows as long as the models' positions.
+        """Recall, agreement with the base model's greedy texts, and, without --context and with enough text, the loss
+        by position in windows as long as the models' positions.
         """
-        first, options, questions = subject is self._first, self._options, self._asked
-        if first:
+        is_baseline, options, questions = subject is self._baseline, self._options, self._questions
+        if is_baseline:
             with _explained(subject.name, options, "greedy texts", "give --no-recall"):
                 self._texts = continued(head.model, self._prompts)
         windows = [*(window for one in questions for window in one.windows), *self._texts]
         tried = f"a batch of {options.batch_size} sequences of {self._context:,} tokens"
-        share = sum(window.scored for window in [*windows, *self._far]) // ranks().num_processes
+        share = sum(window.scored for window in [*windows, *self._long_windows]) // ranks().num_processes
         with (
             _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"),
             _bar(share, "tok", f"{subject.name}, recall", options) as bar,
         ):
             scores = score(head, windows, batch_size=options.batch_size, progress=bar.update)
-            shown = self._texts[:SHOWN]
-            if first:
+            samples = self._texts[:SHOWN]
+            if is_baseline:
                 self.first_reading = first_reading(head, questions, options.batch_size)
             else:
-                shown = continued(head.model, [window.ids[: -window.scored] for window in shown])
-            found = {
+                samples = continued(head.model, [window.ids[: -window.scored] for window in samples])
+            values = {
                 "recall": recall(questions, scores),
                 "greedy": agreement(scores.hits[-sum(window.scored for window in self._texts) :], self._texts),
-                "samples": as_text(self._first.tokenizer, shown),
+                "samples": as_text(self._baseline.tokenizer, samples),
             }
-            if self._far:
-                nats = score(head, self._far, batch_size=1, progress=bar.update).nats
-                found["by_context"] = by_context(nats, self._far, self._far_nats, runs(self._far))
-                self._far_nats = nats if first else self._far_nats
-        return found
+            if self._long_windows:
+                nats = score(head, self._long_windows, batch_size=1, progress=bar.update).nats
+                values["by_context"] = by_context(nats, self._long_windows, self._long_nats, runs(self._long_windows))
+                self._long_nats = nats if is_baseline else self._long_nats
+        return values
 
 
 def first_reading(head: ChunkedHead, questions: Sequence[Questions], batch_size: int) -> float | None:
-    """The share of answers about second copies of text that a model gets right where the same tokens stand first:
-    without any recall. None where there is no text.
-    """
+    """Accuracy on the tokens of second copies of text where they stand first, so without recall; None without text."""
     copies = [window for one in questions if one.kind == "text" for window in one.windows]
     firsts = [Window(copy.ids[: copy.scored + 2], copy.scored) for copy in copies]
     return float(score(head, firsts, batch_size=batch_size).hits.mean()) if firsts else None

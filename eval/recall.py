@@ -49,7 +49,7 @@ class Questions:
 
 
 def make_questions(
-    streams: dict[str, Ints], tokenizer: Any, vocabulary: int, context: int, prefix: int, seed: int = 0
+    streams: dict[str, Ints], tokenizer: Any, vocabulary: int, context: int, prefix: int
 ) -> list[Questions]:
     """All kinds at all distances up to `context` tokens.
 
@@ -59,7 +59,7 @@ def make_questions(
         vocabulary: Number of token ids that the model knows.
         prefix: The token that a sequence begins with.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     plain = np.setdiff1d(np.arange(min(vocabulary, len(tokenizer))), tokenizer.all_special_ids)
     words = _words(tokenizer, plain)
     found: list[Questions] = []
@@ -71,11 +71,6 @@ def make_questions(
         for length in sorted({min(length, context) for length in (128, 256, context)}):
             found += ask(tokenizer, words, filler, length, prefix, random)
     return found
-
-
-def tokens_read(context: int) -> int:
-    """About how many all kinds take: three of copies, of which a distance is asked in READ tokens or little more."""
-    return 3 * READ * len(_distances(context, context))
 
 
 def _distances(context: int, longest: int) -> list[int]:

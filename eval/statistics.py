@@ -83,11 +83,6 @@ def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[fl
     return (float(values.mean(dtype=np.float64)), *_interval(*_by_cluster(values, cluster)))
 
 
-def ratio_interval(sums: NDArray[Any], counts: NDArray[Any]) -> tuple[float, float, float]:
-    """sum(sums) / sum(counts), each (n,) of clusters and its 95 % bootstrap interval: NaN bounds where there is one."""
-    return (float(sums.sum() / counts.sum()), *_interval(sums, counts))
-
-
 def _by_cluster(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Sums and counts of each (n,)."""
     _, group = np.unique(cluster, return_inverse=True)

@@ -180,8 +180,8 @@ def _text(subject: Subject, options: StudyOptions) -> Text:
     return text
 
 
-def run_study(study: Study, *, argv: Sequence[str], told: Callable[[Row], None] = lambda row: None) -> Rows:
-    """Measure all cells that are not measured yet; `told` gets each row as it is written. `argv` are the arguments of
+def run_study(study: Study, *, argv: Sequence[str], report: Callable[[Row], None] = lambda row: None) -> Rows:
+    """Measure all cells that are not measured yet; `report` gets each row as it is written. `argv` are the arguments of
     the command.
 
     Raises UnwrittenError where rows cannot be kept, StoppedError where a signal came while something was trained: the
@@ -190,7 +190,7 @@ def run_study(study: Study, *, argv: Sequence[str], told: Callable[[Row], None] 
     with held(study.options.output) as work, quantised_attention(study.grid.cache_bits or ()):
         rows, left = Rows(study.options.output), study.left
         if left:
-            bench = _Bench(study, work, rows, argv, told)
+            bench = _Bench(study, work, rows, argv, report)
             bench.measure_source([cell for cell in left if cell.is_source])
             conversions = defaultdict[str, list[Cell]](list)
             for cell in left:
@@ -206,14 +206,12 @@ def run_study(study: Study, *, argv: Sequence[str], told: Callable[[Row], None] 
 
 
 class _Bench:
-    """What cells are measured with: the source is measured first, and stays in memory where its predictions are
-    compared with those of others.
-    """
+    """Measures cells. The source comes first; it stays in memory where predictions are compared with its own."""
 
     def __init__(
-        self, study: Study, work: Path, rows: Rows, argv: Sequence[str], told: Callable[[Row], None]
+        self, study: Study, work: Path, rows: Rows, argv: Sequence[str], report: Callable[[Row], None]
     ) -> None:  # fmt: skip
-        self._study, self._work, self._rows, self._told = study, work, rows, told
+        self._study, self._work, self._rows, self._report = study, work, rows, report
         options, subject = study.options, study.subject
         self._options = EvaluateOptions(
             batch_size=options.eval_batch, precision=options.dtype, device=options.run_device, quiet=True,
@@ -224,32 +222,31 @@ class _Bench:
         self._comparison = evaluate.Comparison([subject], study.text, context, self._options)
         self._contexts: tuple[int, ...] = ()
         if options.decode:
-            asked = (options.decode_context,) if options.decode_context else None
-            self._contexts = decode_contexts([subject], asked, STEPS)[-1:]
+            context_option = (options.decode_context,) if options.decode_context else None
+            self._contexts = decode_contexts([subject], context_option, STEPS)[-1:]
         environment = {"argv": portable(argv), **evaluate.environment(options.run_device)}
         self._constant = {"options": study.identity, "environment": environment}
         self._heads = self._heads_of_budgets()
 
     def _heads_of_budgets(self) -> Mapping[float, tuple[int, ...]]:
         """The heads of each layer by budget; those that no row has yet are found by measuring each layer."""
-        rows = [row for row in self._rows if row.get("kv_heads")]
-        found = {row["budget"]: tuple(row["kv_heads"]) for row in rows}
+        heads = {row["budget"]: tuple(row["kv_heads"]) for row in self._rows if row.get("kv_heads")}
         cells = [cell for cell in self._study.cells if cell.budget]
-        if new := list(dict.fromkeys(cell.budget for cell in cells if cell.budget and cell.budget not in found)):
+        if new := list(dict.fromkeys(cell.budget for cell in cells if cell.budget and cell.budget not in heads)):
             maps = self._study.options.maps_of(cells[0])
-            found |= zip(new, heads_within(self._study.subject.checkpoint, new, maps)[0], strict=True)
-        return found
+            heads |= zip(new, heads_within(self._study.subject.checkpoint, new, maps)[0], strict=True)
+        return heads
 
-    def _keep(self, cell: Cell, error: str | None = None, **found: Any) -> None:
-        row = {**cell._asdict(), "error": error, **found, **self._constant}
+    def _add_row(self, cell: Cell, error: str | None = None, **columns: Any) -> None:
+        row = {**cell._asdict(), "error": error, **columns, **self._constant}
         self._rows.add(row)
-        self._told(row)
+        self._report(row)
 
     def measure_source(self, cells: Sequence[Cell]) -> None:
-        """Measure the source, of which rows are kept for those of its `cells` that are left."""
+        """Measure the source, and add rows of those of its `cells` that are not measured yet."""
         subject, comparison = self._study.subject, self._comparison
-        start, found = time.perf_counter(), comparison.measure(self._study.subject, alone=True)
-        row = self._columns(subject, found) | {"text": self._study.text.record(), "train_tokens": 0}
+        start, parts = time.perf_counter(), comparison.measure(subject, alone=True)
+        row = self._columns(subject, parts) | {"text": self._study.text.record(), "train_tokens": 0}
         if "recall" in comparison.refused:
             if self._options.recall:
                 raise RefusedError(comparison.refused["recall"])
@@ -260,9 +257,9 @@ class _Bench:
         row["seconds_evaluating"] = time.perf_counter() - start
         for cell in cells:
             if cell.bits is None:
-                self._keep(cell, **row, **self._speed(cell, subject))
+                self._add_row(cell, **row, **self._speed(cell, subject))
             else:
-                self._keep(cell, **self._measure(subject.quantised(cell.bits)), train_tokens=0)
+                self._add_row(cell, **self._measure(subject.quantised(cell.bits)), train_tokens=0)
 
     def measure_conversion(self, cells: Sequence[Cell]) -> None:
         """Convert once, train as each of the cells says, and measure; what goes wrong is a row too.
@@ -281,7 +278,7 @@ class _Bench:
             except Exception as error:  # whatever a conversion, a training or a library raises
                 failed = True
                 for cell in [cell for cell in some if cell in left]:
-                    self._keep(cell, _reason(error))
+                    self._add_row(cell, _reason(error))
                     del left[cell]
 
         trainings = defaultdict[tuple[Any, ...], list[Cell]](list)
@@ -315,7 +312,7 @@ class _Bench:
         self, converted: Path, cells: Sequence[Cell], left: dict[Cell, None], common: Row
     ) -> None:  # fmt: skip
         """Rows of cells that are trained alike, and differ in the bits of their cache."""
-        path, cell, found = converted, cells[0], common | {"train_tokens": 0, "seconds_training": 0.0}
+        path, cell, columns = converted, cells[0], common | {"train_tokens": 0, "seconds_training": 0.0}
         if cell.alpha:
             start, options = time.perf_counter(), self._study.options.training_of(cell, self._work / cell.conversion)
             resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
@@ -323,28 +320,33 @@ class _Bench:
             shared = cell.teacher == "source" and self._options.precision == "auto"
             progress, _ = uptrain(prepare(options, self._comparison.live if shared else None))
             path = options.output
-            found |= {
+            columns |= {
                 "train_tokens": progress.tokens, "train_loss": progress.loss,
                 "seconds_training": time.perf_counter() - start,
             }  # fmt: skip
         subject = open_subjects([str(path)], self._study.options.training.trust_remote_code)[0]
         if cell.budget:
-            found["kv_heads"] = list(self._heads[cell.budget])
+            columns["kv_heads"] = list(self._heads[cell.budget])
         for cell in cells:
             variant = subject.quantised(cell.bits) if cell.bits else subject
             speed = {} if cell.bits else self._speed(cell, subject)
-            self._keep(cell, **self._measure(variant), **found, **speed)
+            self._add_row(cell, **self._measure(variant), **columns, **speed)
             del left[cell]
         if path != converted:
             shutil.rmtree(path)
 
     def _measure(self, subject: Subject) -> Row:
-        start, found = time.perf_counter(), self._comparison.measure(subject)
-        return self._columns(subject, found) | {"seconds_evaluating": time.perf_counter() - start}
+        """Columns of a model. Raises RefusedError where it cannot be asked what the source was asked."""
+        start, comparison = time.perf_counter(), self._comparison
+        recalls = "recall" not in comparison.refused
+        parts = comparison.measure(subject)
+        if recalls and (reason := comparison.refused.pop("recall", "")):
+            raise RefusedError(reason)
+        return self._columns(subject, parts) | {"seconds_evaluating": time.perf_counter() - start}
 
-    def _columns(self, subject: Subject, found: Mapping[str, Row]) -> Row:
-        """What was measured of a model, as columns."""
-        own, against = found["quality"]["quality"], found["quality"].get("against_baseline", {"log_ratio": 0.0})
+    def _columns(self, subject: Subject, parts: Mapping[str, Row]) -> Row:
+        """Parts of a model's record as columns."""
+        own, against = parts["quality"]["quality"], parts["quality"].get("against_baseline", {"log_ratio": 0.0})
         cache, source = subject.cache, self._study.subject.cache
         assert cache
         assert source
@@ -363,7 +365,7 @@ class _Bench:
         }
         if cross := cache.cross_bytes_per_token:
             row["cross_bytes_per_token"] = cross  # of each token of the source
-        if recall := found.get("recall"):
+        if recall := parts.get("recall"):
             row |= {f"recall_{kind.replace('-', '_')}": share for kind, share in recalled(recall).items()}
             row |= {"greedy_tokens": recall["greedy"]["tokens"], "recall_by_distance": recall["recall"]}
             row["samples"] = recall["samples"]
@@ -380,11 +382,13 @@ class _Bench:
         for row in self._rows:
             if Cell.of(row).heads == cell.heads and row.get("decode_ratio"):
                 return {name: row[name] for name in columns}
-        others = [] if cell.is_source else [subject]
-        evaluate.time_decoding([self._study.subject, *others], self._options, self._contexts)
-        first, *_, point = (s.record["decode"]["points"][0] for s in (self._study.subject, subject))
-        values = (*(point[name] for name in names), self._contexts[0])
-        return dict(zip(columns, (*values, first["seconds_per_token"] / point["seconds_per_token"]), strict=True))
+        models = [replace(self._study.subject, name="base model")]
+        models += [] if cell.is_source else [replace(subject, name="conversion")]
+        evaluate.time_decoding(models, self._options, self._contexts)
+        points = [model.record["decode"]["points"][0] for model in models]
+        ratio = points[0]["seconds_per_token"] / points[-1]["seconds_per_token"]
+        values = (*(points[-1][name] for name in names), self._contexts[0], ratio)
+        return dict(zip(columns, values, strict=True))
 
 
 def _reason(error: Exception) -> str:

@@ -148,7 +148,7 @@ def measure(study: Study, quiet: bool, argv: Sequence[str]) -> Rows:
     """
     from gqa.eval.study.ablation import run_study
 
-    def told(row: dict[str, Any]) -> None:
+    def show(row: dict[str, Any]) -> None:
         bar.update()
         name = f"{row['method']}, {row['groups']:.3g} heads, alpha {row['alpha']:g}"
         name += f", int{row['bits']} cache" if row["bits"] else ""
@@ -158,7 +158,7 @@ def measure(study: Study, quiet: bool, argv: Sequence[str]) -> Rows:
             click.echo(text, err=True)
 
     with progress_bar(len(study.left), "cell", study.subject.name, quiet) as bar:
-        return run_study(study, argv=argv, told=told)
+        return run_study(study, argv=argv, report=show)
 
 
 def read_bounds(options: dict[str, Any]) -> Bounds:
