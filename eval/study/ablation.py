@@ -34,6 +34,7 @@ from gqa.eval.decode import decode_contexts
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.report import recalled
 from gqa.eval.study.directory import Row, Rows, UnwrittenError, check_place, held
+from gqa.eval.study.report import CELL_COLUMNS
 from gqa.eval.study.study import UNMERGED, Cell, Grid, StudyOptions
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, table
@@ -403,12 +404,7 @@ def _reason(error: Exception) -> str:
 def plan_table(study: Study) -> Table:
     """The cells, and which of them are measured."""
     left, cells = {*study.left}, study.cells
-    columns = [
-        ("method", lambda cell: cell.method), ("KV heads", lambda cell: f"{cell.groups:.3g}"),
-        ("seed", lambda cell: str(cell.seed)), ("trains", lambda cell: cell.train),
-        ("teacher", lambda cell: cell.teacher), ("alpha", lambda cell: f"{cell.alpha:g}"),
-        ("cache bits", lambda cell: str(cell.bits or "")), ("", lambda cell: "" if cell in left else "done"),
-    ]  # fmt: skip
-    return table(
-        f"Study of {study.subject.name}", columns, cells, f"{len(left)} of {len(cells)} cells to measure", filled=True
-    )
+    records = [cell._asdict() | {"state": "" if cell in left else "done"} for cell in cells]
+    columns = [*CELL_COLUMNS, ("", lambda r: str(r["state"]))]
+    note = f"{len(left)} of {len(cells)} cells to measure"
+    return table(f"Study of {study.subject.name}", columns, records, note, filled=True)

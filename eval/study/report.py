@@ -19,7 +19,7 @@ from gqa.eval.study.study import Cell
 from gqa.eval.study.tradeoff import BASE, Bounds, Recommendation, name, points, recommend
 from gqa.eval.tables import Column, Table, not_measured, number, table
 
-_COLUMNS: list[Column] = [
+CELL_COLUMNS: list[Column] = [
     ("method", lambda r: r["method"]),
     ("KV heads", lambda r: f"{r['groups']:.3g}"),
     ("seed", lambda r: str(r["seed"])),
@@ -27,6 +27,9 @@ _COLUMNS: list[Column] = [
     ("teacher", lambda r: r["teacher"]),
     ("alpha", lambda r: f"{r['alpha']:g}"),
     ("cache bits", lambda r: f"{r['bits']:d}"),
+]
+_COLUMNS = [
+    *CELL_COLUMNS,
     ("train tokens", lambda r: f"{r['train_tokens']:,}"),
     ("nats/token", lambda r: r["loss"] if r["error"] else f"{r['loss']:.4f}"),
     ("above base", lambda r: f"{r['loss_increase']:+.4f}"),
@@ -94,7 +97,7 @@ def _tables(results: Results) -> Iterator[Table]:
     yield short_table(results)
     yield _recall(results)
     if failed := results.failed:
-        columns = [*_COLUMNS[:7], ("why", lambda r: r["error"])]
+        columns = [*CELL_COLUMNS, ("why", lambda r: r["error"])]
         yield table("Cells that failed", columns, failed, "the same command tries them again", filled=True)
     yield _cells(results)
 
@@ -128,7 +131,7 @@ def _by_alpha(
         some.iloc[0].dropna().to_dict() | {"at": {point.alpha: shown(point) for point in some.itertuples()}}
         for _, some in found.groupby(["groups", "series"], sort=False)
     ]
-    columns: list[Column] = [("method", lambda r: r["series"]), _COLUMNS[1], *more]
+    columns: list[Column] = [("method", lambda r: r["series"]), CELL_COLUMNS[1], *more]
     for alpha in sorted(found.alpha.unique()):
         columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: r["at"][alpha]))  # type: ignore[misc]
     return table(title, columns, records, note, filled=True)
