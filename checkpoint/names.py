@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 
 import torch
@@ -72,23 +72,46 @@ def stored_parts(model: PreTrainedModel, name: str) -> list[str]:
     return list(stored_tensors(model, {name: model.get_parameter(name).to("meta")}))
 
 
-def assembled(model: PreTrainedModel, name: str, parts: Mapping[str, Tensor]) -> Tensor:
-    """The parameter `name` out of what is stored of it, by transformers' own rules of loading. Raises KeyError where
-    they do not put just these tensors together.
+class Loading:
+    """How transformers loads tensors of `names` into `model`, under whatever names it accepts: as checkpoints of the
+    type have them, as the class has them, with the prefix of the base model or without.
+
+    sources: Names of parameters -> the stored tensors that each is made of; one that is stored as it is has one.
+    whole: Stored name -> the parameter's name, of tensors that are stored as they are.
     """
-    transforms = get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    whole, into = None, name
-    for part in sorted(parts, key=dot_natural_key):
-        into, pattern = rename_source_key(part, renamings, converters)
-        whole = whole or deepcopy(by_pattern[pattern])
-        whole.add_tensor(into, part, pattern, parts[part])
-    if whole is None:
-        raise KeyError(name)
-    found: Tensor | list[Tensor] = whole.convert(into, model=model, config=model.config)[name]
-    return found[0] if isinstance(found, list) else found
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        transforms, known = get_model_conversion_mapping(model), dict.fromkeys(model.state_dict(), True)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        self._model, self._rules = model, (renamings, converters, model.base_model_prefix, known)
+        self._patterns = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self.sources, self.whole = defaultdict[str, list[str]](list), dict[str, str]()
+        for name in sorted(names, key=dot_natural_key):
+            into, pattern = rename_source_key(name, *self._rules)
+            if into not in known:
+                into, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
+            if into in known:
+                self.sources[into].append(name)
+                if pattern is None:
+                    self.whole[name] = into
+                for other in self._patterns[pattern].target_patterns if pattern else ():  # made of the same tensors
+                    first = self._patterns[pattern].target_patterns[0]
+                    self.sources.setdefault(into.replace(first, other), self.sources[into])
+
+    def assemble(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        """The parameter `name` out of tensors by their stored names. Raises KeyError where transformers does not make
+        it of just these.
+        """
+        converter, into = None, name
+        for part in sorted(parts, key=dot_natural_key):
+            into, pattern = rename_source_key(part, *self._rules)
+            converter = converter or deepcopy(self._patterns[pattern])
+            converter.add_tensor(into, part, pattern, parts[part])
+        if converter is None:
+            raise KeyError(name)
+        tensor: Tensor | list[Tensor] = converter.convert(into, model=self._model, config=self._model.config)[name]
+        return tensor[0] if isinstance(tensor, list) else tensor
 
 
 def shared_names(model: PreTrainedModel) -> dict[str, list[str]]:

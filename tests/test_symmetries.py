@@ -110,7 +110,7 @@ def by(plan: Plan, method: str) -> Plan:
 
 def merged_logits(tiny: Tiny, plan: Plan, maps: Mapping[str, HeadMaps] | None = None) -> Tensor:
     """Of the model that a plan makes, without writing it; `maps` of all modules need not be on disk."""
-    held: Any = maps and SimpleNamespace(of=lambda module, meta: maps[module], names=())
+    held: Any = maps and SimpleNamespace(of=lambda module: maps[module], names=())
     made = planned(tiny, replace(plan, merging=replace(plan.merging, maps=held)), attention(tiny))
     return logits(tiny, made, inputs(tiny))
 

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.loading import model_class
-from gqa.checkpoint.names import assembled, parameter_names, shared_names, stored_parts
+from gqa.checkpoint.names import Loading, shared_names, stored_parts
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
 from gqa.convert.align.attention import WATCHED, attend_eager, attend_sdpa, watchable
 
@@ -167,11 +167,15 @@ class Layer:
 
 class Layerwise:
     """A model without weights, of whose layers one at a time has them: those of its encoder, if it has one, then the
-    `first` of its decoder and all others. `names` are those of its parameters, by those under which they are stored.
+    `first` of its decoder and all others. `loading` says of which stored tensors its parameters are made.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: Any, path: str, dtype: torch.dtype, device: str) -> None:
-        """A model of transformers' `config`, one of the attention modules of whose decoder is stored at `path`."""
+    def __init__(
+        self, checkpoint: Checkpoint, config: Any, path: str, dtype: torch.dtype, device: str, names: Iterable[str]
+    ) -> None:
+        """A model of transformers' `config`, one of the attention modules of whose decoder is stored at `path`; `names`
+        are those of all its stored tensors.
+        """
         cap, made = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None), model_class(config)
         if not hasattr(made, "_from_config"):  # an Auto class, which may know one that transformers does not export
             made = made._model_mapping.get(type(config), None)
@@ -193,8 +197,8 @@ class Layerwise:
                 model = made._from_config(config, attn_implementation="eager", dtype=dtype)
                 model.set_attn_implementation(named)
         model.tie_weights()  # which the empty weights have undone
-        self.names = parameter_names(model)
-        attention = next((own for name, own in self.names.items() if name.startswith(f"{path}.")), None)
+        self.loading = Loading(model, names)
+        attention = next((own for name, own in self.loading.whole.items() if name.startswith(f"{path}.")), None)
         match = re.match(r"(.+?)\.\d+\.", attention) if attention else None
         if match is None:
             raise RefusedError(f"{type(model).__name__} has no layer with {path}; it cannot be run layer by layer")
@@ -208,11 +212,10 @@ class Layerwise:
         self._paths = [f"{name}.{i}" for name, of in zip(self._stacks, stacks, strict=True) for i in range(len(of))]
         self._extras: dict[str, tuple[Any, ...] | None] = {}  # what layers return beside hidden states, if a tuple
         self._checkpoint, self._shared = checkpoint, shared_names(model)
-        self._stored = {own: name for name, own in self.names.items()}
         outside = (name for name in model.state_dict() if not name.startswith(tuple(f"{s}." for s in self._stacks)))
-        fixed = {name for name in model._keys_to_ignore_on_save or () if name not in checkpoint.tensors}
+        fixed = {name for name in model._keys_to_ignore_on_save or () if name not in self.loading.sources}
         self._fill((name for name in outside if "lm_head" not in name and name not in fixed), {})
-        for name in fixed & self._stored.keys():  # sinusoids, which classes make themselves
+        for name in fixed & model.state_dict().keys():  # sinusoids, which classes make themselves
             whole = model.get_submodule(name.rpartition(".")[0])
             whole.to_empty(device=self.device)
             model._init_weights(whole)
@@ -246,16 +249,16 @@ class Layerwise:
                 raise RefusedError(f"{part} is stored as {spec.dtype}; it cannot be run layer by layer")
             return checkpoint.read(spec)
 
-        for whole in (self._stored.get(other, other) for other in (name, *self._shared.get(name, ()))):
-            if whole in changed or whole in checkpoint.tensors:
-                return tensor(whole)
-        parts = [] if name in self._stored else stored_parts(self.model, name)
-        if not parts or set(parts) - checkpoint.tensors.keys():
+        names = next(filter(None, map(self.loading.sources.get, (name, *self._shared.get(name, ())))), None)
+        if names and names[0] in self.loading.whole:
+            return tensor(names[0])
+        parts = names or stored_parts(self.model, name)
+        if set(parts) - checkpoint.tensors.keys():
             raise RefusedError(
-                f"{checkpoint.name} does not store {listing(parts) or self._stored[name]}, which "
-                f"{type(self.model).__name__} has; it cannot be run layer by layer"
+                f"{checkpoint.name} does not store {listing(parts)}, which {type(self.model).__name__} has; it cannot "
+                "be run layer by layer"
             )
-        return assembled(self.model, name, {part: tensor(part) for part in parts})
+        return self.loading.assemble(name, {part: tensor(part) for part in parts})
 
     def load(self, index: int, changed: Mapping[str, Tensor]) -> nn.Module:
         """Layer `index` with its weights, of which the stored tensors `changed` replace the checkpoint's."""

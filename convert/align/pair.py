@@ -59,8 +59,9 @@ class Pair:
         path = self._modules[0].path
         self.plan, self.options = plan, options
         self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
-        self.source = Layerwise(checkpoint, own, path, dtype, options.device)
-        self.target = Layerwise(checkpoint, transformers_config(plan.new_config), path, dtype, options.device)
+        how, names = (path, dtype, options.device), [tensor.name for tensor in plan.tensors]
+        self.source = Layerwise(checkpoint, own, *how, checkpoint.tensors)
+        self.target = Layerwise(checkpoint, transformers_config(plan.new_config), *how, names)
 
     def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
         """Those of the source's module, and how many key/value heads they become."""
@@ -117,11 +118,18 @@ class Pair:
         changed = {name for change in self.plan.changes_of(module) for name in change.outputs}
         full = {id(parameter): name for name, parameter in self.target.model.named_parameters()}
         names = {name: full[id(parameter)] for name, parameter in attention.named_parameters()}
-        return {name: own for name, own in names.items() if changed & set(stored_parts(self.target.model, own))}
+        return {name: own for name, own in names.items() if changed & {*self._stored_names(own)}}
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters of the converted model by their full names -> tensors as they are stored."""
-        return stored_tensors(self.target.model, dict(tensors))
+        whole = {own: name for name, own in self.target.loading.whole.items()}
+        found = {whole[own]: tensor for own, tensor in tensors.items() if own in whole}
+        rest = {own: tensor for own, tensor in tensors.items() if own not in whole}
+        return found | (stored_tensors(self.target.model, rest) if rest else {})
+
+    def _stored_names(self, parameter: str) -> list[str]:
+        """Of the tensors that the converted model's parameter is made of."""
+        return self.target.loading.sources.get(parameter) or stored_parts(self.target.model, parameter)
 
     def arrive(self, inputs: Inputs) -> Streams:
         """What the first layer of all is given, which is the encoder's if there is one."""
@@ -178,7 +186,7 @@ class Pair:
         if self.symmetry:
             of = of or self.source
             stored = f"{module.path}.{self.symmetry.output}.weight"
-            output = of.model.get_submodule(of.names[stored].rpartition(".")[0])
+            output = of.model.get_submodule(of.loading.whole[stored].rpartition(".")[0])
         return replace(layer, attention=attention, output=output)
 
 

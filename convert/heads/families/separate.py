@@ -22,9 +22,9 @@ EMBEDS_EACH = "each of its layers is given embeddings of its own"
 VALUE_NORM = "a norm of its values leaves their dimensions no more than rotations"
 
 
-def per_head(tensor: str) -> tuple[Rule, ...]:
-    """One row for each query head."""
-    return (Rule(tensor, Separate("query", width="one"), projection=False),)
+def per_head(*tensors: str) -> tuple[Rule, ...]:
+    """One row for each query head, in a tensor of one of these names."""
+    return tuple(Rule(tensor, Separate("query", width="one"), projection=False) for tensor in tensors)
 
 
 def _mimo_heads(config: Any, layer: int) -> LayerHeads:
@@ -99,7 +99,7 @@ FAMILIES: tuple[Family, ...] = (
             "glm4_moe": Symmetry(keys="use_qk_norm"),
             "granitemoehybrid": Symmetry(if_rope),
             "jamba": Symmetry(no_layer),
-            "lfm3": Symmetry(norms=("operator_norm",), keys=False, per_query=per_head("gate_proj")),
+            "lfm3": Symmetry(norms=("operator_norm",), keys=False, per_query=per_head("gate_proj", "g_proj")),
             "llama4_text": replace(GLM, rotated=listed_layers, keys="use_qk_norm"),
             "olmo": Symmetry(unless=CLIPPED),
             "openai_privacy_filter": replace(GLM, per_query=per_head("sinks")),
@@ -118,7 +118,7 @@ FAMILIES: tuple[Family, ...] = (
         "separate, with tensors of their own beside",
         {
             "bitnet": "a norm over all heads, with gains of its own, stands between them and W_O",
-            "flint": replace(QWEN3, per_query=per_head("softmax_offset")),
+            "flint": replace(QWEN3, per_query=per_head("softmax_offset", "sinks")),
             "minimax_m3_vl_text": replace(ONE_PLUS, keys=False),
             "qwen4_exp_text": GATED,
         },
@@ -204,7 +204,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "sliding layers with twice the KV heads",
-        {"mimo_v2_flash": Symmetry(per_query=per_head("attention_sink_bias"))},
+        {"mimo_v2_flash": Symmetry(per_query=per_head("attention_sink_bias", "sinks"))},
         note="G is that of the full-attention layers",
         heads=_mimo_heads,
     ),

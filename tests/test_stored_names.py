@@ -1,0 +1,124 @@
+"""Layer by layer, under every name that transformers loads: as it stores tensors, as the class has them, without the
+prefix of the base model, and without a head.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import edit_json, run
+from safetensors.torch import load_file, save_file
+from scrambled import Ids, equal, find_maps, on_ids
+from tiny_models import TINY, build
+from torch import Tensor
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.names import saved_tensors
+from gqa.checkpoint.read import read_checkpoint
+from gqa.convert import plan_conversion
+from gqa.convert.align.allot import heads_within
+from gqa.convert.align.options import Refinement
+from gqa.convert.align.pair import Pair
+
+# Whose tensors transformers stores under other names, or in other pieces, than those of the class.
+OTHERWISE = [
+    "aria", "aria_text", "cohere2_moe", "dots1", "ernie4_5_moe", "ernie4_5_vl_moe", "exaone_moe", "flex_olmo",
+    "flint", "gemma3", "glm4_moe", "glm4v_moe", "granitemoe", "granitemoehybrid", "granitemoeshared",
+    "hunyuan_v1_moe", "hunyuan_vl", "hy_v3", "internvl", "jamba", "kolibri1", "laguna", "lfm2_moe", "lfm3",
+    "lfm3_vl", "llava", "llava_next", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl",
+    "mistral3", "mixtral", "nemotron_h", "olmo_hybrid", "paligemma", "phimoe", "qwen2_5_vl", "qwen2_audio",
+    "qwen2_moe", "qwen2_vl", "qwen3_moe", "qwen3_omni_moe", "solar_open", "step3p7", "unlimited_ocr_text",
+    "voxtral",
+]  # fmt: skip
+
+
+def as_the_class_has_them(model: Any, directory: Path) -> Path:
+    model.save_pretrained(directory)
+    tensors, kept = model.state_dict(), dict[int, str]()
+    for name, tensor in tensors.items():
+        kept.setdefault(tensor.data_ptr(), name)  # of tied ones the first
+    ignored = model._keys_to_ignore_on_save or ()
+    whole = {name: tensors[name].contiguous().clone() for name in kept.values() if name not in ignored}
+    save_file(whole, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERWISE if name in TINY])
+def test_names_of_the_class(name: str, tmp_path: Path) -> None:
+    """Both models, the source's and the converted one's, have its weights; what is trained has a stored name."""
+    model = build(TINY[name], 4)
+    assert saved_tensors(model, model.state_dict()).keys() != model.state_dict().keys()
+    plan = plan_conversion(as_the_class_has_them(model, tmp_path), 2, method="calibrated", headers_only=False)
+    pair, expected = Pair(plan, on_ids()), model.state_dict()
+    for layer in range(len(pair.source.layers)):
+        pair.source.load(layer, {})
+    loaded = {key: tensor for key, tensor in pair.source.model.state_dict().items() if not tensor.is_meta}
+    assert all(key.endswith("lm_head.weight") for key in expected.keys() - loaded.keys())
+    assert equal(loaded, {key: expected[key].to(loaded[key].dtype) for key in loaded})
+    changed = {tensor.name for tensor in plan.changed}
+    for layer in range(len(pair.target.layers)):
+        for module in pair.modules_of(layer):
+            attention = pair.merged(layer, module, {}).attention
+            assert attention
+            names = pair.trainable(module, attention)
+            parameters = {own: attention.get_parameter(below) for below, own in names.items()}
+            assert pair.stored(parameters).keys() & changed
+
+
+def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("mixtral", "the class' names"),
+        ("gemma3", "the class' names"),
+        ("flint", "the class' names"),
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("qwen3", "Qwen3Model"),
+        ("qwen3", "Qwen3ForSequenceClassification"),
+    ],
+)
+@pytest.mark.parametrize("method", ["calibrated", "refined"])
+def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_path: Path) -> None:
+    model = build(TINY[name], 4)
+    model.save_pretrained(tmp_path / "a")
+    if "names" in head:
+        as_the_class_has_them(model, tmp_path / "b")
+    else:  # as Qwen3-Embedding is stored, whose config names the whole model; classifiers, reward models
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        edit_json(tmp_path / "b" / "config.json", lambda config: config.update(architectures=[head]))
+        tensors = without_prefix(load_file(tmp_path / "a" / "model.safetensors"))
+        if head.endswith("Classification"):
+            tensors = {f"model.{key}": tensor for key, tensor in tensors.items()}
+            tensors["score.weight"] = tensors["model.norm.weight"].repeat(2, 1)
+        save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    options = on_ids(refinement=Refinement(steps=2, batch=8, autocast=False), grouping="search")
+    maps = [
+        find_maps(plan_conversion(tmp_path / side, 2, method=method, headers_only=False), tmp_path / "out", options)
+        for side in "ab"
+    ]
+    assert maps[0]
+    numbers = [sorted(of.items(), key=lambda item: item[0].removeprefix("model.")) for of in maps]
+    assert len(numbers[0]) == len(numbers[1])
+    assert all(one.equal(other) for (_, one), (_, other) in zip(*numbers, strict=True))
+
+
+def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
+    """One line; with a head that is tied to the embedding, without the prefix, layers are measured."""
+    build(TINY["qwen3"], 4).save_pretrained(tmp_path / "a")
+    tensors = without_prefix(load_file(tmp_path / "a" / "model.safetensors"))
+    save_file(tensors, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    edit_json(tmp_path / "a" / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    (heads,), _ = heads_within(read_checkpoint(tmp_path / "a"), [0.5], on_ids(text=Ids(count=8)))
+    assert sum(heads) <= 4
+    edit_json(tmp_path / "a" / "config.json", lambda config: config.update(architectures=["Qwen3Model"]))
+    with pytest.raises(RefusedError, match="Qwen3Model has no head that predicts tokens; give text instead of self"):
+        heads_within(read_checkpoint(tmp_path / "a"), [0.5], on_ids(text=Ids(count=8)))
+    done = run("-g", 2, "--method", "calibrated", "--tokens", 64, "--context", 8, tmp_path / "a")
+    assert (done.code, done.err.count("\n")) == (2, 1), done
+    assert "Qwen3Model has no head that predicts tokens; give text instead of self" in done.err
