@@ -58,6 +58,7 @@ def test_positions_count_what_is_read() -> None:
 def test_reports_read_as_far_as_the_model_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no context is asked for: the embedded model has 512 positions, and text is scored in windows of 128."""
     few_questions(monkeypatch)
+    monkeypatch.setattr(positions, "READ", 2048)
     monkeypatch.setattr(text, "MAX_CONTEXT", 128)
     monkeypatch.setattr(text.choose_context, "__defaults__", (128,))
     line = "--data TEXT --recall --precision float32"
