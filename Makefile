@@ -59,14 +59,14 @@ $(SERVING)/.installed: pyproject.toml constraints.txt tests/serving/requirements
 # The oracles with the lowest versions that pyproject.toml allows.
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -q -n 2 tests/test_families.py tests/test_custom_code.py \
-		tests/test_native_results.py tests/test_methods.py tests/test_uptrain_resume.py \
-		tests/test_losses.py tests/test_tokens.py tests/test_hub.py tests/test_scoring.py tests/test_tasks.py
+		tests/test_native_results.py tests/test_uptrain_resume.py tests/test_losses.py tests/test_tokens.py \
+		tests/test_hub.py tests/test_scoring.py
 
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
 	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
-		-e ".[lora]" hypothesis lm-eval protobuf pytest pytest-xdist sentencepiece
+		-e ".[lora]" hypothesis protobuf pytest pytest-xdist sentencepiece
 	@touch $@
 
 build: install
