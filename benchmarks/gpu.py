@@ -31,6 +31,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,10 +43,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from harness import EMBEDDED, ROOT, SHAPES, Shape, random_llama, run_command, write_random
 
 LIMITS = {"decode": 110, "convert": 150, "uptrain": 110, "distill": 110, "smollm2": 60}  # seconds, if several parts run
 LEAST = 5.0  # seconds that must be left for another measurement
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
 FREE = 0.85  # share of the free memory that a cache may take
 
 
@@ -142,24 +146,16 @@ def is_complete(file: Path) -> bool:
     return file.exists() and bool(json.loads(file.read_text())["complete"])
 
 
-def cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def free_memory() -> None:
-    import torch
 
     gc.collect()
-    if cuda():
+    if CUDA:
         torch.cuda.empty_cache()
 
 
 def device_name() -> str:
-    import torch
 
-    return f"{torch.cuda.get_device_name() if cuda() else 'cpu'}, torch {torch.__version__}"
+    return f"{torch.cuda.get_device_name() if CUDA else 'cpu'}, torch {torch.__version__}"
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -185,9 +181,7 @@ class Stages(io.StringIO):
     def next(self, name: str) -> None:
         now = time.monotonic()
         self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        if cuda():
-            import torch
-
+        if CUDA:
             self.peaks[self._name] = max(self.peaks.get(self._name, 0), torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         self._name, self._since = name, now
@@ -212,23 +206,19 @@ def command(module: str, *words: str) -> dict[str, Any]:
 
 def bandwidth(size: int) -> dict[str, Any]:
     """Bytes read and written per second by copies on the device."""
-    import torch
 
-    source = torch.ones(size, dtype=torch.uint8, device="cuda" if cuda() else "cpu")
+    source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return {"bytes_per_second": 2 * size / seconds_of(lambda: target.copy_(source), 5)}
 
 
 def seconds_of(run: Callable[[], object], repeats: int) -> float:
     """Median seconds of a call, after a warm-up."""
-    import statistics
-
-    import torch
 
     def once() -> float:
         started = time.perf_counter()
         run()
-        if cuda():
+        if CUDA:
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
@@ -240,7 +230,6 @@ class Decoder:
     """One step of a model whose cache is full: the last position is written, all are read, nothing grows."""
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
-        import torch
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
@@ -275,7 +264,6 @@ class Decoder:
 
     def graph(self) -> Callable[[], None]:
         """The step as a CUDA graph, without what Python takes between kernels."""
-        import torch
 
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -289,12 +277,11 @@ class Decoder:
 
 def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copied: float) -> dict[str, Any]:
     """Tokens per second of all sequences together, and the share of the roofline."""
-    import torch
 
     config = model.config
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * context * model.dtype.itemsize
     cache *= config.hidden_size // config.num_attention_heads
-    free = torch.cuda.mem_get_info()[0] if cuda() else cache * scale.largest
+    free = torch.cuda.mem_get_info()[0] if CUDA else cache * scale.largest
     fit = min(scale.largest, int(FREE * free) // cache) if batch is None else batch
     for rows in (fit, fit * 9 // 10, fit * 3 // 4):  # what a step itself takes is known only when it has run
         if 0 < rows * cache <= FREE * free:
@@ -308,12 +295,11 @@ def decode_point(model: Any, batch: int | None, context: int, scale: Scale, copi
 
 def timed(model: Any, batch: int, context: int, steps: int, copied: float) -> dict[str, Any]:
     """One row of `decode_point`, by a CUDA graph, if there are some, and by transformers' own calls."""
-    import torch
 
     with torch.inference_mode():
         decoder = Decoder(model, batch, context)
         row = {"fits": True, "batch": batch, "bytes": decoder.bytes}
-        for kind in ("graph", "eager") if cuda() else ("eager",):
+        for kind in ("graph", "eager") if CUDA else ("eager",):
             try:
                 seconds = seconds_of(decoder.graph() if kind == "graph" else decoder.step, steps)
             except torch.OutOfMemoryError:
@@ -331,7 +317,7 @@ def decode(results: Results) -> None:
     scale = results.scale
     results.measure("bandwidth", bandwidth, scale.copy_bytes)
     copied = float(results.rows["bandwidth"]["bytes_per_second"])
-    attentions = ["sdpa", *(["flash_attention_2"] if cuda() and is_flash_attn_2_available() else [])]
+    attentions = ["sdpa", *(["flash_attention_2"] if CUDA and is_flash_attn_2_available() else [])]
     for attention in attentions:
         for heads in scale.kv_heads:
             names = {
@@ -341,7 +327,7 @@ def decode(results: Results) -> None:
             if not results.missing(*names):
                 continue
             shape = scale.shape._replace(kv_heads=heads, positions=max(scale.contexts))
-            model = random_llama(shape, "bfloat16", "cuda" if cuda() else "cpu", attn_implementation=attention).eval()
+            model = random_llama(shape, "bfloat16", DEVICE, attn_implementation=attention).eval()
             for name, (batch, context) in names.items():
                 results.measure(name, decode_point, model, batch, context, scale, copied)
             del model
@@ -355,7 +341,7 @@ def random_model(results: Results, name: str, shape: Shape, dtype: str) -> str:
     """A random checkpoint in the working directory, written once."""
     directory = results.work / name
     if not (directory / "complete").exists():
-        write_random(directory, shape, dtype, "cuda" if cuda() else "cpu")
+        write_random(directory, shape, dtype, DEVICE)
         (directory / "complete").touch()
     return str(directory)
 
@@ -409,7 +395,7 @@ def uptrain(results: Results) -> None:
     model = random_model(results, "trained-from", shape._replace(kv_heads=max(1, shape.heads // 4)), "float32")
     torchrun = ["torch.distributed.run", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port"]
     fsdp2 = ["accelerate.commands.launch", "--config_file", str(ROOT / "examples" / "accelerate" / "fsdp2.yaml")]
-    fsdp2 += [*([] if cuda() else ["--mixed_precision", "no"]), "--num_processes", "1"]
+    fsdp2 += [*([] if CUDA else ["--mixed_precision", "no"]), "--num_processes", "1"]
     fsdp2 += ["--main_process_ip", "127.0.0.1", "--main_process_port"]
     runs: dict[str, tuple[list[str], list[str]]] = {
         "plain": ([], []),

@@ -8,7 +8,7 @@ and values that cross-attention keeps of it.
 What is timed is a plain loop over transformers' model with its default cache, which appends by copying: a step reads
 and writes every layer's keys and values once more than it needs to. Small models are bound by the loop itself.
 Without a mask transformers' sdpa uses torch's grouped kernel; on processors that may be bound by arithmetic in bfloat16
-and then no faster with fewer heads (`benchmarks/attention.py --dtype bfloat16` shows it), float32 is bound by memory.
+and then no faster with fewer heads; float32 is bound by memory.
 """
 
 from __future__ import annotations
