@@ -24,7 +24,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 AUTO = "auto"  # of them: what gqa-uptrain trains unless told otherwise; of methods: what gqa-convert takes
 # Of gqa-uptrain's options, those that decide a training whatever the cell; they mean the same here.
 TRAINING = ("data", "field", "target_field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate",
-            "schedule", "warmup", "batch_size", "block_size", "optimizer", "weight_decay", "precision")  # fmt: skip
+            "schedule", "batch_size", "block_size", "precision")  # fmt: skip
 # Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
 _MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "kl", "decode", "decode_batch", "decode_context")
 
