@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from checkpoints import check_refused, edit_json, snapshot
-from studies import SAME, ablate, copied, gqa_ablate, measured, place, rows
-from training import tiny_checkpoint
+from studies import SAME, ablate, copied, gqa_ablate, measured, rows
+from training import tiny_checkpoint, write_corpus
 
 from gqa.eval.study.directory import held
 
@@ -77,8 +77,9 @@ def test_caches_that_a_model_cannot_have(tmp_path: Path) -> None:
 
 def test_another_study_is_told_from_this_one(tmp_path: Path) -> None:
     out, other = copied(tmp_path), tiny_checkpoint(tmp_path / "other" / "model", kv_heads=2)
+    text = write_corpus(tmp_path / "text.jsonl", 3, first=20)
     refused(out, "holds another study: learning_rate: 0.003 -> 0.001", learning_rate=1e-3, **SAME)
-    refused(out, "content of the held-out text: ", "--overwrite", heldout=place() / "train.jsonl", **SAME)
+    refused(out, "content of the held-out text: ", "--overwrite", heldout=text, **SAME)
     refused(out, "fingerprint: ", model=other, **SAME)
     measured(out, **SAME)  # the control: these are the options
 

@@ -64,7 +64,7 @@ LOAD = evaluate.load
         ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
         ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
-        ("T5 --data PLACE/text.txt --target-field other", "are the same text; name two columns"),
+        ("T5 --data PLACE/text.txt --target-field other", "text.txt is plain text and has no field 'other'"),
         ("T5 --data TEXT --target-field other --stride 4", "leave --protocol out"),
         ("T5 SRC --data TEXT --target-field other", "only one is an encoder-decoder"),
     ],
