@@ -2,6 +2,7 @@
 Imports no torch.
 """
 
+import math
 import os
 import re
 import signal
@@ -37,6 +38,15 @@ class Precision(click.Choice[str]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         found = super().convert(_PRECISIONS.get(str(value), value), param, ctx)
         return _ACCELERATE[found] if self._accelerate else found
+
+
+class FloatRange(click.FloatRange):
+    """A finite number in a range: of nan click's own finds no bound that it breaks."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not math.isfinite(number := super().convert(value, param, ctx)):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 class ByteSize(click.ParamType[int]):

@@ -6,15 +6,14 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gqa.checkpoint import console
-from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Command, option, version_option, with_options
+from gqa.checkpoint.console import CONTEXT_SETTINGS, ByteSize, Command, FloatRange, option, version_option, with_options
 from gqa.checkpoint.errors import RefusedError, one_line
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory
 from gqa.convert.align.watcher import Bar
@@ -23,7 +22,6 @@ from gqa.convert.method_option import OF_DRAWS, is_given, only_for, refuse_unuse
 from gqa.convert.methods import ALIGNING, AUTO, AUTOMATIC, MEASURING, METHODS
 
 if TYPE_CHECKING:
-    from gqa.convert.align.allot import Losses
     from gqa.convert.api import Conversion, Plan
     from gqa.convert.heads.layout import Groups
 
@@ -66,7 +64,7 @@ Examples:
 _MERGING = [
     option("--groups", required=False, callback=_one_of_both, help="Key/value heads of the result: a divisor of the "
            "model's own, or a multiple to expand; or one number for each layer, 3,1,1,3, or a file of them."),
-    option("--kv-budget", type=click.FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE",
+    option("--kv-budget", type=FloatRange(0, 1, min_open=True, max_open=True), metavar="SHARE",
            callback=_one_of_both, help="Instead of --groups: the share of the KV cache that is left, like 0.5. Each "
            "layer keeps as many heads as it needs, which is measured on text that the model writes."),
     option("-o", "--output", type=click.Path(), metavar="DIR", help="The directory to make.  [default: "
@@ -106,97 +104,71 @@ def command(model: str, groups: Groups | None, **options: Any) -> None:
     the result loads with plain transformers and its KV cache shrinks with the number of heads. Without --method it is
     the best that needs only the weights; the GQA paper's mean pooling is --method mean.
     """
-    asked = AUTOMATIC if options["method"] == AUTO else (options["method"],)
-    if not groups:  # text runs through the model anyway
-        asked = (*asked, MEASURING)
-        options["method"] = MEASURING if options["method"] == AUTO else options["method"]
-    refuse_unused(asked, f"--method {options['method']}")
+    from gqa.checkpoint.loading import quiet_transformers
+
+    method = MEASURING if options["method"] == AUTO and not groups else options["method"]
+    refuse_unused(_methods_used(method, groups), f"--method {method}")
     console.check_alone()
-    options |= {"model": model, "groups": groups}
-    plan = _planned(options)
-    _announce(plan, options)
-    if options["dry_run"]:
-        _report(plan, None, options)
-    else:
-        _convert(plan, options)
+    options |= {"model": model, "groups": groups, "method": method}
+    with quiet_transformers():  # what matters of its hints is in our errors
+        plan, allotment = _plan_groups(options) if groups else _plan_budget(options)
+        _announce(plan, options)
+        if options["dry_run"]:
+            _report_dry_run(plan, options)
+        else:
+            _convert(plan, allotment, options)
 
 
-def _planned(options: dict[str, Any]) -> Plan:
-    """For --groups, or for --kv-budget; what is told of its heads is added to the options as `allotment`."""
-    from gqa.convert.api import plan_conversion, plan_within
-
-    how = {name: options[name] for name in ("method", "seed", "dtype", "revision")}
-    how |= {"max_shard_bytes": options["max_shard_size"], "target": read_target(options)}
-    if options["groups"]:
-        options["allotment"] = None
-        return plan_conversion(
-            options["model"], options["groups"], grouping=options["grouping"],
-            headers_only=options["dry_run"], check=partial(_place, options), **how,
-        )  # fmt: skip
-    if options["dry_run"]:
-        raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")
-    measuring = read_maps(options)
-    console.say_device(measuring.device, options["quiet"])
-    with Bar(options["quiet"]) as bar:
-        plan, heads, losses = plan_within(
-            options["model"], options["kv_budget"], measuring, ranks=options["tensor_parallel"] or 1, layers=bar,
-            out=options["output"], overwrite=options["overwrite"], **how,
-        )  # fmt: skip
-    options["allotment"] = _allotment(heads, losses, options)
-    return plan
+def _methods_used(method: str, groups: Groups | None) -> Iterable[str]:
+    """The methods whose options have an effect: text runs through the model where layers are measured."""
+    return (*(AUTOMATIC if method == AUTO else (method,)), *(() if groups else (MEASURING,)))
 
 
-def _allotment(heads: Sequence[int], losses: Losses, options: dict[str, Any]) -> dict[str, Any]:
-    """What is told of the heads of every layer by --kv-budget, once it is said."""
+def _plan_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    named = {name: options[name] for name in ("method", "seed", "dtype", "revision")}
+    return named | {"max_shard_bytes": options["max_shard_size"], "target": read_target(options)}
+
+
+def _plan_groups(options: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """The plan for --groups."""
+    from gqa.convert.api import plan_conversion
+
+    def check(plan: Plan) -> None:
+        OutputDirectory(_output(plan, options), None, options["overwrite"])
+
+    plan = plan_conversion(
+        options["model"], options["groups"], grouping=options["grouping"], headers_only=options["dry_run"], check=check,
+        **_plan_options(options),
+    )  # fmt: skip
+    return plan, {}
+
+
+def _plan_budget(options: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """The plan for --kv-budget, and the heads and losses of its layers, JSON-ready."""
+    from gqa.convert.api import plan_within
     from gqa.convert.summary import allotment_text
 
+    if options["dry_run"]:
+        raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")
+    maps = read_maps(options)
+    console.say_device(maps.device, options["quiet"])
+    with Bar(options["quiet"]) as bar:
+        plan, heads, losses = plan_within(
+            options["model"], options["kv_budget"], maps, ranks=options["tensor_parallel"] or 1, layers=bar,
+            out=options["output"], overwrite=options["overwrite"], **_plan_options(options),
+        )  # fmt: skip
     _say(allotment_text(heads, losses), options)
-    return {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}
+    return plan, {"allotment": {"kv_budget": options["kv_budget"], "heads": heads, "nats": losses}}
 
 
-def _place(options: dict[str, Any], plan: Plan) -> OutputDirectory:
-    """Where a plan is going to be written, if it can be."""
-    return OutputDirectory(_output(plan, options), None, options["overwrite"])
-
-
-def _output(plan: Plan, options: dict[str, Any]) -> Path:
+def _output(plan: Plan, options: Mapping[str, Any]) -> Path:
     from gqa.convert.api import default_output
 
     return Path(options["output"] or default_output(plan.checkpoint.hub_id or options["model"], plan))
 
 
-def _convert(plan: Plan, options: dict[str, Any]) -> None:
-    from gqa.convert.api import convert_plan
-
-    out = _output(plan, options)
-    quiet, start = options["quiet"], time.monotonic()
-    # What finds maps runs models, whose imports take seconds.
-    calibration = read_maps(options) if plan.lacks_maps else None
-    if calibration:
-        console.say_device(calibration.device, quiet)
-    with Bar(quiet, plan.total_bytes) as bar:
-        result = convert_plan(
-            plan, out, calibration=calibration, layers=bar, overwrite=options["overwrite"],
-            checksums=options["checksums"], load=options["verify_load"], jobs=options["jobs"], progress=bar.written,
-            argv=sys.argv[1:],
-        )  # fmt: skip
-    if table := bar.table():
-        _say(table, options)
-    _report(result.plan, result, options, time.monotonic() - start)
-
-
-def _say(text: str, options: dict[str, Any]) -> None:
-    if not options["quiet"]:
-        click.echo(console.labelled(text), err=options["as_json"])
-
-
-def _warn(warnings: Sequence[str]) -> None:
-    for warning in warnings:
-        click.echo(one_line(f"warning: {warning}"), err=True)
-
-
-def _announce(plan: Plan, options: dict[str, Any]) -> None:
-    """What is known before anything is done: which method was taken for which reason, and above all what it lacks."""
+def _announce(plan: Plan, options: Mapping[str, Any]) -> None:
+    """Print what is known before anything is done: the method that was chosen and why, and what it lacks."""
     _warn(plan.warnings if plan.why or options["dry_run"] else ())
     if is_given("method") and plan.method not in METHODS:
         _say(f"note        --method is not used: none of the {plan.config.main.kv} heads are merged", options)
@@ -204,46 +176,64 @@ def _announce(plan: Plan, options: dict[str, Any]) -> None:
         _say(f"method      {plan.method} (--method {AUTO}): {plan.why}", options)
 
 
-def _report(plan: Plan, result: Conversion | None, options: dict[str, Any], seconds: float = 0.0) -> None:
-    """Print what was done, or what a dry run would do."""
-    from gqa.convert.summary import plan_record, plan_text, size, tensor_parallel
+def _convert(plan: Plan, allotment: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    from gqa.convert.api import convert_plan
+    from gqa.convert.summary import size
+
+    quiet, start = options["quiet"], time.monotonic()
+    # What finds maps runs models, whose imports take seconds.
+    maps = read_maps(options) if plan.lacks_maps else None
+    if maps:
+        console.say_device(maps.device, quiet)
+    with Bar(quiet, plan.total_bytes) as bar:
+        result = convert_plan(
+            plan, _output(plan, options), calibration=maps, layers=bar, overwrite=options["overwrite"],
+            checksums=options["checksums"], load=options["verify_load"], jobs=options["jobs"], progress=bar.written,
+            argv=sys.argv[1:],
+        )  # fmt: skip
+    if table := bar.table():
+        _say(table, options)
+    record = _report_plan(plan, options) | allotment
+    _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
+    seconds = time.monotonic() - start
+    _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
+    if plan.method in METHODS and not quiet:
+        _say_next(plan, result, options)
+    record |= {"output": str(result.out), "warnings": list(result.warnings), "sha256": result.checksums}
+    _say_record(record | {"dry_run": False}, options)
+
+
+def _report_dry_run(plan: Plan, options: Mapping[str, Any]) -> None:
+    """Print the plan, and time and memory of every method that the model allows."""
+    from gqa.convert.estimate import duration, estimates
+    from gqa.convert.summary import size
+
+    record = _report_plan(plan, options)
+    if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
+        maps, record["estimates"] = read_maps(options), {}
+        for each in estimates(plan, maps):
+            cost = f"{duration(each.seconds)} on {maps.device}, {size(each.memory)} of memory"
+            _say(f"estimate    {each.method.name:12}{cost}", options)
+            found = {"seconds": round(each.seconds, 1), "memory_bytes": each.memory}
+            record["estimates"][each.method.name] = found
+    _say("dry run     nothing was written", options)
+    _say_record(record | {"dry_run": True}, options)
+
+
+def _report_plan(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Print a plan, and return it JSON-ready."""
+    from gqa.convert.summary import plan_record, plan_text, tensor_parallel
 
     _say(plan_text(plan, tensors=options["verbose"]), options)
-    record = plan_record(plan) | ({"allotment": told} if (told := options["allotment"]) else {})
+    record = plan_record(plan)
     if ranks := options["tensor_parallel"]:
         fits, text = tensor_parallel(plan.groups, plan.config.main.query, ranks)
         record["tensor_parallel"] = {"ranks": ranks, "possible": fits, "text": text}
         _say(text, options)
-    if result:
-        _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
-        out = str(result.out)
-        record |= {"output": out, "warnings": list(result.warnings), "sha256": result.checksums}
-        _say(f"written     {out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)
-        if plan.method in METHODS and not options["quiet"]:
-            _say_next(plan, result, options)
-    else:
-        if plan.method in METHODS and (options["as_json"] or not options["quiet"]):
-            record["estimates"] = _estimates(plan, options)
-        _say("dry run     nothing was written", options)
-    if options["as_json"]:
-        click.echo(json.dumps(record | {"dry_run": result is None}))
-
-
-def _estimates(plan: Plan, options: dict[str, Any]) -> dict[str, Any]:
-    """Print time and memory of every method that the model allows, and return them by method."""
-    from gqa.convert.estimate import duration, estimates
-    from gqa.convert.summary import size
-
-    maps = read_maps(options)
-    record = {}
-    for each in estimates(plan, maps):
-        cost = f"{duration(each.seconds)} on {maps.device}, {size(each.memory)} of memory"
-        _say(f"estimate    {each.method.name:12}{cost}", options)
-        record[each.method.name] = {"seconds": round(each.seconds, 1), "memory_bytes": each.memory}
     return record
 
 
-def _say_next(plan: Plan, result: Conversion, options: dict[str, Any]) -> None:
+def _say_next(plan: Plan, result: Conversion, options: Mapping[str, Any]) -> None:
     """Print what improves the result: the best method that the model allows, or training. Nothing about a model without
     a head that predicts tokens.
     """
@@ -258,13 +248,25 @@ def _say_next(plan: Plan, result: Conversion, options: dict[str, Any]) -> None:
         until = f"{best.name} or training" if best.reads_text else "training"
         doubt = "with few heads, above all of a rotary model, text is often not sensible"
         _say(f"expect      {doubt} before {until}", options)
+    what = f"--method {best.name} ({best.cost}): {best.result}"
     if best.name == plan.method:
-        _say(
-            f"next        distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}",
-            options,
-        )
-    else:
-        _say(f"next        --method {best.name} ({best.cost}): {best.result}", options)
+        what = f"distil from the base model:\n            {shlex.join(['gqa-uptrain', str(result.out)])}"
+    _say(f"next        {what}", options)
+
+
+def _say(text: str, options: Mapping[str, Any]) -> None:
+    if not options["quiet"]:
+        click.echo(console.labelled(text), err=options["as_json"])
+
+
+def _say_record(record: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    if options["as_json"]:
+        click.echo(json.dumps(record))
+
+
+def _warn(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        click.echo(one_line(f"warning: {warning}"), err=True)
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
-from gqa.checkpoint.loading import concrete_class
+from gqa.checkpoint.loading import concrete_class, quiet_transformers
 from gqa.checkpoint.read import TORCH_DTYPES
-from gqa.convert.heads.config import quiet_transformers, transformers_config, without_quantisation
+from gqa.convert.heads.config import transformers_config, without_quantisation
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,7 +40,7 @@ class StoredMaps:
         """The open file of each tensor, by the tensor's name."""
         from safetensors import safe_open
 
-        opened = [safe_open(file, framework="pt") for file in self.files]
+        opened: list[Any] = [safe_open(file, framework="pt") for file in self.files]
         return {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - it is no dict
 
     @cached_property

@@ -348,6 +348,7 @@ def test_from_python(uneven: Path, tmp_path: Path) -> None:
         (("--kv-budget", "0.5", "--tensor-parallel", "3"), "none is a multiple of 3"),
         (("--kv-budget", "0.5", "--dry-run"), "--dry-run runs none"),
         (("--kv-budget", "1"), "1.0 is not in the range"),
+        (("--kv-budget", "nan"), "nan is not a finite number"),
         (("--groups", "1,4,1,4", "--no-remote-code"), "--no-remote-code"),
     ],
 )

@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from test_calibration import SHORT, Told, plan_of
 from test_families import write_checkpoint
 from tiny_models import TINY, build
 from training import Runs, difference
+from transformers.utils import logging
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
@@ -273,6 +275,18 @@ def test_modules_that_are_looked_at_are_counted(
         shown.update(0)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"module {modules}/{modules} | {modules} module | ")
+
+
+def test_transformers_logs_nothing(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hints take many lines; what matters of them is in our errors."""
+    run, levels = Calibrator.run, list[int]()
+    monkeypatch.setattr(Calibrator, "run", lambda *given: levels.append(logging.get_verbosity()) or run(*given))
+    before = logging.get_verbosity()
+    words = ("--method", "calibrated", "--data", tmp_path / "text.txt", "--context", 16, "--tokens", 64)
+    (tmp_path / "text.txt").write_text("words " * 99)
+    assert checkpoints.run(small, "-g", 2, *words, "-o", tmp_path / "out").code == 0
+    assert levels == [CRITICAL] * 2
+    assert logging.get_verbosity() == before < CRITICAL
 
 
 @pytest.mark.parametrize("quiet", [False, True])

@@ -16,7 +16,7 @@ from checkpoints import run
 from training import tiny_checkpoint, write_corpus
 
 from gqa.checkpoint import console
-from gqa.checkpoint.console import ByteSize, Option, read_count
+from gqa.checkpoint.console import ByteSize, FloatRange, Option, read_count
 from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.options import OptionsOf
 from gqa.convert import cli as convert_cli
@@ -52,6 +52,17 @@ def parsed(program: str, *words: str) -> dict[str, Any]:
 
 def options_of(program: str) -> dict[str, Option]:
     return {name: found for found in command_of(program).params if isinstance(found, Option) for name in found.opts}
+
+
+@pytest.mark.parametrize("program", ROOMS)
+def test_numbers_are_finite(program: str) -> None:
+    """Of nan no bound of click's own type says anything."""
+    named = {name: option for name, option in options_of(program).items() if isinstance(option.type, click.FloatRange)}
+    assert not [name for name, option in named.items() if not isinstance(option.type, FloatRange)]
+    for option in named.values():
+        for value in ("nan", "inf"):
+            with pytest.raises(click.BadParameter, match="is not"):
+                option.type.convert(value, option, None)
 
 
 def test_fields_are_options_under_other_names_too() -> None:

@@ -7,13 +7,13 @@ import click
 import pytest
 from checkpoints import leftovers, llama, run
 
-from gqa.checkpoint.console import Count
+from gqa.checkpoint.console import Count, FloatRange
 from gqa.convert import cli, convert_checkpoint
 from gqa.convert.method_option import MethodOption
 from gqa.convert.methods import METHODS
 
 OPTIONS = {option.opts[0]: option for option in cli.command.params if isinstance(option, MethodOption)}
-VALUES = {Count: "64", click.types.IntRange: "7", click.types.FloatRange: "0.5", click.types.IntParamType: "3"}
+VALUES = {Count: "64", click.types.IntRange: "7", FloatRange: "0.5", click.types.IntParamType: "3"}
 USED = {  # by hand, once: the declarations beside the options must say the same
     "mean": {"--method"},
     "random": {"--method", "--seed"},

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import click
 
-from gqa.checkpoint.console import Count, Precision
+from gqa.checkpoint.console import Count, FloatRange, Precision
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import OptionsOf, option_field
 from gqa.corpus.sources import is_self, parse_self
@@ -23,7 +23,7 @@ Scope = Literal["all", "attention", "kv", "lora"]
 AUTO_TEACHER, NO_TEACHER = "auto", "none"
 
 
-_ABOVE_ZERO, _FROM_ZERO, _SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0), click.FloatRange(0, 1)
+_ABOVE_ZERO, _FROM_ZERO, _SHARE = FloatRange(0, min_open=True), FloatRange(0), FloatRange(0, 1)
 _FROM_ONE = click.IntRange(1)
 _DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False), "metavar": "DIR"}
 
@@ -70,7 +70,7 @@ class TrainOptions:
     heldout_fraction: float = option_field(0.0, "Hold back this share of the documents.", type=_SHARE)
     heldout_tokens: int = option_field(8192, "How much of it to hold back or to read, at most.", type=Count())
     alpha: float | None = option_field(
-        None, "Train on this fraction of the data (0.05 in the GQA paper).", type=click.FloatRange(0, 1, min_open=True)
+        None, "Train on this fraction of the data (0.05 in the GQA paper).", type=FloatRange(0, 1, min_open=True)
     )
     tokens: int | None = option_field(None, "Train on so many tokens, like 1B.  [default: 512K]")
     steps: int | None = option_field(None, "Train for so many steps.", type=_FROM_ONE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gqa.checkpoint.console import Count, Precision
+from gqa.checkpoint.console import Count, FloatRange, Precision
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.options import option_field
 from gqa.convert.align.watcher import Watcher
@@ -199,7 +199,7 @@ class Refinement:
     learning_rate: float = option_field(
         0.02,
         "Their learning rate, relative to the size of each tensor; it falls linearly to zero.",
-        type=click.FloatRange(0, min_open=True),
+        type=FloatRange(0, min_open=True),
         **OF_REFINED,
     )
     heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
@@ -213,6 +213,8 @@ class Refinement:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 < self.learning_rate < math.inf:
+            raise RefusedError(f"layers cannot be refined with learning rate {self.learning_rate}; give one above 0")
         if self.steps < 1 or self.batch < 1:
             raise RefusedError(
                 f"layers cannot be refined in {self.steps} steps of {self.batch} blocks; give at least 1"
@@ -237,7 +239,7 @@ class MapsOptions:
         **OF_MAPS,
     )
     ridge: float = option_field(
-        0.03, "How strongly the refit of the output projection is held to the original.", type=click.FloatRange(0),
+        0.03, "How strongly the refit of the output projection is held to the original.", type=FloatRange(0),
         **OF_TEXT,
     )  # fmt: skip
     refinement: Refinement = field(default_factory=Refinement)

@@ -5,17 +5,16 @@ but only ever edited as the JSON it is: transformers 5 writes configs that versi
 """
 
 import copy
-import importlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from gqa.checkpoint.custom_code import config_class, listed_as, loads_as_decilm
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.checkpoint.loading import quiet_transformers
 from gqa.convert.heads.families.refused import REFUSED
 from gqa.convert.heads.families.table import FAMILIES, NESTED, find_family
 from gqa.convert.heads.family import Edits, Family
@@ -299,18 +298,6 @@ def _read(text: str) -> Any:
         found = config_class(raw["model_type"]).from_dict(raw)
         found.to_dict()  # raises for what it took and cannot say again
     return found
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without transformers' own log lines: the user sees ours."""
-    logging = importlib.import_module("transformers.utils.logging")
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def _float(part: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from gqa.checkpoint.console import (
     SHARED,
     ByteSize,
     Command,
+    FloatRange,
     Precision,
     fail,
     option,
@@ -60,14 +61,14 @@ _MAPS = MapsWords("calibration-")
 _RUN = [
     option("-o", "--output", type=click.Path(path_type=Path, file_okay=False), required=True, metavar="DIR",
            help="The study; the same command continues one that was stopped."),
-    option("--save-minutes", type=click.FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
+    option("--save-minutes", type=FloatRange(min=0, min_open=True), metavar="MINUTES", help="Save the "
            "state of a training so often.  [default: only when it is stopped]"),
     option("--recommend", is_flag=True, help="Name the smallest KV cache within --max-loss-increase and "
            "--max-recall-loss, or what loses least within --kv-bytes."),
     option("--kv-bytes", type=ByteSize(), metavar="SIZE", help="At most so much KV cache a token."),
-    option("--max-loss-increase", type=click.FloatRange(min=0), default=0.1,
+    option("--max-loss-increase", type=FloatRange(min=0), default=0.1,
            help="Nats per token above MODEL's."),
-    option("--max-recall-loss", type=click.FloatRange(min=0), default=5.0, help="Points of the second copies of text "
+    option("--max-recall-loss", type=FloatRange(min=0), default=5.0, help="Points of the second copies of text "
            "that MODEL gets right and the result does not, where MODEL recalls them."),
     option("--dry-run", help="List the cells, and stop."),
     option("--overwrite", help="Remove the study at DIR first."),

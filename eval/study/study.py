@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 import click
 
-from gqa.checkpoint.console import Count, Precision, Several
+from gqa.checkpoint.console import Count, FloatRange, Precision, Several
 from gqa.checkpoint.options import OptionsOf, option_field
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.align.options import MapsOptions
@@ -95,7 +95,7 @@ class Grid:
     alphas: Sequence[float] = option_field(
         (0.0, 0.05),
         "Shares of the data to train on; 0: none.",
-        type=Several(click.FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.05",
+        type=Several(FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.05",
     )  # fmt: skip
     train: Sequence[str] = option_field(
         (AUTO,),
@@ -111,7 +111,7 @@ class Grid:
         None,
         "Also layers with heads of their own, such that this share of the KV cache is left, as gqa-convert --kv-budget "
         "finds them.",
-        type=Several(click.FloatRange(0, 1, min_open=True, max_open=True)),
+        type=Several(FloatRange(0, 1, min_open=True, max_open=True)),
         metavar="SHARE[,...]",
     )  # fmt: skip
     cache_bits: Sequence[int] | None = option_field(
