@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ import torch
 from checkpoints import edit_json
 from safetensors.torch import load_file, save_file
 from test_families import all_tensors, write_checkpoint
-from tiny_models import TINY, build
-from torch import Tensor
+from tiny_configs import Tiny
+from tiny_models import TINY, build, config, model_class
+from tiny_nested import LARGER, larger
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.timm_wrapper import modeling_timm_wrapper
 
+from gqa.checkpoint.headers import byte_size, format_header
+from gqa.checkpoint.names import saved_tensors
 from gqa.convert import CorruptError, OutputError, RefusedError, convert_checkpoint, plan_conversion
 from gqa.convert.heads.config import read_config
 from gqa.convert.heads.families.table import FAMILIES, NESTED
@@ -51,6 +58,42 @@ def test_default_configs_are_read(model_type: str) -> None:
     raw = CONFIG_MAPPING[model_type]().to_dict()
     config = read_config(json.loads(json.dumps(raw)), model_type)
     assert config.main.query % config.main.kv == 0
+
+
+@pytest.fixture
+def without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towers that timm makes are of one parameter."""
+    monkeypatch.setattr(
+        modeling_timm_wrapper, "_create_timm_model_with_error_handling", lambda *args, **_: nn.Linear(1, 1)
+    )
+    monkeypatch.setattr(modeling_timm_wrapper, "requires_backends", lambda *args: None)
+
+
+def hollow(tiny: Tiny, kv_heads: int) -> tuple[PreTrainedModel, dict[str, tuple[int, ...]]]:
+    """A model without weights, and the names and shapes that its checkpoint stores."""
+    with torch.device("meta"):
+        model = model_class(tiny)._from_config(config(tiny, kv_heads), dtype=torch.float32)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    return model, {name: tuple(tensor.shape) for name, tensor in saved_tensors(model, state).items()}
+
+
+@pytest.mark.usefixtures("without_timm")
+@pytest.mark.parametrize("model_type", LARGER)
+def test_a_larger_model_becomes_what_its_class_stores_with_fewer_heads(model_type: str, tmp_path: Path) -> None:
+    """Names and shapes; and transformers loads them, without weights. test_families converts text parts alone."""
+    tiny = larger(model_type)
+    model, stored = hollow(tiny, 4)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    header = format_header({name: ("F32", shape) for name, shape in stored.items()})
+    (tmp_path / "model.safetensors").write_bytes(header)
+    total = sum(byte_size("F32", shape) for shape in stored.values())
+    os.truncate(tmp_path / "model.safetensors", len(header) + total)
+    plan = plan_conversion(tmp_path, 2, method="mean")
+    assert plan.warnings == ()
+    fewer = hollow(tiny, 2)[1]
+    assert fewer != stored
+    assert {tensor.name: tensor.shape for tensor in plan.tensors} == fewer
 
 
 @pytest.mark.parametrize(

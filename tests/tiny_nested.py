@@ -1,9 +1,24 @@
 """Tiny models with key/value heads in a sub-config (multimodal, encoder-decoder, speech), and models to refuse."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from tiny_configs import DEFAULT_ROPE, FAMILIES, FULL, KV, LENGTH, MAMBA_MIXED, MIXED, SLIDING, Tiny, tiny_model
+from tiny_configs import (
+    CONFIG_MAPPING,
+    DEFAULT_ROPE,
+    FAMILIES,
+    FULL,
+    KV,
+    LENGTH,
+    MAMBA_MIXED,
+    MIXED,
+    SLIDING,
+    Tiny,
+    tiny_model,
+)
+
+from gqa.convert.heads.families.table import NESTED as OWNERS
 
 TEXT: Mapping[str, Tiny] = {tiny.name: tiny for tiny in FAMILIES}
 NEO_ROPE = {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}
@@ -20,7 +35,7 @@ def _sections(options: dict[str, Any], sections: Mapping[str, Mapping[str, Any]]
 
 def _wrapper(model_type: str, /, text_type: str = "", section: str = "text_config", **options: Any) -> Tiny:
     """A multimodal model that is given text only; its text part has the options of that family's own tiny model."""
-    text = TEXT[text_type or f"{model_type}_text"]
+    text = TEXT.get(text_type or f"{model_type}_text") or next(tiny for tiny in NESTED if tiny.name == text_type)
     options.setdefault("kv", lambda kv_heads: {f"{section}.{key}": value for key, value in text.kv(kv_heads).items()})
     _sections(options, {section: {**text.options, "model_type": text.model_type}})
     return tiny_model(model_type, owners=(section,), **options)
@@ -146,6 +161,37 @@ NESTED: tuple[Tiny, ...] = (
              embedding_dim=8, document_token_id=4, has_cache=False,
              rope_parameters={SLIDING: NEO_ROPE, FULL: NEO_ROPE}),
 )  # fmt: skip
+
+
+def larger(model_type: str) -> Tiny:
+    """With the text part that its config has by default and towers that may be of full size: for the meta device."""
+    part, options = CONFIG_MAPPING[model_type](), dict(_OPTIONS.get(model_type, {}))
+    made_of = options.pop("model_class", "")
+    for step in (path := OWNERS[model_type]):
+        part = getattr(part, step)
+    tiny = _wrapper(model_type, part.model_type, ".".join(path), **options)
+    return replace(tiny, model_class=made_of or tiny.model_class)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "emu3": {"vocabulary_map": {"<image>": 90}},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
+    "granite4_vision": {
+        "image_grid_pinpoints": [[8, 8]],
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [1],
+        "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64, "num_attention_heads": 2},
+    },
+    "fast_vlm": {"vision_config": {"hidden_size": 16}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "muse_spark": {"audio_config": {"num_hidden_layers": 4}},
+    "musicflamingo": {"audio_config": {"model_type": "audioflamingo3_encoder"}},
+    "perception_lm": {"vision_config": {"model_args": {"embed_dim": 16}}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "shieldgemma2": {"model_class": "ShieldGemma2ForImageClassification"},
+}
+LARGER = sorted(OWNERS.keys() & set(CONFIG_MAPPING) - {tiny.model_type for tiny in NESTED})
 
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 
