@@ -2,32 +2,21 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from gqa.checkpoint.errors import CorruptError, RefusedError, explain
+from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.files import SINGLE, TORCH_SINGLE, side_files, weight_files
 from gqa.checkpoint.headers import MAX_HEADER_BYTES, TensorSpec, read_header
 from gqa.checkpoint.hub_errors import hub_reason, is_unreachable, quiet
-from gqa.checkpoint.read import (
-    SINGLE,
-    TORCH_SINGLE,
-    WEIGHT_SUFFIXES,
-    Checkpoint,
-    cached_revision,
-    holds_weights,
-    read_checkpoint,
-    read_json,
-    weight_files,
-)
+from gqa.checkpoint.read import Checkpoint, cached_revision, read_checkpoint, read_json
 
-# Weights are fetched by name; the same model in other formats is not fetched at all.
-OTHER_FORMATS = ("original/", "onnx/", "openvino/")
 FIRST_BYTES = 2**16  # of a shard at the hub: nearly always its whole header
-_NO_SIDE_FILES = [*(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", *(f"{at}*" for at in OTHER_FORMATS)]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WANTED = (
     "give a repository with config.json and safetensors or .bin weights "
@@ -81,47 +70,74 @@ def beside(model: str, suffix: str) -> Path:
 def _from_hub(
     model: str, revision: str | None, headers_only: bool, check: Callable[[Checkpoint], object] | None
 ) -> Checkpoint:
-    from huggingface_hub import HfApi, snapshot_download
-
-    try:
-        info = HfApi().model_info(model, revision=revision)
-    except Exception as error:
-        if is_unreachable(error) and (cached := _cached(model, revision)):
-            return cached
-        raise
-    present = {sibling.rfilename for sibling in info.siblings or []}
-    if "config.json" not in present:
-        raise RefusedError(f"{model} has no config.json; {_WANTED}")
-
-    def fetch(names: Iterable[str]) -> Path:
-        # By the name that was asked for, so that the cache knows it offline.
-        patterns = [escape(name) for name in names]
-        directory = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-        if directory.name != info.sha:
-            raise RefusedError(f"{model} was changed at the hub while it was fetched; run the command again")
-        return directory
-
-    files, _ = weight_files(present, lambda index: read_json(fetch([index]), index))
+    repository = _Repository(model, revision)
+    names = repository.names
+    if "config.json" not in names:
+        raise repository.refusal(f"has no config.json; {_WANTED}")
+    files, _ = weight_files(repository.read("config.json"), names, repository.read)
     if not files:
-        raise RefusedError(f"{model} has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
-    if missing := set(files) - present:
-        raise CorruptError(f"the index of {model} names {min(missing)}, which is not there; tell its owner")
-    pickled = files[0].endswith(".bin")
-    if headers_only and pickled:
-        raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
-    directory = fetch(filter(is_side_file, present))
-    describe = partial(read_checkpoint, directory, partial(_remote_table, model, info.sha), present)
-    if headers_only:
-        return describe()
-    if check and not pickled and not all((directory / file).exists() for file in files):
-        check(describe())
-    return read_checkpoint(fetch(files))
+        raise repository.refusal(f"has neither {SINGLE} nor {TORCH_SINGLE} (nor their index); {_WANTED}")
+    if missing := set(files) - names:
+        raise repository.refusal(f"has an index that names {min(missing)}, which is not there; tell its owner")
+    modules = repository.fetch("modules.json") / "modules.json" if "modules.json" in names else None
+    side, _ = side_files(names.difference(files), modules.read_bytes() if modules else b"[]")
+    directory = repository.fetch("config.json", *side)
+    if (headers_only or check) and not all((directory / file).exists() for file in files):
+        if not files[0].endswith(".bin"):
+            described = read_checkpoint(directory, partial(_remote_table, model, directory.name), names)
+            if headers_only or not check:
+                return described
+            check(described)
+        elif headers_only:
+            raise RefusedError(f"{model} has no safetensors headers; without --dry-run its .bin weights are fetched")
+    return read_checkpoint(repository.fetch(*files))
 
 
-def is_side_file(name: str) -> bool:
-    """Whether a file of a repository is fetched beside the weights."""
-    hidden = any(part.startswith(".") for part in name.split("/"))
-    return not (hidden or name.startswith(OTHER_FORMATS) or holds_weights(name))
+class _Repository:
+    """A model repository, whose files are fetched into the hub's cache; where the hub cannot be reached, what the cache
+    holds of it.
+    """
+
+    def __init__(self, model: str, revision: str | None) -> None:
+        from huggingface_hub import HfApi
+
+        self._model, self._revision = model, revision
+        self._unreachable: Exception | None = None
+        self._commit: str | None = None
+        self.names: set[str] = set()
+        try:
+            info = HfApi().model_info(model, revision=revision)
+            self._commit = info.sha
+            self.names = {sibling.rfilename for sibling in info.siblings or []}
+        except Exception as error:
+            if not is_unreachable(error):
+                raise
+            self._unreachable = error
+            with suppress(FileNotFoundError):  # the revision is not in the cache
+                directory = self.fetch("config.json")
+                files = (path for path in directory.rglob("*") if path.is_file())
+                self.names = {path.relative_to(directory).as_posix() for path in files}
+
+    def fetch(self, *names: str) -> Path:
+        """The directory in the cache, with these files."""
+        from huggingface_hub import snapshot_download
+
+        patterns, cached = [*map(escape, names)], self._unreachable is not None
+        # By the revision that was asked for, not the commit: so the cache knows it offline.
+        directory = snapshot_download(
+            self._model, revision=self._revision, allow_patterns=patterns, local_files_only=cached
+        )
+        if self._commit and Path(directory).name != self._commit:
+            raise RefusedError(f"{self._model} was changed at the hub while it was fetched; run the command again")
+        return Path(directory)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file."""
+        return read_json(self.fetch(name), name)
+
+    def refusal(self, text: str) -> Exception:
+        """What is wrong with the repository; that the hub cannot be reached where it is not known as a whole."""
+        return self._unreachable or RefusedError(f"{self._model} {text}")
 
 
 def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
@@ -143,19 +159,3 @@ def _remote_table(model: str, commit: str, file: str) -> list[TensorSpec]:
         copy.write_bytes(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES)))
         os.truncate(copy, stream.size)
         return read_header(copy, file)
-
-
-def _cached(model: str, revision: str | None) -> Checkpoint | None:
-    """The model as the cache holds it; None when anything of it is not there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    with suppress(LocalEntryNotFoundError):
-        directory = Path(
-            snapshot_download(model, revision=revision, ignore_patterns=_NO_SIDE_FILES, local_files_only=True)
-        )
-        present = {path.name for path in directory.iterdir()}
-        files, _ = weight_files(present, partial(read_json, directory))
-        if files and present.issuperset([*files, "config.json"]):
-            return read_checkpoint(directory)
-    return None

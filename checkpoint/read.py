@@ -13,6 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
+from gqa.checkpoint.files import (
+    INDEX,
+    SINGLE,
+    TORCH_INDEX,
+    TORCH_SINGLE,
+    WEIGHT_SUFFIXES,
+    side_files,
+    weight_files,
+)
 from gqa.checkpoint.headers import BITS, TensorSpec, parse_json, read_header
 
 if TYPE_CHECKING:
@@ -21,15 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_JSON_BYTES = 64_000_000
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-# Weights in any format: what is not rewritten would be the old model beside the new one.
-WEIGHT_SUFFIXES = frozenset((
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data",
-    ".tflite", ".mlmodel",
-))  # fmt: skip
-# A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
-TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORED_DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -146,13 +146,6 @@ def stored_as(tensor: Tensor, dtype: str) -> Tensor:
     return tensor.to(getattr(torch, TORCH_DTYPES[dtype])) if dtype in TORCH_DTYPES else tensor
 
 
-def holds_weights(name: str) -> bool:
-    """Whether a file holds weights in some form. (`spk_dict.pt` are the voices of Qwen2.5-Omni, not weights.)"""
-    path = Path(name)
-    weights = path.suffix.lower() in WEIGHT_SUFFIXES and path.name != "spk_dict.pt"
-    return weights or path.name.endswith(".index.json")
-
-
 def member_path(directory: Path, name: str) -> Path:
     """The real path of a file of the checkpoint. Links may lead to the same hub cache entry's blobs, nowhere else."""
     if not name or name.startswith(("/", "\\")) or ".." in Path(name).parts or Path(name).drive:
@@ -197,7 +190,7 @@ def read_checkpoint(
         if "config.json" not in present:
             raise RefusedError(f"{directory} has no config.json; {_advice(present)}")
         config = read_json(directory, "config.json")
-        files, index = weight_files(present, partial(read_json, directory))
+        files, index = weight_files(config, present, partial(read_json, directory))
         if not files:
             others = listing(n for n in present if Path(n).suffix in WEIGHT_SUFFIXES) or "no weights at all"
             raise RefusedError(
@@ -214,18 +207,19 @@ def read_checkpoint(
                 else read_header(_weights_path(directory, file), file)
                 for file in files
             }  # fmt: skip
-        kept, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, *files})
+        tensors = merge_tables(tables, read_json(directory, index) if index else None)
+        side, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
     except NotADirectoryError:
         raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None
     except (PermissionError, FileNotFoundError) as error:
         raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from None
-    tensors = merge_tables(tables, index)
     names = unwrapped_names(spec.name for table in tables.values() for spec in table)
     pickled = {file: {names[stored]: tensor for stored, tensor in part.items()} for file, part in pickled.items()}
+    config.pop("transformers_weights", None)  # results have files of the usual names
     hub_id, revision = cached_revision(directory)
     name = hub_id.split("/")[-1] if hub_id else directory.resolve().name
     return Checkpoint(
-        name, directory, config, tensors, tuple(files), kept, left_out, revision, hub_id, _pickled=pickled
+        name, directory, config, tensors, tuple(files), side, left_out, revision, hub_id, _pickled=pickled
     )  # fmt: skip
 
 
@@ -244,35 +238,6 @@ def _advice(present: set[str]) -> str:
     if any(name.endswith(".gguf") for name in present):
         return "GGUF is another format: give the Hugging Face checkpoint that it was made from"
     return "give a directory with config.json and safetensors weights"
-
-
-def weight_files(
-    present: AbstractSet[str], read: Callable[[str], dict[str, Any]]
-) -> tuple[list[str], dict[str, Any] | None]:
-    """The files that hold the weights and their index, chosen as transformers chooses: a single file goes before an
-    index, safetensors before `.bin`. None where there are none. `read` gives the JSON of a file by its name.
-    """
-    for single, index, suffix in ((SINGLE, INDEX, ".safetensors"), (TORCH_SINGLE, TORCH_INDEX, ".bin")):
-        if single in present:
-            return [single], None
-        if index in present:
-            value = read(index)
-            return index_files(value, index, suffix), value
-    return [], None
-
-
-def index_files(index: Mapping[str, Any], name: str, suffix: str) -> list[str]:
-    """The shards an index names, sorted; every name must be that of a plain file of the directory."""
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CorruptError(f"{name} has no weight_map (tensor -> file); download it again")
-    for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not re.fullmatch(rf"[\w][\w.\- ]*{re.escape(suffix)}", file):
-            raise CorruptError(
-                f"{name} says that {tensor} is in {file!r}; allowed are names of {suffix} files in the same "
-                "directory; download the checkpoint again"
-            )
-    return sorted(set(weight_map.values()))
 
 
 def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any] | None) -> dict[str, TensorSpec]:
@@ -365,24 +330,18 @@ def _pickled_table(file: str, tensors: Mapping[str, Tensor]) -> list[TensorSpec]
     return table
 
 
-def _side_files(directory: Path, rewritten: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What travels along as it is, and what is left behind because it holds the old weights in another form."""
-    kept: list[str] = []
-    left_out: list[str] = []
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if name in rewritten or any(part.startswith(".") for part in name.split("/")):
-            continue
-        if path.is_dir():
-            if path.is_symlink():
-                raise RefusedError(
-                    f"{name} in {directory} is a link to a directory, and none is followed; put the directory itself "
-                    "in its place, or remove it"
-                )
-        elif holds_weights(name):
-            left_out.append(name)
-        elif os.access(member_path(directory, name), os.R_OK):
-            kept.append(name)
-        else:
-            raise RefusedError(f"{path} cannot be read; give yourself the right, or remove it")
-    return tuple(kept), tuple(left_out)
+def _side_files(directory: Path, rewritten: AbstractSet[str | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`side_files` of a directory, which can be read and lie in it. Raises RefusedError or CorruptError."""
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
+    if links := [name for name, path in paths.items() if path.is_symlink() and path.is_dir()]:
+        raise RefusedError(
+            f"{links[0]} in {directory} is a link to a directory, and none is followed; put the directory itself in "
+            "its place, or remove it"
+        )
+    modules = member_path(directory, "modules.json").read_bytes() if "modules.json" in paths else b"[]"
+    names = [name for name, path in paths.items() if name not in rewritten and not path.is_dir()]
+    side, left_out = side_files(names, modules)
+    for name in side:
+        if not os.access(member_path(directory, name), os.R_OK):
+            raise RefusedError(f"{paths[name]} cannot be read; give yourself the right, or remove it")
+    return tuple(side), tuple(left_out)

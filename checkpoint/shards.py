@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from gqa.checkpoint.files import INDEX, SINGLE
 from gqa.checkpoint.headers import byte_size, format_header
-from gqa.checkpoint.read import INDEX, SINGLE
 from gqa.checkpoint.write import write_bytes, write_text
 
 

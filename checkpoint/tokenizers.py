@@ -4,7 +4,8 @@ from typing import Any
 
 from gqa.checkpoint.custom_code import MODEL_TYPES, config_class
 from gqa.checkpoint.errors import RefusedError, explain
-from gqa.checkpoint.read import TOKENIZER_FILES, Checkpoint, read_json
+from gqa.checkpoint.files import TOKENIZER_FILES
+from gqa.checkpoint.read import Checkpoint, read_json
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, instead: str = "") -> Any:

@@ -22,20 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing
+from gqa.checkpoint.files import CHECKPOINT_FILES, WEIGHT_SUFFIXES
 from gqa.checkpoint.locks import locked
-from gqa.checkpoint.read import TOKENIZER_FILES, WEIGHT_SUFFIXES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CHUNK = 32 << 20
-# Files of a checkpoint, for --overwrite of one whose record does not list its files.
-_CHECKPOINT_FILES = (
-    "config.json", "generation_config.json", "*processor_config.json", "*.index.json",
-    "model*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack",
-    *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template*",
-    "configuration_*.py", "modeling_*.py", "processing_*.py", "README.md", "LICENSE*", ".gitattributes", "gqa_*.json*",
-)  # fmt: skip
 DEFAULT_JOBS = 2  # while one shard waits for the disk the other merges
 Progress = Callable[[int], None]
 
@@ -165,7 +158,7 @@ def _others(directory: Path) -> list[str]:
     names = [path.relative_to(directory).as_posix() for path in found]
     if listed:
         return [name for name in names if name not in listed]
-    return [name for name in names if "/" in name or not any(fnmatchcase(name, kind) for kind in _CHECKPOINT_FILES)]
+    return [name for name in names if "/" in name or not any(fnmatchcase(name, kind) for kind in CHECKPOINT_FILES)]
 
 
 def require_space(needed: int, out: Path) -> None:

@@ -295,4 +295,4 @@ def _warnings(checkpoint: Checkpoint, resort: str) -> Iterable[str]:
     if isinstance(checkpoint, View):
         yield from checkpoint.warnings
     if checkpoint.left_out:
-        yield f"left out, as they hold the old weights: {', '.join(checkpoint.left_out)}"
+        yield f"left out, as they are of the old weights: {', '.join(checkpoint.left_out)}"

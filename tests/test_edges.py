@@ -18,11 +18,14 @@ from checkpoints import (
     HEADS,
     INDEX,
     K0,
+    MERGED,
     SIDE_FILES,
     SINGLE,
     V0,
     Tensors,
+    check_refused,
     config,
+    edit_json,
     leftovers,
     llama,
     load,
@@ -37,6 +40,7 @@ from checkpoints import (
 )  # fmt: skip
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from gqa.checkpoint.write import replacing
 from gqa.convert import RefusedError, merge
@@ -240,6 +244,58 @@ def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
     assert "warning: left out" in result.err
     check_result(tmp_path / "out", merged(weights(seed=2), 4, 2))
     assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors*")) == [SINGLE]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_config_names_the_weights(tmp_path: Path, shards: int) -> None:
+    """As in transformers, though the usual file is beside them; the result has the usual names."""
+    model, other = llama(tmp_path / "m", shards=1, seed=1), llama(tmp_path / "other", shards=shards, seed=2)
+    files = [path.rename(model / path.name.replace("model", "mine")) for path in other.glob("model*")]
+    if shards > 1:
+        text = (model / "mine.safetensors.index.json").read_text().replace("model-", "mine-")
+        (model / "mine.safetensors.index.json").write_text(text)
+    chosen = min(path.name for path in files if shards == 1 or path.suffix == ".json")
+    edit_json(model / "config.json", lambda made: made.update(transformers_weights=chosen))
+    theirs = LlamaForCausalLM.from_pretrained(model).state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in weights(seed=2).items())
+    out = tmp_path / "out"
+    assert "left out, as they are of the old weights: model.safetensors\n" in run(*MERGED, "-o", out, model).err
+    check_result(out, merged(weights(seed=2), 4, 2))
+    assert "transformers_weights" not in json.loads((out / "config.json").read_text())
+    assert len(list(out.glob("*.safetensors"))) == shards
+    for wrong in ("no.safetensors", "config.json", "../m/mine.safetensors", 1, "model.safetensors\n"):
+        edit_json(model / "config.json", lambda made, wrong=wrong: made.update(transformers_weights=wrong))
+        check_refused(run(*MERGED, model), f"that the weights are in {wrong!r} (transformers_weights); allowed are")
+
+
+OTHER_MODULES = ("2_Dense/model.safetensors", "2_Dense/config.json", "3_More/deep/pytorch_model.bin", "vocab/a.txt")
+OLD_MODEL = (
+    "adapter_config.json", "adapter_model.safetensors", "params.json", "consolidated.safetensors", "genai_config.json",
+    "checkpoint-5/config.json", "checkpoint-5/model.safetensors", "checkpoint-6/trainer_state.json", "onnx/config.json",
+    "openvino/openvino_model.xml", "openvino_model.xml", "original/params.json", "metal/settings.json",
+    "metal/model.bin", "mlc-chat-config.json", "Modelfile", "4_Dense/model.safetensors",
+)  # fmt: skip
+
+
+def test_what_belongs_to_the_old_model_stays_with_it(tmp_path: Path) -> None:
+    """Further modules travel with their weights; other forms of the old weights do not, nor what describes them."""
+    model = llama(tmp_path / "m")
+    for name in (*OTHER_MODULES, *OLD_MODEL):
+        (model / name).parent.mkdir(parents=True, exist_ok=True)
+        (model / name).write_text(f"of {name}")
+    modules = [{"idx": n, "path": path} for n, path in enumerate(("", "2_Dense", "3_More/", "5_Normalize"))]
+    (model / "modules.json").write_text(json.dumps(modules))
+    result = run(*MERGED, "-o", tmp_path / "out", model)
+    assert result.code == 0, result
+    (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: left out"))
+    assert set(warning.partition("weights: ")[2].split(", ")) == set(OLD_MODEL)
+    found = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}
+    assert found >= {*OTHER_MODULES, "modules.json", *SIDE_FILES}
+    assert not found.intersection(OLD_MODEL)
+    assert all((tmp_path / "out" / name).read_text() == f"of {name}" for name in OTHER_MODULES)
+    for other in ("[1]", '[{"path": 1}]', '{"path": "4_Dense"}', "no JSON"):  # of something else
+        (model / "modules.json").write_text(other)
+        assert run(*MERGED, "--dry-run", model).code == 0
 
 
 def pairs(path: Path) -> list[tuple[str, Any]]:

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from gqa.checkpoint.errors import CorruptError, RefusedError, one_line
+from gqa.checkpoint.files import weight_files
 from gqa.checkpoint.headers import BITS, TensorSpec, format_header, read_header
-from gqa.checkpoint.read import Checkpoint, index_files, merge_tables, read_checkpoint, read_json
+from gqa.checkpoint.read import Checkpoint, merge_tables, read_checkpoint, read_json
 from gqa.convert.plan import make_plan
 
 SCALE = int(os.environ.get("GQA_FUZZ", "1"))
@@ -152,7 +153,7 @@ def test_indexes(rest: dict[str, Any], weight_map: dict[str, Any]) -> None:
     tables = {file: [TensorSpec(f"{file}.t", "F32", (1,), file, 0, 4)] for file in ("a.safetensors", "b.safetensors")}
     for index in (rest, rest | {"weight_map": weight_map}):
         with contextlib.suppress(CorruptError):
-            files = index_files(index, INDEX, ".safetensors")
+            files, _ = weight_files({}, {INDEX}, lambda name, index=index: index)
             assert all("/" not in file and "\\" not in file and file.endswith(".safetensors") for file in files)
             assert all(file.isprintable() and not file.startswith(".") for file in files)
             tensors = merge_tables(tables, index)

@@ -242,7 +242,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], bool, str]] = {
     "index climbs": (in_index("../secret.safetensors"), False,
                      f"{INDEX} says that model.norm.weight is in '../secret.safetensors'; allowed are names of"),
     "missing shard": (lambda source: (source / SHARDS[1]).unlink(), False,
-                      f"the index of {NAME} names {SHARDS[1]}, which is not there"),
+                      f"{NAME} has an index that names {SHARDS[1]}, which is not there"),
     "no weights": (only_gguf, False, f"{NAME} has neither {SINGLE} nor pytorch_model.bin (nor their index);"),
     "no config": (lambda source: (source / "config.json").rename(source / "adapter_config.json"), False,
                   f"{NAME} has no config.json; give a repository with"),

@@ -5,6 +5,7 @@ read this one. `uptrain` is what the command calls.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -19,7 +20,7 @@ from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors, sources
 from gqa.checkpoint.provenance import UPTRAINING
-from gqa.checkpoint.read import Checkpoint, holds_weights, read_checkpoint, stored_as
+from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, shard_names, write_index
 from gqa.checkpoint.write import (
     OutputDirectory,
@@ -68,11 +69,11 @@ def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any])
         require_space(source.nbytes, output.out)
         _write_weights(setup.model, weights, source, work)
         for name in source.side_files:
-            if name not in _WRITTEN and not holds_weights(name):
+            if name not in _WRITTEN:
                 copy_file(source.path(name), work / name)
         copy_file(setup.metrics, work / METRICS)
         write_text(work / "README.md", card(source, output.out.name, record))
-        copy_file(source.path("config.json"), work / "config.json")
+        write_text(work / "config.json", json.dumps(source.config, indent=2, ensure_ascii=False) + "\n")
         _verify(work, source, options.trust_remote_code)
         output.commit(UPTRAINING, record)
     if not options.keep_state:
