@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import training_model
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 import gqa.corpus.likelihood
 from gqa.checkpoint.errors import RefusedError
-from gqa.corpus.likelihood import nats
+from gqa.corpus.likelihood import ChunkedHead, nats
 from gqa.uptrain.losses import chunked_sum
 from gqa.uptrain.scope import unreached
 from gqa.uptrain.training_model import check_documents_apart, predictions
@@ -224,6 +224,22 @@ def test_documents_in_a_block_are_as_apart(attention: str, lengths: list[int]) -
     assert int(told[0]) == sum(lengths) - len(lengths) == predictions(given)
     unmasked, _ = training_model(model)(input_ids=given["input_ids"])
     assert float(unmasked) != pytest.approx(float(expected), rel=1e-2)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.05])
+def test_a_head_that_is_off_is_not_split(error: float) -> None:
+    """A class whose logits depend on its input ids, by less than the largest logit is rounded to in bfloat16."""
+
+    class Scaled(LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, **given: Any) -> Any:
+            output = super().forward(input_ids, **given)
+            output.logits = output.logits * (1 + error * bool(input_ids.any()))
+            return output
+
+    model = Scaled(made().config).bfloat16()
+    head = ChunkedHead(model)
+    head.hidden(**batch())
+    assert head.split == (not error)
 
 
 def test_a_block_without_predictions_is_nothing() -> None:
