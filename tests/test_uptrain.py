@@ -20,7 +20,7 @@ import pytest
 import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from checkpoints import SINGLE, Result, load, run, snapshot
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from training import (
     difference,
     fresh_accelerator,
@@ -255,11 +255,17 @@ def bad_models(place: Path, root: Path) -> Refusals:
     odd = tiny_checkpoint(root / "lfm2", "lfm2")
     packed = tiny_checkpoint(root / "packed")
     save_file({**load(packed), "a.qweight": torch.ones(2)}, packed / SINGLE, {"format": "pt"})
+    headless, spoilt = tiny_checkpoint(root / "headless", "qwen3_vl_text"), tiny_checkpoint(root / "spoilt")
+    weights = load_file(file := next(spoilt.glob("*00002-of*")))
+    save_file(weights | {name: weights[name] * torch.nan for name in [*weights][:1]}, file, {"format": "pt"})
     return [
         ({"model": packed}, "packed has quantised weights, which are not trained; uptrain the original"),
         ({"model": narrow}, "the tokenizer of narrow has 4,096 tokens, its embedding only 512"),
         ({"teacher": narrow}, "the teacher narrow predicts 512 tokens, the model 4,104; give"),
         ({"teacher": other}, "the teacher other has other tokens than the model's"),
+        ({"model": headless}, "headless is a Qwen3VLTextModel, which does not predict the next token of a text"),
+        ({"model": spoilt}, "spoilt has weights that are NaN or infinite: "),
+        ({"teacher": spoilt}, "spoilt has weights that are NaN or infinite: "),
         ({"model": bare}, "bare has no tokenizer; copy its base model's tokenizer files into"),
         ({"model": root / "nothing"}, "there is no directory"),
         ({"output": full}, "full exists; choose another output with -o"),
@@ -341,6 +347,36 @@ def test_what_a_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     done = command(tmp_path / "deep" / "out", steps=1)
     check_refused(done, f"bytes, 1,000 are free at {tmp_path}; free some space or give another output", code=1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_while_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of steps cannot be written: one line with its name, and what to do."""
+    step = log.Log.step
+
+    def full(self: log.Log, *given: Any) -> Any:
+        self._path = Path("/dev/full")
+        return step(self, *given)
+
+    monkeypatch.setattr(log.Log, "step", full)
+    done = command(tmp_path / "out", steps=2)
+    check_refused(done, "/dev/full could not be written ([Errno 28] No space left on device); free some space", code=1)
+
+
+def test_states_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is there and the exit code is 0; the lock is held until all else is gone."""
+    states, remove = tmp_path / "out-state", shutil.rmtree
+
+    def busy(path: Any, ignore_errors: bool = False) -> None:
+        if Path(path).parent != states:
+            remove(path, ignore_errors)
+        elif not ignore_errors or not (states / "lock").exists():
+            raise OSError(16, "Device or resource busy", path)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    done = command(tmp_path / "out", steps=1, save_every=1, quiet=False)
+    assert done.code == 0, done.err
+    assert f"left        {states} could not be removed; the result does not need it" in done.said
+    assert (tmp_path / "out" / "gqa_uptraining.json").exists()
 
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from training import load, material
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import beside
-from gqa.checkpoint.read import read_checkpoint
+from gqa.checkpoint.read import Checkpoint, read_checkpoint
 from gqa.convert import convert_checkpoint
 from gqa.uptrain.defaults import TOKENS, settle, settle_steps
 from gqa.uptrain.options import TrainOptions
@@ -30,7 +31,8 @@ def converted(tmp_path: Path) -> Path:
 
 
 def settled(model: Path, **given: Any) -> tuple[TrainOptions, str]:
-    return settle(TrainOptions(str(model), Path("out"), **given), read_checkpoint(model))
+    options, _, told = settle(TrainOptions(str(model), Path("out"), **given), read_checkpoint(model))
+    return options, told
 
 
 def edited(model: Path, change: Any) -> None:
@@ -77,7 +79,7 @@ def test_where_the_base_model_is_looked_for(converted: Path, tmp_path: Path) -> 
     shutil.copytree(base, tmp_path / "deep" / "base")
     assert settled(moved)[0].teacher == str(tmp_path / "deep" / "base"), "beside it, by its name"
     assert settled(moved, teacher="none", data=("text",))[0].teacher == "none"
-    assert settled(moved, teacher="other")[0].teacher == "other"
+    assert settled(moved, teacher=base)[0].teacher == base
 
 
 def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None:
@@ -108,16 +110,25 @@ def test_provenance_is_not_trusted(converted: Path, record: Any) -> None:
 
 
 def test_a_hub_base_model(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that came from the hub is asked for there; out of reach it is as if it were not there."""
+    """One that came from the hub is asked for there, at the commit that was converted, also by its name; out of reach
+    it is as if it were not there. The output names the commit of any other hub id.
+    """
     import gqa.uptrain.defaults as module
 
     edited(converted, lambda record: record.update(source={"model": "lab/base", "revision": "abc"}))
-    asked: list[str] = []
-    monkeypatch.setattr(module, "open_model", asked.append)
-    assert settled(converted)[0].teacher == "lab/base"
-    assert asked == ["lab/base"]
+    asked: list[tuple[str, str | None]] = []
 
-    def unreachable(name: str) -> None:
+    def open_model(name: str, revision: str | None, headers_only: bool) -> Checkpoint:
+        asked.append((name, revision))
+        return replace(read_checkpoint(material() / "teacher"), hub_id=name, revision=revision or "main's commit")
+
+    monkeypatch.setattr(module, "open_model", open_model)
+    assert settled(converted)[0].teacher == "lab/base"
+    assert settled(converted, teacher="lab/base")[1] == "lab/base at commit abc"
+    assert settled(converted, teacher="lab/other")[1] == "lab/other at commit main's commi"
+    assert asked == [("lab/base", "abc"), ("lab/base", "abc"), ("lab/other", None)]
+
+    def unreachable(name: str, *given: object) -> None:
         raise RefusedError(f"{name} is out of reach")
 
     monkeypatch.setattr(module, "open_model", unreachable)

@@ -197,6 +197,36 @@ def test_merged_adapters_are_the_adapted_model(tmp_path: Path) -> None:
     assert errors[1] > 1e-2
 
 
+@pytest.mark.parametrize("scope", ["all", "lora"])
+def test_the_held_out_loss_is_that_of_what_is_written(tmp_path: Path, scope: str) -> None:
+    """In bfloat16 most of small steps is rounded away. A second run measures the written file before it trains."""
+    source = tiny_checkpoint(tmp_path / "source", "llama+tied", dtype="bfloat16")
+    given: dict[str, Any] = {"heldout_tokens": 512, "learning_rate": 2e-4, "train": scope, "steps": 4}
+    progress, _ = trained(options_for(source, tmp_path / "out", **given))
+    again, _ = trained(options_for(tmp_path / "out", tmp_path / "again", **given | {"steps": 1}))
+    assert progress.heldout_after["loss"] == pytest.approx(again.heldout_before["loss"], abs=1e-6)
+
+
+ADAPTED = ["phimoe", "falcon_h1", "llama4_text", "nemotron_h", "glm4_moe", "zamba"]
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, name: str) -> None:
+    """Layers that return tuples or are read without being called stay as they are."""
+    source = tiny_checkpoint(tmp_path / "source", name)
+    _, changed = train(source, tmp_path / "out", train="lora", heldout_tokens=64)
+    assert [key for key in changed if "_proj" in key]
+    assert not [key for key in changed if "router" in key or "mamba.out_proj" in key or "mixer.out_proj" in key]
+
+
+def test_nothing_to_adapt(tmp_path: Path) -> None:
+    source = tiny_checkpoint(tmp_path / "source", "gqa_gpt2")
+    with pytest.raises(
+        RefusedError, match=r"GQAGPT2LMHeadModel has no other nn\.Linear to adapt; use"
+    ):
+        prepare(options_for(source, tmp_path / "out", train="lora"))
+
+
 def test_an_adapter_that_is_not_finite_is_not_merged() -> None:
     weights = {"a.base_layer.weight": torch.ones(3, 2), "a.base_layer.bias": torch.ones(3), "b.weight": torch.ones(1)}
     weights |= {"a.lora_A.default.weight": torch.ones(4, 2), "a.lora_B.default.weight": torch.ones(3, 4)}

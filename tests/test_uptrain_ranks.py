@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from checkpoints import load
 from hub_server import Hub, Machine
+from processes import free_port
 from training import Runs, difference, losses, metrics, tiny_checkpoint, write_corpus
 
 from gqa.uptrain.state import States
@@ -129,6 +130,19 @@ def test_others_wait_for_the_first_process_longer_than_a_collective_would(runs: 
     assert len(losses(tmp_path / "out")) == 2
 
 
+def test_a_process_that_dies_is_not_waited_for(runs: Runs, tmp_path: Path) -> None:
+    """The others end with one line that names what they wait for."""
+    words = runs.words(tmp_path / "out", steps=1)
+    dies = "import gqa.uptrain.setup as m; m.open_dataloader = lambda *_: os._exit(7)"
+    port, running = free_port(), []
+    for rank, before in enumerate((dies, "")):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told = {name: str(value) for name, value in place.items()}
+        running.append(runs.begin(*words, before=before, program="uptrain", **told))
+    assert [one.wait() for one in running] == [7, 1]
+    assert "the others wait for the text to be tokenised" in running[1].said().splitlines()[-1]
+
+
 def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     """Model, teacher and a streamed data set by their names on a hub: the data set's present state has no text, the one
     that is asked for has.
@@ -141,6 +155,9 @@ def test_hub_ids(tmp_path: Path, hub: Hub, machine: Machine) -> None:
     hub.repo("lab/data", tmp_path / "newer").add("v1", tmp_path / "data")
     words = ["--data", "lab/data", "--data-revision", "v1", "--streaming", "--tokens", "1K"]
     words += ["--teacher", "lab/mha", "-o", "out", "--json", "-q"]
+    dry = machine.python("-m", "gqa.uptrain", "lab/mha-gqa2", *words, "--dry-run")
+    assert dry.code == 0, dry.err
+    assert not [*machine.work.parent.rglob("snapshots/*/*.safetensors")], "headers are enough for the plan"
     done = machine.python("-m", "gqa.uptrain", "lab/mha-gqa2", *words)
     assert done.code == 0, done.err
     record = json.loads(done.out)

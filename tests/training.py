@@ -447,7 +447,7 @@ def tell_teacher(file: str) -> None:
 
     def tell(self: TrainingModel, **batch: torch.Tensor) -> Any:
         found = forward(self, **batch)
-        held = [getattr(p, "_local_tensor", p).numel() for p in self._teacher[0].model.parameters()]
+        held = [getattr(p, "_local_tensor", p).numel() for p in self._teacher.model.parameters()]
         note(file, sum(held))
         return found
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gqa.checkpoint.console import WIDTH, progress_bar, watched
+from gqa.checkpoint.errors import OutputError, explain
 from gqa.checkpoint.write import finite, replacing
 from gqa.uptrain.setup import Setup
 
@@ -69,8 +70,12 @@ class Log:
             record["mfu"] = rate * self._flops / peak
         record["memory_bytes"] = memory(self._accelerator.device)
         if self._main:
-            with self._path.open("a") as stream:
-                stream.write(json.dumps(finite(record)) + "\n")
+            try:
+                with self._path.open("a") as stream:
+                    stream.write(json.dumps(finite(record)) + "\n")
+            except OSError as error:
+                told = "free some space and continue from the last state with --resume"
+                raise OutputError(f"{self._path} could not be written ({explain(error)}); {told}") from error
         if self._accelerator.trackers:
             self._accelerator.log({k: v for k, v in record.items() if k != "step"}, step=step)
         self._bar.update()

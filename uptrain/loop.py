@@ -27,6 +27,7 @@ from gqa.uptrain.scope import trained_names
 from gqa.uptrain.setup import Setup
 from gqa.uptrain.shards import prepared
 from gqa.uptrain.state import check_same_run, load
+from gqa.uptrain.stored import stored_weights
 from gqa.uptrain.training_model import Batch, predictions
 
 EVALUATIONS = 4  # of held-out text on the way, unless --eval-every says how often
@@ -187,8 +188,11 @@ def _per_prediction(sums: Tensor) -> list[float]:
 
 
 def _evaluate(setup: Setup, model: Any, progress: TrainingProgress) -> dict[str, float]:
-    """Note the held-out losses, and keep the weights where they are the best so far; returns what is told of a step."""
-    found, best = heldout_losses(setup, model), progress.heldout_after
+    """Note the held-out losses of what would be written, and keep the weights if they are the best so far. Returns the
+    numbers for the log.
+    """
+    with stored_weights(setup.model, setup.checkpoint):
+        found, best = heldout_losses(setup, model), progress.heldout_after
     if best is None:
         progress.heldout_before = progress.heldout_after = found
     elif math.isfinite(found["loss"]) and not found["loss"] >= best["loss"]:  # which need not be finite
@@ -250,14 +254,15 @@ def _is_due(options: TrainOptions, step: int, saved: float, last: bool) -> bool:
 
 def _identity(setup: Setup) -> dict[str, Any]:
     """What a state must have in common with the run that continues it."""
-    return {"options": setup.options.binding(), "data": setup.dataloader.fingerprint}
+    teacher = {"teacher_revision": setup.base.revision} if setup.base else {}
+    return {"options": setup.options.binding() | teacher, "data": setup.dataloader.fingerprint}
 
 
 def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
     path, record = setup.states.latest()
     check_same_run(path, record, _identity(setup))
     load(path, setup.accelerator, model, optimizer)
-    with main_first():
+    with main_first("the best weights"):
         if setup.accelerator.is_main_process:
             setup.states.take_best(path)
     setup.dataloader.seek(record.get("stream", []))

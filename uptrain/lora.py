@@ -16,33 +16,52 @@ _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.w
 
 
 def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
-    """Adapters on every linear layer but the head and those whose weights are in `trained`."""
+    """Adapters on the linear layers, except the head and layers whose weights are in `trained`.
+
+    Subclasses of nn.Linear are left out: routers return tuples. So is the output projection of a Mamba mixer, whose
+    weight the fused kernels read without calling the layer.
+    """
     try:
         from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError:
-        raise RefusedError("--train lora needs peft; install it with: pip install 'gqa[lora]'") from None
+    except ModuleNotFoundError as error:
+        raise RefusedError("--train lora needs peft; install it with: pip install 'gqa[lora]'") from error
     table = model.get_output_embeddings()
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not table and f"{name}.weight" not in trained
+        if type(module) is nn.Linear
+        and module is not table
+        and f"{name}.weight" not in trained
+        and not (name.endswith("out_proj") and hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d"))
     }
+    if not layers:
+        name = type(model).__name__
+        raise RefusedError(f"--train lora: {name} has no other nn.Linear to adapt; use --train attention or all")
     empty = {module: module.weight for module in layers.values() if module.weight.is_meta}
     for module, weight in empty.items():  # peft puts adapters where weights are, and theirs are not to be read
         module.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=[*layers]), model)
+    # Inside a module without a config, for peft has rules of its own for some model types: it adapts experts of a class
+    # whose dense layers are named like former experts, and refuses layers named out_proj.
+    shell = nn.ModuleDict({"model": model})
+    targets = [f"model.{name}" for name in layers]
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=targets), shell)
     for module, weight in empty.items():
         module.weight = weight
 
 
+def adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """W + ALPHA / r x B A: (out, in) weight, (r, in) A, (out, r) B."""
+    return weight + (ALPHA / len(down)) * (up @ down)
+
+
 def merged(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with adapters as one without: W + ALPHA / r x B A under W's own name. Others stay as they are."""
+    """A state dict with adapters as one without: each adapted weight under its own name. Others stay as they are."""
     plain = {}
     for name, (own, *adapter) in parts(weights).items():
         tensor = weights[own]
         if adapter:
             down, up = (weights[each] for each in adapter)
-            tensor = tensor + (ALPHA / len(down)) * (up @ down)
+            tensor = adapted(tensor, down, up)
             if not bool(tensor.isfinite().all()):
                 raise OutputError(f"the adapter of {name.rpartition('.')[0]} is not finite; nothing was written")
         plain[name] = tensor

@@ -6,7 +6,6 @@ read this one. `uptrain` is what the command calls.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -77,7 +76,7 @@ def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any])
         _verify(work, source, options.trust_remote_code)
         output.commit(UPTRAINING, record)
     if not options.keep_state:
-        shutil.rmtree(setup.states.directory)
+        setup.states.remove()
 
 
 def _write_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], source: Checkpoint, work: Path) -> None:
@@ -118,7 +117,7 @@ def _verify(work: Path, source: Checkpoint, trust_remote_code: bool) -> None:
         written = read_checkpoint(work)
         load_model(str(work), device="meta", trust_remote_code=trust_remote_code)
     except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from None
+        raise OutputError(f"the result does not verify: {error}") from error
     expected = {name: (spec.dtype, spec.shape) for name, spec in source.tensors.items()}
     actual = {name: (spec.dtype, spec.shape) for name, spec in written.tensors.items()}
     if wrong := {name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)}:

@@ -17,16 +17,18 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     LoggerType,
+    gather_object,
     parse_flag_from_env,
     set_seed,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import open_model
-from gqa.checkpoint.loading import load_model, positions, ranks
+from gqa.checkpoint.loading import check_predicts_tokens, load_model, positions, ranks, read_auto_config
 from gqa.checkpoint.names import sources, tied_names
 from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
@@ -55,14 +57,16 @@ MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positio
 class Setup:
     """A run that is ready to start: all that is known before the first step has been checked.
 
-    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `training`:
-    the model with its loss and its teacher. `micro`: the number of blocks of one forward pass on one process.
+    `options`: with all decided that was left open. `taught`: who teaches or why nobody does, for people. `base`: the
+    teacher's checkpoint. `training`: the model with its loss and its teacher. `micro`: the number of blocks of one
+    forward pass on one process.
     """
 
     options: TrainOptions
     taught: str
     accelerator: Accelerator
     checkpoint: Checkpoint
+    base: Checkpoint | None
     model: PreTrainedModel
     teacher: PreTrainedModel | None
     training: TrainingModel
@@ -101,16 +105,18 @@ def prepare(
 ) -> Setup:
     """Open and check everything. Raises RefusedError or CorpusError, before anything is written.
 
-    `teacher` is the model that `options.teacher` names, in its own dtype, where it is in memory already;
-    `watcher` is told of the text that it writes. A `dry` run is planned, and cannot start: no model has weights, and
-    none writes text.
+    `teacher` is the model that `options.teacher` names, in its own dtype, if it is in memory already; `watcher` shows
+    the progress of the text that it writes. A `dry` run is planned and cannot start: it reads headers, and no model has
+    weights.
     """
     processes = ranks().num_processes
     options.check(processes)
-    checkpoint = open_model(options.model, options.revision)
+    checkpoint = open_model(options.model, options.revision, headers_only=dry)
     if checkpoint.packed:
         raise RefusedError(f"{checkpoint.name} has quantised weights, which are not trained; uptrain the original")
-    options, taught = settle(options, checkpoint)
+    config = read_auto_config(str(checkpoint.directory), options.trust_remote_code)
+    check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
+    options, base, taught = settle(options, checkpoint, headers_only=dry)
     options.check(processes)
     out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
     if not dry:  # which may be about another machine
@@ -126,48 +132,92 @@ def prepare(
         )
     tokenizer = load_tokenizer(checkpoint, options.trust_remote_code)
     with memory_told("preparing the model", "see Memory in docs/uptraining.md"):
-        model = _model(checkpoint, options, accelerator, dry)
-        longest, writes = find_block_size(model.config, tokenizer, checkpoint, options), None
-        for name in options.teachers:
-            original = open_model(name)
-            shared = not dry and accelerator.is_fsdp2 and teacher is None
-            teacher = (
-                teacher or _load(original, options, str(accelerator.device), "auto", weights=not (dry or shared))
-            ).requires_grad_(False)
-            check_teacher(teacher, load_tokenizer(original, options.trust_remote_code), model, tokenizer, original.name)
-            if shared:
-                share_teacher(teacher, original, accelerator)
-            kind = _maker if model.config.is_encoder_decoder else _written
-            writes = partial(kind, original, options, str(accelerator.device), watcher)
+        model = build_model(options, checkpoint, accelerator, dry)
+        if base is not None:
+            teacher = build_teacher(options, base, teacher, accelerator, dry)
+            check_teacher(teacher, load_tokenizer(base, options.trust_remote_code), model, tokenizer, base.name)
         training = TrainingModel(model, teacher, options)
-        if accelerator.is_fsdp2 and not dry:
-            share_model(training, checkpoint, accelerator)
-        if not dry:  # which of several names are stored is known when they are read
-            check_exportable(model, checkpoint)
-    # One process tokenises, or lets the teacher write, and the others find it done.
-    with main_first():
-        dataloader = _data(options, checkpoint, model, tokenizer, longest, writes, dry)
-        options = dataloader.options
-    with main_first():
-        heldout = dataloader.heldout or open_heldout(options, tokenizer)
+        if not dry:
+            if accelerator.is_fsdp2:
+                share_model(training, checkpoint, accelerator)
+            check_exportable(model, checkpoint)  # which of several names are stored is known when weights are read
+            for each, source in ((model, checkpoint), (teacher, base)):
+                if each is not None and source is not None:
+                    check_finite(each, source.name)
+    dataloader, heldout = build_data(options, checkpoint, base, model, tokenizer, accelerator.device, watcher, dry)
+    options = dataloader.options
     share = options.blocks_per_step // processes
     micro = options.micro_batch or share
     accelerator.gradient_accumulation_steps = share // micro
-    return Setup(options, taught, accelerator, checkpoint, model, teacher, training, dataloader, heldout, micro, states)
+    return Setup(
+        options, taught, accelerator, checkpoint, base, model, teacher, training, dataloader, heldout, micro, states
+    )
 
 
-def _data(
-    options: TrainOptions, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any, longest: int,
-    writes: Any, dry: bool,
-) -> Dataloader:  # fmt: skip
-    """What the model is trained on, where a teacher `writes` it too. Raises RefusedError and CorpusError."""
-    processes = ranks().num_processes
-    if model.config.is_encoder_decoder:
-        encoder = PairEncoder(model.config, tokenizer, checkpoint.name)
-        return open_pairs(options, encoder, tokenizer, longest, processes, writes, not dry)
-    if is_self(options.data[0]):
-        return open_sampled(options, partial(writes, not dry), longest, processes)
-    return open_dataloader(options, tokenizer, longest, processes)
+def build_model(
+    options: TrainOptions, checkpoint: Checkpoint, accelerator: Accelerator, dry: bool = False
+) -> PreTrainedModel:
+    """The model in float32, with what does not train frozen. Its parameters are empty in a `dry` run, and under FSDP2,
+    where weights are read into shards.
+    """
+    sharded, device = accelerator.is_fsdp2, str(accelerator.device)
+    model = _load(checkpoint, options, device, "float32", weights=not (dry or sharded))
+    if options.target_field and not model.config.is_encoder_decoder:
+        raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
+    set_seed(options.seed)  # of adapters
+    choose(model, checkpoint, options.train or "all", options.lora_rank)
+    if accelerator.num_processes > 1 and not sharded and not dry:
+        with accelerator.autocast():
+            dropped = any(getattr(model.config, f"{part}_layerdrop", 0) for part in ("encoder", "decoder"))
+            accelerator.ddp_handler.find_unused_parameters = dropped or bool(unreached(model))
+    if options.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise RefusedError(f"--checkpointing: {explain(error)}") from error
+    if options.compile:
+        _check_compiler()
+    return model
+
+
+def build_teacher(
+    options: TrainOptions, base: Checkpoint, loaded: PreTrainedModel | None, accelerator: Accelerator, dry: bool = False
+) -> PreTrainedModel:
+    """The model of `base` in its stored dtype, or the one that is `loaded` already; without gradients."""
+    sharded = accelerator.is_fsdp2 and not dry and loaded is None
+    teacher = loaded or _load(base, options, str(accelerator.device), "auto", weights=not (dry or sharded))
+    teacher.requires_grad_(False)
+    if sharded:
+        share_teacher(teacher, base, accelerator)
+    return teacher
+
+
+def build_data(
+    options: TrainOptions, checkpoint: Checkpoint, base: Checkpoint | None, model: PreTrainedModel, tokenizer: Any,
+    device: torch.device, watcher: Watcher, dry: bool,
+) -> tuple[Dataloader, list[Block]]:  # fmt: skip
+    """What the model is trained on, some of which the model of `base` may write, and the blocks that are held out.
+    Raises RefusedError and CorpusError.
+    """
+    longest, processes = find_block_size(model.config, tokenizer, checkpoint, options), ranks().num_processes
+    pairs, own = model.config.is_encoder_decoder, is_self(options.data[0])
+    # One process tokenises, or lets the teacher write, and the others find it done.
+    with main_first("the text that the teacher writes" if own else "the text to be tokenised"):
+        if pairs:
+            encoder, maker = PairEncoder(model.config, tokenizer, checkpoint.name), None
+            if base is not None:
+                trusted = options.trust_remote_code
+                maker = lambda size: PairMaker(base, str(device), size, options.seed, watcher, trusted)  # noqa: E731
+            dataloader = open_pairs(options, encoder, tokenizer, longest, processes, maker, not dry)
+        elif own:
+            assert base is not None
+            write = partial(_written, base, options, str(device), watcher, not dry)
+            dataloader = open_sampled(options, write, longest, processes)
+        else:
+            dataloader = open_dataloader(options, tokenizer, longest, processes)
+    with main_first("the held-out text to be tokenised"):
+        return dataloader, dataloader.heldout or open_heldout(dataloader.options, tokenizer)
 
 
 def _written(
@@ -179,11 +229,6 @@ def _written(
         load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-
-
-def _maker(teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, size: int) -> PairMaker:
-    """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""
-    return PairMaker(teacher, device, size, options.seed, watcher, options.trust_remote_code)
 
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
@@ -241,29 +286,6 @@ def _beside(out: Path, purpose: str) -> Path:
     return out.with_name(f"{out.name}-{purpose}")
 
 
-def _model(checkpoint: Checkpoint, options: TrainOptions, accelerator: Accelerator, dry: bool) -> PreTrainedModel:
-    """With what does not train frozen. It has no weights where they are read into shards."""
-    sharded, device = accelerator.is_fsdp2, str(accelerator.device)
-    model = _load(checkpoint, options, device, "float32", weights=not (dry or sharded))
-    if options.target_field and not model.config.is_encoder_decoder:
-        raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
-    set_seed(options.seed)  # of adapters
-    choose(model, checkpoint, options.train or "all", options.lora_rank)
-    if accelerator.num_processes > 1 and not sharded and not dry:
-        with accelerator.autocast():
-            dropped = any(getattr(model.config, f"{part}_layerdrop", 0) for part in ("encoder", "decoder"))
-            accelerator.ddp_handler.find_unused_parameters = dropped or bool(unreached(model))
-    if options.checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        try:
-            enable({"use_reentrant": False})
-        except ValueError as error:
-            raise RefusedError(f"--checkpointing: {explain(error)}") from None
-    if options.compile:
-        _check_compiler()
-    return model
-
-
 def _load(
     checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, weights: bool = True
 ) -> PreTrainedModel:
@@ -275,7 +297,8 @@ def _load(
 
 def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
     """Raise RefusedError, before anything is trained, where what a model's class stores is not what its source has."""
-    stored, tied = {name: shape for name, (shape, _) in sources(model).items()}, tied_names(model)
+    stored = {name: shape for name, (shape, _) in sources(model).items()}
+    tied = {name.replace(".base_layer.", ".") for name in tied_names(model)}
     known = {name: spec.shape for name, spec in source.tensors.items()}
     odd = [name for name, shape in stored.items() if known.get(name) != shape and (name in known or name not in tied)]
     if odd or not known.keys() & stored.keys():
@@ -292,6 +315,17 @@ def _check_compiler() -> None:
         if out_of_memory(error):
             raise
         raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
+
+
+def check_finite(model: PreTrainedModel, name: str) -> None:
+    """Raise RefusedError where weights are NaN or infinite: training would blame the learning rate."""
+    weights = {key: weight.detach() for key, weight in model.named_parameters() if weight.is_floating_point()}
+    local = {key: weight.to_local() if isinstance(weight, DTensor) else weight for key, weight in weights.items()}
+    odd = [key for key, weight in local.items() if weight.element_size() > 1 and not bool(weight.isfinite().all())]
+    if odd := gather_object(odd):
+        raise RefusedError(
+            f"{name} has weights that are NaN or infinite: {listing(set(odd))}; give an intact checkpoint"
+        )
 
 
 def check_teacher(teacher: Any, its_tokenizer: Any, model: Any, tokenizer: Any, name: str) -> None:

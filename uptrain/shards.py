@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gqa.checkpoint.loading import ranks, read_shards
-from gqa.checkpoint.processes import said, wait_for_everyone
+from gqa.checkpoint.processes import broadcast_str, wait_for_everyone
 from gqa.checkpoint.read import Checkpoint
 from gqa.uptrain.training_model import TrainingModel
+
+_RESULT = "the result to be written"
 
 
 def share_model(training: TrainingModel, checkpoint: Checkpoint, accelerator: Accelerator) -> None:
@@ -62,21 +64,21 @@ def gathered(weights: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
     meanwhile; the others take part in that, and enter the block when it has left it, also where it failed there.
     """
     main = ranks().is_main_process
-    while not main and (name := said()):
+    while not main and (name := broadcast_str("", _RESULT)):
         _whole(weights[name])
     try:
         yield _Gathered(weights)
     finally:
         if main:
-            said("")
-        wait_for_everyone()
+            broadcast_str("", _RESULT)
+        wait_for_everyone(_RESULT)
 
 
 class _Gathered(UserDict[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self.data[name]
         if isinstance(tensor, DTensor):
-            said(name)
+            broadcast_str(name, _RESULT)
             tensor = _whole(tensor).cpu()
         return tensor
 

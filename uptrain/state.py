@@ -20,7 +20,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,13 +42,13 @@ from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.locks import locked
-from gqa.checkpoint.processes import PATIENCE, wait_for_everyone
+from gqa.checkpoint.processes import TIMEOUT, wait_for_everyone, waiting_for
 from gqa.checkpoint.write import fsync_directory, write_text
 from gqa.uptrain.options import TrainOptions, differences
 
 RECORD = "trainer_state.json"
 BEST = "best"
-_SHARDS = "shards"
+_SHARDS, _LOCK = "shards", "lock"
 _OF_RANK = re.compile(r"(?:__|random_states_)(\d+)[_.]")  # how names of files begin that a rank writes
 
 
@@ -72,17 +72,29 @@ class States:
             if ranks().is_main_process:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 using = f"another run is using {self.directory}; wait for it or give another output with -o"
-                stack.enter_context(locked(self.directory / "lock", using))
+                stack.callback(self._remove_empty)  # after the lock is released
+                stack.enter_context(locked(self.directory / _LOCK, using))
                 for leftover in self.directory.glob("*.partial"):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-                stack.callback(self._drop_empty)
             stack.callback(self.finish)
             yield
 
-    def _drop_empty(self) -> None:
-        """What is left where the first step was refused, or where all is written."""
-        if not any(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()):
-            shutil.rmtree(self.directory, ignore_errors=True)
+    def remove(self) -> None:
+        """Remove the states and the log while the directory is locked; the lock and the directory go with `held`."""
+        for path in self.directory.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _LOCK:
+                with suppress(OSError):
+                    path.unlink()
+
+    def _remove_empty(self) -> None:
+        """What is left if the first step was refused, or if all is written; another run may have the lock by now."""
+        with suppress(OSError):
+            metrics = self.directory / "metrics.jsonl"
+            if metrics.exists() and not metrics.stat().st_size:
+                metrics.unlink()
+            self.directory.rmdir()
 
     def all(self) -> list[Path]:
         """Complete states, the oldest first."""
@@ -117,7 +129,7 @@ class States:
     @cached_property
     def _group(self) -> Any:
         """What ranks write states together in, while they train in another; and however long one of them takes."""
-        return distributed.new_group(backend="gloo", timeout=PATIENCE) if ranks().num_processes > 1 else None
+        return distributed.new_group(backend="gloo", timeout=TIMEOUT) if ranks().num_processes > 1 else None
 
     def _complete(self, work: Path, record: dict[str, Any], found: dict[str, Any], group: Any) -> None:
         """Write a state under its name. Each rank hashes what it wrote; all hear of an error of any."""
@@ -132,7 +144,8 @@ class States:
         everyone: list[Any] = [told]
         if group:
             everyone = [None] * state.num_processes
-            distributed.all_gather_object(everyone, told, group=group)
+            with waiting_for("the state to be written"):
+                distributed.all_gather_object(everyone, told, group=group)
         with self._failing(f"the state of step {record['step']}", work):
             if failed := [each["error"] for each in everyone if "error" in each]:
                 raise OSError(failed[0])
@@ -211,7 +224,7 @@ class States:
             raise RefusedError(f"the state {path} cannot be read ({explain(error)}); {older}") from None
         damaged = [str(file.relative_to(path)) for file, known in own if not _is_whole(file, known)]
         if whole:
-            wait_for_everyone()  # longer than a collective would
+            wait_for_everyone("the state to be checked")  # longer than a collective would
             damaged = gather_object(damaged)
         if damaged:
             raise RefusedError(f"the state {path} is damaged: {listing(damaged)} not as saved; {older}")

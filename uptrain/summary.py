@@ -125,6 +125,8 @@ def result_text(setup: Setup, progress: TrainingProgress) -> str:
             )
     if progress.skipped:
         lines.append(f"skipped     {progress.skipped} steps whose loss or gradient was not finite")
+    if not setup.options.keep_state and setup.states.directory.exists():
+        lines.append(f"left        {setup.states.directory} could not be removed; the result does not need it")
     loads = "trust_remote_code=True" if "auto_map" in setup.checkpoint.config else "plain transformers"
     return "\n".join([*lines, f"written     {setup.options.output}: loads with {loads}, verified"])
 
@@ -149,6 +151,7 @@ def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> 
         "steps": progress.step,
         "skipped_steps": progress.skipped,
         "teacher": told["teacher"] if options.teachers else None,
+        "teacher_revision": setup.base and setup.base.revision,
         "losses": _losses(setup, progress),
         "data_summary": dataloader.summary,
         "data_fingerprint": dataloader.fingerprint,

@@ -30,7 +30,7 @@ class TrainingModel(nn.Module):
         self.model = model
         self._options = options
         self._head = ChunkedHead(model, options.compile)
-        self._teacher = [] if teacher is None else [ChunkedHead(teacher)]  # a list hides it from nn.Module
+        self._teacher = None if teacher is None else ChunkedHead(teacher)  # no nn.Module: it is not a part of this one
         self._documents_checked = False
         # What FSDP gathers one at a time.
         present = {type(module).__name__ for module in model.modules()}
@@ -51,27 +51,22 @@ class TrainingModel(nn.Module):
         if "document_ids" in batch and not self._documents_checked:
             check_documents_apart(self.model, rows=min(2, len(batch["input_ids"])))
             self._documents_checked = True
-        options, taught = self._options, bool(self._teacher)
+        options, teacher = self._options, self._teacher
         hidden = self._head.hidden(**inputs).flatten(0, 1)
-        rows = None
-        gathering = gathered(self._teacher[0].model) if taught else nullcontext()
+        with gathered(teacher.model) if teacher else nullcontext():
+            with torch.no_grad():
+                teacher_hidden = teacher.hidden(**inputs).flatten(0, 1) if teacher else None
 
-        def of_slice(leaf: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
-            given = None
-            if rows is not None:
+            def slice_loss(rows: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
                 with torch.no_grad():
-                    given = self._teacher[0].logits(rows[piece])
-            scored = None if counted is None else counted[piece]
-            logits = self._head.logits(leaf)
-            return next_token_loss(logits, targets[piece], given, options.distill, options.temperature, scored)
+                    theirs = None if teacher is None else teacher.logits(teacher_hidden[piece])
+                scored = None if counted is None else counted[piece]
+                logits = self._head.logits(rows)
+                return next_token_loss(logits, targets[piece], theirs, options.distill, options.temperature, scored)
 
-        with gathering:
-            if taught:
-                with torch.no_grad():
-                    rows = self._teacher[0].hidden(**inputs).flatten(0, 1)
-            loss, told = chunked_sum(of_slice, self._head.vocabulary, hidden, self._head_parameters())
-        count = told.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=told.dtype).reshape(1)
-        return loss, torch.cat([count, told])
+            loss, sums = chunked_sum(slice_loss, self._head.vocabulary, hidden, self._head_parameters())
+        count = sums.new_full((1,), len(targets)) if counted is None else counted.sum(dtype=sums.dtype).reshape(1)
+        return loss, torch.cat([count, sums])
 
     def _head_parameters(self) -> list[nn.Parameter]:
         """What the head reads besides hidden states: parameters outside the backbone, and a tied embedding."""
