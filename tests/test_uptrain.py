@@ -78,7 +78,9 @@ def test_json_is_all_of_stdout_and_overwriting(tmp_path: Path) -> None:
     for steps in (1, 2):
         done = command(out, steps=steps, overwrite=True, json=True, quiet=False)
         record = json.loads(done.out)
-        assert record == json.loads((out / "gqa_uptraining.json").read_text())
+        written = json.loads((out / "gqa_uptraining.json").read_text())
+        assert written.pop("files") == sorted(path.name for path in out.iterdir())
+        assert record == written
         assert (record["steps"], record["tokens"]) == (steps, 512 * steps)
         assert (record["alpha"], record["ranks"]) == (None, 1)
         assert "written     " in done.err

@@ -221,9 +221,7 @@ def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, na
 
 def test_nothing_to_adapt(tmp_path: Path) -> None:
     source = tiny_checkpoint(tmp_path / "source", "gqa_gpt2")
-    with pytest.raises(
-        RefusedError, match=r"GQAGPT2LMHeadModel has no other nn\.Linear to adapt; use"
-    ):
+    with pytest.raises(RefusedError, match="GQAGPT2LMHeadModel has no other linear layers to adapt; use"):
         prepare(options_for(source, tmp_path / "out", train="lora"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -49,8 +48,6 @@ def test_killed_and_continued_is_bit_identical(runs: Runs, tmp_path: Path, name:
     files, again = (state_files(state(out, STEPS)) for out in (one, other))
     for rank in range(ranks):
         assert {f"random_states_{rank}.pkl", f"shards/__{rank}_0.distcp"} <= set(files)
-    for name in ("shards/.metadata", "best/.metadata") if "best/.metadata" in files else ("shards/.metadata",):
-        assert files.pop(name) != again.pop(name)  # it has the name of the directory
     assert again == files
     told = metrics(one / "gqa_uptraining.jsonl")
     assert metrics(other / "gqa_uptraining.jsonl") == told
@@ -181,40 +178,17 @@ def test_a_damaged_state_is_refused(runs: Runs, out: Path) -> None:
     for file in ("shards/__0_0.distcp", "random_states_0.pkl", "shards/.metadata"):
         path = state(out, 4) / file
         data = path.read_bytes()
-        path.write_bytes(data[:99] + bytes([data[99] ^ 1]) + data[100:])
-        says = f"{state(out, 4)} is damaged: {file} not as saved; delete it to continue from the one before"
-        with pytest.raises(RefusedError, match=re.escape(says)):
-            States(Path(f"{out}-state"), 2).latest()
+        path.write_bytes(data[: len(data) // 2])
+        says = f"the state {state(out, 4)} cannot be read ("
+        assert says in refused(runs, *words)
         path.unlink()
-        with pytest.raises(RefusedError, match="is damaged"):
-            States(Path(f"{out}-state"), 2).latest()
+        assert says in refused(runs, *words)
         path.write_bytes(data)
-    path.write_bytes(data[1:])
-    assert says in refused(runs, *words)
     shutil.rmtree(state(out, 4))
     runs.finish(*words)
 
 
-def hashed_by(rank: int) -> list[str]:
-    """Names of files of a state: its own, and those of the best weights."""
-    return [f"random_states_{rank}.pkl", *2 * [f"__{rank}_0.distcp", *([] if rank else [".metadata"])]]
-
-
-def test_each_process_checks_its_files(runs: Runs, tmp_path: Path) -> None:
-    """And all hear of what one finds damaged."""
-    words = saving(runs, tmp_path / "out", keep_state=True)
-    assert runs.run(*words, ranks=2, before="kill_at(3)").code == -signal.SIGKILL
-    file = state(tmp_path / "out", 2) / "shards" / "__1_0.distcp"
-    file.write_bytes(file.read_bytes()[:-1])
-    done = runs.run(*words, "--resume", ranks=2, before=f"tell_hashes({str(tmp_path / 'told')!r})")
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert "is damaged: shards/__1_0.distcp not as saved" in done.err
-    for rank in (0, 1):
-        names = (tmp_path / f"told-{rank}").read_text().split()
-        assert sorted(names) == sorted(hashed_by(rank))
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 3}', "{}"])
+@pytest.mark.parametrize("text", ["", "{", "[]"])
 def test_a_broken_record_is_refused(out: Path, text: str) -> None:
     (state(out, 4) / "trainer_state.json").write_text(text)
     with pytest.raises(RefusedError, match="cannot be read"):
@@ -290,23 +264,12 @@ FileSystemWriter.write_data = full
 
 @pytest.mark.parametrize("how", [{}, {"ranks": 2, "before": "shard(); "}])
 def test_training_goes_on_while_a_state_is_written(runs: Runs, tmp_path: Path, how: dict[str, Any]) -> None:
-    """The state of step 2 is written when step 3 is done, and is nevertheless that of step 2. Each process hashes the
-    files that it wrote.
-    """
-    one, other, told = tmp_path / "one", tmp_path / "other", tmp_path / "told"
-    given: dict[str, Any] = {"before": "", **how}
-    ranks = given.get("ranks", 1)
-    before = given["before"] + (f"tell_hashes({str(told)!r}); " if ranks > 1 else "")
+    """The state of step 2 is written when step 3 is done, and is nevertheless that of step 2."""
+    one, other = tmp_path / "one", tmp_path / "other"
     words = {"steps": 3, "save_every": 2}
-    runs.finish(*saving(runs, one, **words), **given | {"before": f"{before}write_after(3, 2)"})
-    runs.finish(*saving(runs, other, **words), **given)
-    files, again = (state_files(state(out, 2)) for out in (one, other))
-    for name in ("shards/.metadata", "best/.metadata"):
-        assert files.pop(name) != again.pop(name)
-    assert again == files
-    for rank in range(ranks if ranks > 1 else 0):
-        names = Path(f"{told}-{rank}").read_text().split()
-        assert set(names) == set(hashed_by(rank))
+    runs.finish(*saving(runs, one, **words), **how | {"before": f"{how.get('before', '')}write_after(3, 2)"})
+    runs.finish(*saving(runs, other, **words), **how)
+    assert state_files(state(one, 2)) == state_files(state(other, 2))
 
 
 def test_two_runs_into_one_output(runs: Runs, tmp_path: Path) -> None:

@@ -117,10 +117,10 @@ def losses(out: Path) -> list[float]:
     return [record["loss"] for record in metrics(out / "gqa_uptraining.jsonl")]
 
 
-def state_files(state: Path) -> dict[str, Any]:
-    """Size and SHA-256 of what a state holds."""
-    found: dict[str, Any] = json.loads((state / "trainer_state.json").read_text())["files"]
-    return found
+def state_files(state: Path) -> dict[str, bytes]:
+    """What a state holds; of torch's checkpoints without the file that has the name of the directory in it."""
+    files = [path for path in state.rglob("*") if path.is_file() and path.name != ".metadata"]
+    return {str(path.relative_to(state)): path.read_bytes() for path in files}
 
 
 def state_weights(state: Path) -> dict[str, Any]:
@@ -370,7 +370,7 @@ def slow(seconds: float, patience: float) -> None:
 
     impatient(patience)
     for owner, name in ((gqa.uptrain.setup, "open_dataloader"), (gqa.uptrain.run, "_export"),
-                        (gqa.uptrain.run, "write_tensor"), (FileSystemWriter, "write_data"), (state, "_describe"),
+                        (gqa.uptrain.run, "write_tensor"), (FileSystemWriter, "write_data"),
                         (state, "write_text")):  # fmt: skip
         work, left = getattr(owner, name), [os.environ["RANK"] == "0"]
 
@@ -530,16 +530,3 @@ def write_after(step: int, first: int) -> None:
         return record
 
     FileSystemWriter.write_data, Log.step = late, step_and_tell  # type: ignore[method-assign]
-
-
-def tell_hashes(file: str) -> None:
-    """Which files of states a process hashes."""
-    import gqa.uptrain.state as module
-
-    describe = module._describe
-
-    def told(path: Path) -> Any:
-        note(file, path.name)
-        return describe(path)
-
-    module._describe = told

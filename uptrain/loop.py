@@ -107,6 +107,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
                 stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved, last))
                 if stop or due:
                     state = vars(progress) | _identity(setup) | {"stream": gather_object(dataloader.places)}
+                    state["ranks"] = accelerator.num_processes
                     with setup.memory_explained():
                         setup.states.save(accelerator, model, optimizer, state)
                     saved = time.monotonic()
@@ -261,7 +262,7 @@ def _identity(setup: Setup) -> dict[str, Any]:
 def _resume(setup: Setup, model: Any, optimizer: Any) -> TrainingProgress:
     path, record = setup.states.latest()
     check_same_run(path, record, _identity(setup))
-    load(path, setup.accelerator, model, optimizer)
+    load(path, record["ranks"], setup.accelerator, model, optimizer)
     with main_first("the best weights"):
         if setup.accelerator.is_main_process:
             setup.states.take_best(path)

@@ -18,8 +18,8 @@ _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.w
 def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -> None:
     """Adapters on the linear layers, except the head and layers whose weights are in `trained`.
 
-    Subclasses of nn.Linear are left out: routers return tuples. So is the output projection of a Mamba mixer, whose
-    weight the fused kernels read without calling the layer.
+    Left out are routers, which return tuples, and the output projection of a Mamba mixer, whose weight fused kernels
+    read without calling the layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -29,14 +29,14 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     layers = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear
+        if _is_linear(module)
         and module is not table
         and f"{name}.weight" not in trained
         and not (name.endswith("out_proj") and hasattr(model.get_submodule(name.rpartition(".")[0]), "conv1d"))
     }
     if not layers:
         name = type(model).__name__
-        raise RefusedError(f"--train lora: {name} has no other nn.Linear to adapt; use --train attention or all")
+        raise RefusedError(f"--train lora: {name} has no other linear layers to adapt; use --train attention or all")
     empty = {module: module.weight for module in layers.values() if module.weight.is_meta}
     for module, weight in empty.items():  # peft puts adapters where weights are, and theirs are not to be read
         module.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False)
@@ -47,6 +47,18 @@ def add_adapters(model: PreTrainedModel, trained: AbstractSet[str], rank: int) -
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=targets), shell)
     for module, weight in empty.items():
         module.weight = weight
+
+
+@torch.no_grad()
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is an nn.Linear whose output is that of one: some classes derive routers from it."""
+    if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
+        return isinstance(module, nn.Linear)
+    try:
+        output = module(module.weight.new_zeros(1, module.in_features))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, module.out_features)
 
 
 def adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:

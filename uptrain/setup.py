@@ -207,8 +207,7 @@ def build_data(
         if pairs:
             encoder, maker = PairEncoder(model.config, tokenizer, checkpoint.name), None
             if base is not None:
-                trusted = options.trust_remote_code
-                maker = lambda size: PairMaker(base, str(device), size, options.seed, watcher, trusted)  # noqa: E731
+                maker = partial(_maker, base, options, str(device), watcher)
             dataloader = open_pairs(options, encoder, tokenizer, longest, processes, maker, not dry)
         elif own:
             assert base is not None
@@ -229,6 +228,11 @@ def _written(
         load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
+
+
+def _maker(teacher: Checkpoint, options: TrainOptions, device: str, watcher: Watcher, size: int) -> PairMaker:
+    """The teacher of an encoder-decoder, which writes at most `size` tokens on each side of a pair."""
+    return PairMaker(teacher, device, size, options.seed, watcher, options.trust_remote_code)
 
 
 def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:

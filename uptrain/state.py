@@ -1,10 +1,9 @@
 """Saving and continuing a run. What is saved has its final name only when all of it is on disk.
 
 A state is a directory `step-N`: weights and optimiser as torch's distributed checkpoint, accelerate's own files
-(scaler, random states of every rank) and `trainer_state.json`, with the step, what the run was asked for, and the size
-and SHA-256 of each file. All ranks write into the one directory, which several machines must share; training goes on as
-soon as weights and optimiser are copied to the memory of the host. accelerate reads random states with pickle: continue
-only from states that you made.
+(scaler, random states of every rank) and `trainer_state.json` with the step and what the run was asked for. All ranks
+write into the one directory, which several machines must share; training goes on as soon as weights and optimiser are
+copied to the memory of the host. accelerate reads random states with pickle: continue only from states that you made.
 
 Beside the states lie the weights with the lowest held-out loss so far, `best`, which all ranks write in the same way;
 each state has them too.
@@ -12,10 +11,8 @@ each state has them too.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -26,30 +23,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as distributed
 from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import tree_map_only
 
 from gqa.checkpoint.devices import out_of_memory
-from gqa.checkpoint.errors import OutputError, RefusedError, explain, listing
+from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.locks import locked
-from gqa.checkpoint.processes import TIMEOUT, wait_for_everyone, waiting_for
+from gqa.checkpoint.processes import TIMEOUT
 from gqa.checkpoint.write import fsync_directory, write_text
 from gqa.uptrain.options import TrainOptions, differences
 
 RECORD = "trainer_state.json"
 BEST = "best"
 _SHARDS, _LOCK = "shards", "lock"
-_OF_RANK = re.compile(r"(?:__|random_states_)(\d+)[_.]")  # how names of files begin that a rank writes
 
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant, where it is one
@@ -65,8 +62,8 @@ class States:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The directory is there, no other run uses it meanwhile, and no half of a state is left from one that was
-        killed; the main process sees to that. Raises RefusedError where another run does use it.
+        """Within the block the directory exists, no other run uses it, and no half of a state is left from one that was
+        killed; the main process sees to that. Raises RefusedError if another run uses it.
         """
         with ExitStack() as stack:
             if ranks().is_main_process:
@@ -104,7 +101,7 @@ class States:
         """Begin to write the state of all ranks, which `finish` or the next `save` ends: what training changes is
         copied when this returns. The older ones beyond `keep_last` go only when the new one is complete.
 
-        Raises OutputError where it or the one before cannot be written.
+        Raises OutputError if it or the one before cannot be written.
         """
         self.finish()
         work = self.directory / f"step-{record['step']:08d}.partial"
@@ -115,56 +112,40 @@ class States:
             rank, scaler = accelerator.process_index, accelerator.scaler if accelerator.is_main_process else None
             save_accelerator_state(str(work), [], [], [], [], rank, 0, scaler)
             weights, moments = get_state_dict(model, optimizer.optimizer)
-            found = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), {"model": weights, "optimizer": moments})
+            copies = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), {"model": weights, "optimizer": moments})
         thread = ThreadPoolExecutor(1)
-        self._writing = thread.submit(self._complete, work, record, found, self._group)
+        self._writing = thread.submit(self._complete, work, record, copies, self._group)
         thread.shutdown(wait=False)
 
     def finish(self) -> None:
-        """The state that is being written is complete. Raises OutputError where it cannot be, on all ranks."""
+        """The state that is being written is complete. Raises OutputError if it cannot be, on all ranks."""
         writing, self._writing = self._writing, None
         if writing:
             writing.result()
 
     @cached_property
     def _group(self) -> Any:
-        """What ranks write states together in, while they train in another; and however long one of them takes."""
+        """What ranks write states together in while they train in another."""
         return distributed.new_group(backend="gloo", timeout=TIMEOUT) if ranks().num_processes > 1 else None
 
-    def _complete(self, work: Path, record: dict[str, Any], found: dict[str, Any], group: Any) -> None:
-        """Write a state under its name. Each rank hashes what it wrote; all hear of an error of any."""
-        state, told = ranks(), dict[str, Any]()
-        try:
-            save(found, checkpoint_id=work / _SHARDS, process_group=group, no_dist=group is None)
-            files = (path for path in sorted(work.rglob("*")) if path.is_file())
-            own = (path for path in files if _writer(path) % state.num_processes == state.process_index)
-            told = {str(path.relative_to(work)): _describe(path) for path in own}
-        except (OSError, RuntimeError, CheckpointException) as found:
-            told = {"error": explain(_cause(found))}
-        everyone: list[Any] = [told]
-        if group:
-            everyone = [None] * state.num_processes
-            with waiting_for("the state to be written"):
-                distributed.all_gather_object(everyone, told, group=group)
+    def _complete(self, work: Path, record: dict[str, Any], copies: dict[str, Any], group: Any) -> None:
+        """Write a state under its name. torch's `save` ends on all ranks when all have written, or fails on all."""
         with self._failing(f"the state of step {record['step']}", work):
-            if failed := [each["error"] for each in everyone if "error" in each]:
-                raise OSError(failed[0])
-            if state.is_main_process:
-                self._publish(work, record | {"files": {name: how for each in everyone for name, how in each.items()}})
-
-    def _publish(self, work: Path, record: dict[str, Any]) -> None:
-        final = work.with_suffix("")
-        write_text(work / RECORD, json.dumps(record, indent=2) + "\n")
-        for directory in [work, *(p for p in work.rglob("*") if p.is_dir())]:
-            fsync_directory(directory)
-        if final.exists():  # saved before, without all of its files
-            shutil.rmtree(final)
-        work.rename(final)
-        fsync_directory(self.directory)
-        for old in self.all()[: -self.keep_last]:
-            gone = old.with_suffix(".partial")
-            old.rename(gone)
-            shutil.rmtree(gone)
+            save(copies, checkpoint_id=work / _SHARDS, process_group=group, no_dist=group is None)
+            if not ranks().is_main_process:
+                return
+            write_text(work / RECORD, json.dumps(record, indent=2) + "\n")
+            for directory in [work, *(p for p in work.rglob("*") if p.is_dir())]:
+                fsync_directory(directory)
+            final = work.with_suffix("")
+            if final.exists():  # saved before, without all of its files
+                shutil.rmtree(final)
+            work.rename(final)
+            fsync_directory(self.directory)
+            for old in self.all()[: -self.keep_last]:
+                gone = old.with_suffix(".partial")
+                old.rename(gone)
+                shutil.rmtree(gone)
 
     def keep_best(self, weights: dict[str, Tensor]) -> None:
         """Replace the best weights of before by what each process has. Raises OutputError."""
@@ -178,22 +159,22 @@ class States:
 
     @contextmanager
     def _failing(self, what: str, work: Path) -> Iterator[None]:
-        """What cannot be saved is told with OutputError, and the half of it in `work` goes."""
+        """Raise OutputError if `what` cannot be saved, and remove the half of it in `work`."""
         try:
             yield
-        except (OSError, RuntimeError, CheckpointException) as found:  # torch writes files with its own errors
+        except (OSError, RuntimeError, CheckpointException) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
-            if out_of_memory(error := _cause(found)):
-                raise error from None
+            if out_of_memory(cause := _cause(error)):
+                raise cause from error
             told = "free some space and continue from the last state with --resume"
-            raise OutputError(f"{what} could not be saved in {self.directory} ({explain(error)}); {told}") from None
+            raise OutputError(f"{what} could not be saved in {self.directory} ({explain(cause)}); {told}") from error
 
     def read_best(self, weights: dict[str, Tensor]) -> None:
-        """What was kept last, into these."""
+        """Read the best weights into these."""
         read(weights, checkpoint_id=self.directory / BEST, process_group=self._group, no_dist=self._group is None)
 
     def take_best(self, state: Path) -> None:
-        """The best weights are again those of a state, or none where it has none."""
+        """The best weights are again those of a state, or none if it has none."""
         shutil.rmtree(self.directory / BEST, ignore_errors=True)
         _link(state / BEST, self.directory / BEST)
 
@@ -201,48 +182,55 @@ class States:
         """The options with what the run that is continued made of those that are left open: how many processes share a
         step may decide how large it is. Raises RefusedError.
         """
-        before = self.latest(whole=False)[1].get("options", {})
+        before = self.latest()[1].get("options", {})
         left = {name: before.get(name) for name in ("block_size", "batch_size") if getattr(options, name) is None}
         return replace(options, **left)
 
-    def latest(self, whole: bool = True) -> tuple[Path, dict[str, Any]]:
-        """The newest state and its record; with `whole` every byte of it is checked, by all processes together, each
-        those files that it would have written.
-
-        Raises RefusedError where there is none or it is damaged.
-        """
-        if not (found := self.all()):
+    def latest(self) -> tuple[Path, dict[str, Any]]:
+        """The newest state and its record. Raises RefusedError if there is none or it cannot be read."""
+        if not (states := self.all()):
             raise RefusedError(f"--resume: {self.directory} has no saved state; start without --resume")
-        path = found[-1]
-        older = "delete it to continue from the one before" if found[1:] else "start without --resume after deleting it"
-        rank, count = ranks().process_index, ranks().num_processes
-        try:
-            record: dict[str, Any] = json.loads((path / RECORD).read_text())
-            files = record["files"].items() if whole else ()
-            own = [(path / name, known) for name, known in files if _writer(Path(name)) % count == rank]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RefusedError(f"the state {path} cannot be read ({explain(error)}); {older}") from None
-        damaged = [str(file.relative_to(path)) for file, known in own if not _is_whole(file, known)]
-        if whole:
-            wait_for_everyone("the state to be checked")  # longer than a collective would
-            damaged = gather_object(damaged)
-        if damaged:
-            raise RefusedError(f"the state {path} is damaged: {listing(damaged)} not as saved; {older}")
-        return path, record
+        with _readable(states[-1]):
+            record: dict[str, Any] = json.loads((states[-1] / RECORD).read_text())
+            record.keys()
+        return states[-1], record
 
 
-def load(path: Path, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
-    """Weights, optimiser and random states as they were, whatever processes and shards there were and are."""
-    weights, moments = get_state_dict(model, optimizer.optimizer)
-    read({"model": weights}, checkpoint_id=path / _SHARDS)
-    # What never had a gradient has no moments.
-    read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=DefaultLoadPlanner(allow_partial_load=True))
-    set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
-    load_accelerator_state(str(path), [], [], [], [], accelerator.process_index, accelerator.scaler)
+def load(path: Path, saved_by: int, accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    """Weights, optimiser and random states as they were when so many ranks saved them, whatever ranks and shards there
+    are. Raises RefusedError if the state cannot be read.
+    """
+    with _readable(path):
+        FileSystemReader(path / _SHARDS).read_metadata()  # of which `read` would log every error
+        weights, moments = get_state_dict(model, optimizer.optimizer)
+        read({"model": weights}, checkpoint_id=path / _SHARDS)
+        partial = DefaultLoadPlanner(allow_partial_load=True)  # what never had a gradient has no moments
+        read({"optimizer": moments}, checkpoint_id=path / _SHARDS, planner=partial)
+        set_state_dict(model, optimizer.optimizer, model_state_dict=weights, optim_state_dict=moments)
+        if (rank := accelerator.process_index) < saved_by:  # accelerate goes on without a file that it cannot read
+            torch.load(path / f"random_states_{rank}.pkl", weights_only=False)
+        load_accelerator_state(str(path), [], [], [], [], rank, accelerator.scaler)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # of json, pickle, zip files, torch
+        if out_of_memory(cause := _cause(error)):
+            raise cause from error
+        told = "delete it to continue from the one before, or start without --resume"
+        raise RefusedError(f"the state {path} cannot be read ({explain(cause)}); {told}") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong in the first of the ranks that are named in an error of torch.distributed.checkpoint."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next((failure for failure, _ in failures.values()), error)
 
 
 def check_same_run(path: Path, record: dict[str, Any], run: dict[str, Any]) -> None:
-    """Raise RefusedError where a state belongs to another run than one of these `options` and `data`, with every
+    """Raise RefusedError if a state belongs to another run than one of these `options` and `data`, with every
     difference.
     """
     changed = differences(json.loads(json.dumps(run["options"], default=str)), record.get("options", {}))
@@ -263,30 +251,3 @@ def _link(source: Path, target: Path) -> None:
 
     if source.exists():
         shutil.copytree(source, target, copy_function=link)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What went wrong in the first of the processes in which torch could not save."""
-    failures = getattr(error, "failures", None)
-    return next(iter(failures.values()))[0] if failures else error
-
-
-def _writer(path: Path) -> int:
-    """The rank that wrote a file of a state; the first one where its name does not say."""
-    found = _OF_RANK.match(path.name)
-    return int(found[1]) if found else 0
-
-
-def _is_whole(path: Path, known: Any) -> bool:
-    try:
-        return path.is_file() and _describe(path) == known
-    except OSError:  # told with those that are damaged: the other processes wait to hear of it
-        return False
-
-
-def _describe(path: Path) -> list[Any]:
-    """[bytes, SHA-256], and the file is durable afterwards."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        os.fsync(stream.fileno())
-    return [path.stat().st_size, digest]
