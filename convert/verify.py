@@ -40,7 +40,7 @@ def verify(plan: Plan, work: Path) -> None:
         for module in attention_modules(written, config):
             module_changes(module, config, plan.groups)  # shapes are held against the config
     except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from None
+        raise OutputError(f"the result does not verify: {error}") from error
     _check_tensors(plan.tensors, written)
 
 
@@ -54,7 +54,7 @@ def verify_shard(plan: Plan, path: Path, shard: Shard, tolerated: Collection[str
     try:
         tensors = {spec.name: spec for spec in read_header(path, shard.file)}
     except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from None
+        raise OutputError(f"the result does not verify: {error}") from error
     written = Checkpoint(plan.checkpoint.name, path.parent, {}, tensors, (shard.file,))
     _check_tensors(shard.tensors, written)
     return _check_shard(plan.checkpoint, written, shard, tolerated, whole)
@@ -152,7 +152,7 @@ def verify_load(directory: Path) -> None:
     try:
         model = load_model(str(directory))
     except RefusedError as error:
-        raise OutputError(f"the result does not verify: {error}") from None
+        raise OutputError(f"the result does not verify: {error}") from error
     config, ids = model.config, torch.arange(8).unsqueeze(0)
     inputs = {"input_ids": ids}
     if model.main_input_name == "input_features":

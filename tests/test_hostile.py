@@ -166,7 +166,7 @@ AGAIN, BIN, LFS = "download it again", "pytorch_model.bin", b"version https://gi
 REFUSED_TYPES = {
     "deepseek_v3": "latent attention", "persimmon": "no number of key/value heads", "jetmoe": "G x top-k",
     "zaya": "convolutions", "moonshine": "reshapes its queries", "longt5": "sister model",
-    "mamba": "no attention", "llama4_vision_model": "not supported",
+    "mamba": "no attention", "llama4_vision_model": "not supported", "umt5": "no number of key/value heads",
 }  # fmt: skip
 
 # What the format's own library does not take.

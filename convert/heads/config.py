@@ -135,7 +135,7 @@ def read_top(raw: dict[str, Any], name: str) -> Any:
     except Exception as error:  # whatever a config class raises on nonsense is the config's fault
         raise CorruptError(
             f"{name}: transformers cannot read config.json as {model_type}: {explain(error)}; correct it"
-        ) from None
+        ) from error
 
 
 def _check(config: ModelConfig, name: str) -> None:
@@ -148,7 +148,7 @@ def _check(config: ModelConfig, name: str) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise CorruptError(
             f"{name}: the head counts in config.json make no sense: {explain(error)}; correct them"
-        ) from None
+        ) from error
     for h in heads:
         if type(h.query) is int and h.query > MAX_COUNT:
             raise CorruptError(f"{name}: config.json asks for {h.query} query heads, at most {MAX_COUNT} are allowed")
@@ -231,7 +231,7 @@ def edit_config(
         raise RefusedError(
             f"{name}: its config with {groups_text(groups)} key/value heads is no good: {why}; "
             "please report this config"
-        ) from None
+        ) from error
     for layer in range(config.layers):
         found, meant = again.heads(layer), target_heads(config, layer, groups)
         if found != meant:

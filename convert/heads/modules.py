@@ -60,7 +60,7 @@ class Change:
         except CorruptError as error:
             raise CorruptError(
                 f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; is it of another model?"
-            ) from None
+            ) from error
 
     def join(self, parts: Mapping[Part, Tensor]) -> list[Tensor]:
         """The outputs of heads: the inverse of `split`, for the number of heads that there now is."""

@@ -62,7 +62,7 @@ class Recipe:
         except (CorruptError, RuntimeError, IndexError, ValueError) as error:
             shapes = " and ".join(f"{s.name} {list(s.shape)}" for s in self.sources)
             why = f": {error}" if isinstance(error, CorruptError) else ""
-            raise CorruptError(f"{shapes} cannot become {name}{why}; is it of another model?") from None
+            raise CorruptError(f"{shapes} cannot become {name}{why}; is it of another model?") from error
         return TensorSpec(name, first.dtype, shape, first.file, 0, byte_size(first.dtype, shape))
 
 

@@ -174,7 +174,7 @@ def _target_config(checkpoint: Checkpoint, recasting: Recasting, config: Any, ta
         raise CorruptError(
             f"{checkpoint.name}: the {recasting.source} config.json makes no sense as {recasting.target}: "
             f"{explain(error)}; correct it"
-        ) from None
+        ) from error
     before, after = (getattr(c, "rope_parameters", None) for c in (config, read))
     if isinstance(before, dict) and recasting.architecture and _rope(before) != _rope(after or {}):
         raise RefusedError(f"{recasting.target} reads its rope_parameters {before} as {after}")
