@@ -132,7 +132,7 @@ class Comparison:
 
     def measure(self, subject: Subject, alone: bool = False) -> dict[str, dict[str, Any]]:
         """Parts of a model's record by name: `quality`, `written`, `recall`. With `options.kl` the base model is scored
-        in lockstep with the second model (`baseline_quality`), unless `alone` asks for its scores at once.
+        in lockstep with the second model (`baseline_quality`), unless it is measured `alone`.
 
         Raises RefusedError where its quality cannot be measured, or recall where nothing else is asked for.
         """
@@ -148,6 +148,8 @@ class Comparison:
         for part, enabled, function in optional:
             if enabled and (values := self._attempt(part, function, subject, head)) is not None:
                 parts[part] = values
+        if alone and "recall" in parts:
+            self.first_reading = first_reading(head, self._questions, options.batch_size)
         if is_baseline and options.kl:
             self._live = head
         return parts
@@ -231,9 +233,7 @@ class Comparison:
         ):
             scores = score(head, windows, batch_size=options.batch_size, progress=bar.update)
             samples = self._texts[:SHOWN]
-            if is_baseline:
-                self.first_reading = first_reading(head, questions, options.batch_size)
-            else:
+            if not is_baseline:
                 samples = continued(head.model, [window.ids[: -window.scored] for window in samples])
             values = {
                 "recall": recall(questions, scores),
