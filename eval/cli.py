@@ -33,15 +33,15 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
     """
     from gqa.eval.evaluate import measure
     from gqa.eval.page import no_pictures
-    from gqa.eval.report import as_json, check_output, tables, verdicts, write_report
+    from gqa.eval.report import as_json, reserved, tables, verdicts, write_report
     from gqa.eval.tables import wrapped
 
     source = click.get_current_context().get_parameter_source
     given = {name for name in words if source(name) is ParameterSource.COMMANDLINE}
     options = EVALUATION.read(words).settled(given, len(models))
-    if options.output:
-        check_output(options.output, options.overwrite)
-    results = measure((baseline, *models), options, sys.argv[1:])
+    with reserved(options.output, options.overwrite):
+        results = measure((baseline, *models), options, sys.argv[1:])
+        files = write_report(results, options.output) if results and options.output else []
     if not results:  # another rank reports
         return
     if not options.quiet:
@@ -49,10 +49,9 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
         parts = [table.text().partition("\n") for table in tables(results, every=options.verbose)]
         shown = [f"{click.style(title, bold=True)}\n{rest}" for title, _, rest in parts]
         click.echo("\n\n".join(filter(None, [lead, *shown])), err=options.json)
-    if options.output:
-        written = [*write_report(results, options.output), *filter(None, [no_pictures()])]
-        if not options.quiet:
-            click.echo(f"\nwritten to {options.output}: {', '.join(written)}", err=options.json)
+    if files and not options.quiet:
+        files += filter(None, [no_pictures()])
+        click.echo(f"\nwritten to {options.output}: {', '.join(files)}", err=options.json)
     if options.json:
         click.echo(as_json(results))
     asked = (*(["recall"] if options.recall else []), "written", "decode")

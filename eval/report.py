@@ -7,12 +7,14 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
 from gqa.checkpoint.provenance import command_line
+from gqa.checkpoint.loading import ranks
+from gqa.checkpoint.locks import locked
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
@@ -305,6 +307,23 @@ def check_output(directory: Path, overwrite: bool) -> None:
         raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
     if taken and not overwrite:
         raise RefusedError(f"{directory} holds an earlier report; give --overwrite to replace it, or another directory")
+
+
+@contextmanager
+def reserved(directory: Path | None, overwrite: bool) -> Iterator[None]:
+    """Check the output, and keep it for this run until its report is written. Raises what `check_output` does, and
+    RefusedError where another run is going to write there.
+    """
+    if directory is None:
+        yield
+        return
+    check_output(directory, overwrite)
+    place = directory.absolute()
+    lock = nearest(place.parent) / f".{place.name}.gqa-eval.lock"
+    refusal = f"another run writes a report to {directory}; wait for it, or give another directory"
+    with locked(lock, refusal) if ranks().is_main_process else nullcontext():
+        check_output(directory, overwrite)  # it may have finished meanwhile
+        yield
 
 
 _FILES = ("results.json", PAGE, *(f"{name}.{suffix}" for name in PICTURES for suffix in ("svg", "png")))

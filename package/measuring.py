@@ -50,7 +50,7 @@ def evaluate(
     """
     from gqa.eval.cli import command
     from gqa.eval.evaluate import measure
-    from gqa.eval.report import check_output, write_report
+    from gqa.eval.report import reserved, write_report
 
     if options is not None:
         if named or data is not None or out is not None:
@@ -69,14 +69,13 @@ def evaluate(
         names = {"baseline": name_of(baseline), "models": [name_of(model) for model in models]}
         context = asked(command, names, given, _OF_TERMINALS)
         read = EVALUATION.read(context.params, output=path, quiet=not progress).settled(given, len(models))
-        if path is not None:
-            check_output(path, read.overwrite)
+        stack.enter_context(reserved(path, read.overwrite))
         places = [
             stack.enter_context(stored(model, tokenizer if in_memory(model) else None)) for model in (baseline, *models)
         ]
         results = measure(places, read, ())
-    if results and path is not None:
-        write_report(results, path)
+        if results and path is not None:
+            write_report(results, path)
     return Evaluation(results=results, path=path)
 
 

@@ -190,6 +190,17 @@ def test_what_keeps_a_report_from_being_written_is_said_before_anything_runs(mon
         assert "no report can be written to /proc/report" in refused("SRC --data TEXT", "-o", "/proc/report", code=1)
 
 
+def test_two_runs_of_one_report(tmp_path: Path) -> None:
+    """The second is refused before it measures anything; what the first finishes meanwhile is not replaced."""
+    out = tmp_path / "report"
+    with report.reserved(out, overwrite=False):
+        assert "another run writes a report to" in refused("SRC --memory 1GB", "-o", out)
+    assert list(tmp_path.iterdir()) == []
+    with report.reserved(tmp_path / "other", overwrite=False):
+        done("SRC --memory 1GB", "-o", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
 def test_a_full_disk_leaves_the_last_report_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         path.write_text(text[:10])
