@@ -41,17 +41,17 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
     options = EVALUATION.read(words).settled(given, len(models))
     with reserved(options.output, options.overwrite):
         results = measure((baseline, *models), options, sys.argv[1:])
-        files = write_report(results, options.output) if results and options.output else []
-    if not results:  # another rank reports
-        return
-    if not options.quiet:
-        lead = "\n".join(click.style(wrapped(line, "  "), bold=True) for line in verdicts(results))
-        parts = [table.text().partition("\n") for table in tables(results, every=options.verbose)]
-        shown = [f"{click.style(title, bold=True)}\n{rest}" for title, _, rest in parts]
-        click.echo("\n\n".join(filter(None, [lead, *shown])), err=options.json)
-    if files and not options.quiet:
-        files += filter(None, [no_pictures()])
-        click.echo(f"\nwritten to {options.output}: {', '.join(files)}", err=options.json)
+        if not results:  # another rank reports
+            return
+        if not options.quiet:
+            lead = "\n".join(click.style(wrapped(line, "  "), bold=True) for line in verdicts(results))
+            parts = [table.text().partition("\n") for table in tables(results, every=options.verbose)]
+            shown = [f"{click.style(title, bold=True)}\n{rest}" for title, _, rest in parts]
+            click.echo("\n\n".join(filter(None, [lead, *shown])), err=options.json)
+        if options.output:
+            files = [*write_report(results, options.output), *filter(None, [no_pictures()])]
+            if not options.quiet:
+                click.echo(f"\nwritten to {options.output}: {', '.join(files)}", err=options.json)
     if options.json:
         click.echo(as_json(results))
     asked = (*(["recall"] if options.recall else []), "written", "decode")

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gqa.checkpoint.errors import OutputError, RefusedError, listing, one_line
-from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.locks import locked
+from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
