@@ -15,8 +15,8 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
-    except Timeout:
-        raise RefusedError(refusal) from None
+    except Timeout as error:
+        raise RefusedError(refusal) from error
     try:
         yield
     finally:

@@ -93,7 +93,7 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
                 factor = rate_factor(step, dataloader.steps, options.schedule, warmup, options.decay)
                 rate = options.learning_rate * factor
                 with setup.memory_explained():
-                    sums, norm = _step(accelerator, model, optimizer, micro_batches, rate, options.clip)
+                    sums, norm = train_step(accelerator, model, optimizer, micro_batches, rate, options.clip)
                 log.trained(dataloader.tokens_per_step)
                 numbers = _count(progress, sums, norm, rate, setup)
 
@@ -119,18 +119,19 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
         return progress, _best(setup, model, progress)
 
 
-def _step(
+def train_step(
     accelerator: Accelerator, model: Any, optimizer: Any, micro_batches: list[Batch], rate: float, clip: float
 ) -> tuple[Tensor, float]:
-    """One optimiser step over all micro-batches of all ranks; returns their summed numbers and the gradient's norm.
+    """One optimiser step over the micro-batches of all ranks; returns (predictions, nats, distillation) as sums over
+    ranks, and the norm of the gradient before it is clipped.
 
-    The gradient is that of the mean over all predictions: sums divided once by the number that all ranks have, which
-    accelerate's means over micro-batches and ranks are undone for. Where loss or gradient is not finite nothing
-    changes (in float16 that is for the scaler to see to, which then scales less).
+    The gradient is that of the mean over all predictions of the step. If loss or gradient is not finite nothing
+    changes; in float16 the gradient scaler sees to that, and then scales less.
     """
     device = accelerator.device
     batches = [{name: tensor.to(device) for name, tensor in batch.items()} for batch in micro_batches]
     total = accelerator.reduce(torch.tensor(float(sum(map(predictions, batches))), device=device), "sum")
+    # accelerate divides by the micro-batches, DDP and FSDP by the ranks: undone here, as the sum is divided only once.
     scale = len(batches) * accelerator.num_processes / total.clamp_min(1.0)
     sums = _zeros(3, device)
     for group in optimizer.param_groups:

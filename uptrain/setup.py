@@ -97,7 +97,7 @@ def memory_told(what: str, advice: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise RefusedError(f"out of memory while {what}; {advice}") from None
+        raise RefusedError(f"out of memory while {what}; {advice}") from error
 
 
 def prepare(
@@ -259,8 +259,9 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         )
     except (ValueError, RuntimeError, ImportError) as error:
         if out_of_memory(error):  # the first that a process asks of a device that others have filled
-            raise RefusedError("out of memory while accelerate starts; free some or choose another device") from None
-        raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from None
+            advice = "free some or choose another device"
+            raise RefusedError(f"out of memory while accelerate starts; {advice}") from error
+        raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from error
     if device:
         accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
     if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
@@ -318,7 +319,8 @@ def _check_compiler() -> None:
     except Exception as error:  # of any of the layers below
         if out_of_memory(error):
             raise
-        raise RefusedError(f"--compile: torch.compile does not work here ({explain(error, 200)}); do without") from None
+        reason = explain(error, 200)
+        raise RefusedError(f"--compile: torch.compile does not work here ({reason}); do without") from error
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:

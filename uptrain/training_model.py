@@ -59,7 +59,9 @@ class TrainingModel(nn.Module):
 
             def slice_loss(rows: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
                 with torch.no_grad():
-                    theirs = None if teacher is None else teacher.logits(teacher_hidden[piece])
+                    theirs = None
+                    if teacher is not None and teacher_hidden is not None:
+                        theirs = teacher.logits(teacher_hidden[piece])
                 scored = None if counted is None else counted[piece]
                 logits = self._head.logits(rows)
                 return next_token_loss(logits, targets[piece], theirs, options.distill, options.temperature, scored)
