@@ -71,10 +71,10 @@ class Scale:
     launchers: bool = True
     trained: Shape = SHAPES["1.3b"]
     train: tuple[str, ...] = (
-        "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bf16",
+        "--steps", "12", "--batch-size", "8", "--micro-batch", "4", "--context", "2048", "--precision", "bfloat16",
     )  # fmt: skip
     tokens: tuple[int, ...] = (1_000_000, 10_000_000, 100_000_000)
-    distil: tuple[str, ...] = ("--context", "512", "--batch-size", "64", "--precision", "bf16")
+    distil: tuple[str, ...] = ("--context", "512", "--batch-size", "64", "--precision", "bfloat16")
     heads: tuple[int, ...] = (2, 1)
     method: tuple[str, ...] = ("--method", "refined")
     smollm2_tokens: int = 20_000_000

@@ -54,7 +54,7 @@ def prepare(options: dict[str, Any]) -> Any:
     logging.set_verbosity_error()
     chosen = TrainOptions(
         model=options["model"], output=Path(tempfile.mkdtemp(dir=options["scratch"])) / "out", data=("stdlib:train",),
-        block_size=options["context"], batch_size=options["batch_size"], precision=options["precision"],
+        context=options["context"], batch_size=options["batch_size"], precision=options["precision"],
         steps=WARM_UP + options["steps"], learning_rate=RATE, schedule="constant", train="all", teacher="none",
     )  # fmt: skip
     setup = replace(prepared(chosen), heldout=[])
@@ -118,7 +118,7 @@ def trainer(options: dict[str, Any]) -> Callable[[], Any]:
     arguments = TrainingArguments(
         output_dir=options["scratch"], per_device_train_batch_size=setup.micro, max_steps=setup.dataloader.steps,
         learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.1, optim="adamw_torch_fused",
-        bf16=options["precision"] == "bf16", save_strategy="no", report_to="none", disable_tqdm=True,
+        bf16=options["precision"] == "bfloat16", save_strategy="no", report_to="none", disable_tqdm=True,
         use_cpu=not torch.accelerator.is_available(), dataloader_pin_memory=False, logging_strategy="no",
     )  # fmt: skip
     made = InOrder(model=setup.model, args=arguments, train_dataset=blocks, data_collator=collate)
@@ -135,7 +135,7 @@ def trainer(options: dict[str, Any]) -> Callable[[], Any]:
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="A random model instead.  [default on a GPU: 1.1b]")
 @click.option("--context", type=int, help="[default: 512; on a GPU 2048]")
 @click.option("--batch-size", default=8, help="Blocks of a step.")
-@click.option("--precision", type=click.Choice(["no", "bf16"]), default="bf16")
+@click.option("--precision", type=click.Choice(["float32", "bfloat16"]), default="bfloat16")
 @click.option("--steps", default=8, help="Steps that are timed.")
 @click.option("--threads", default=2)
 @click.option("--repeats", default=3)

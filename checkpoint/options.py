@@ -1,86 +1,330 @@
-"""Options of a command that are the fields of a frozen dataclass: declared once, given by name from Python, by words to
-the command. Imports no torch.
+"""The options of a command: a frozen dataclass, from which the command line is built and which Python callers make too.
 
     @dataclass(frozen=True)
-    class Windows:
-        context: int | None = option_field(None, "Tokens of a window.  [default: the model's]", type=Count(4))
-        split: str | None = option_field(None)  # what --split is in all commands: `gqa.checkpoint.console.SHARED`
-        kind: Literal["rolling", "strided"] = option_field("rolling", "How text is cut.", "--protocol")
-        recall: bool | None = option_field(None, "Ask for what stands in the context.", "--recall/--no-recall")
-        subject: str = ""  # no option
+    class Windows(Options):
+        model: str = option(MISSING, argument="MODEL")
+        context: int | None = option(None, "Tokens of a window.  [default: the model's]", Tokens(4), heading="Data")
+        recall: bool | None = option(None, "Measure recall.", needs=("context",))
 
-    WINDOWS = OptionsOf(Windows)
+    @command(Windows)
+    def windows(options: Windows) -> None:
+        "What --help says."
 
-    @click.command(cls=Command)
-    @with_options(WINDOWS.decorators())
-    def command(**words: Any) -> None:
-        windows = WINDOWS.read(words, subject="text")
-
-What a field does not say, its type says: a Literal is a choice, a bool a flag, a tuple an option that is given several
-times; int, float, str and Path are themselves.
+A bool is a flag, a Literal a choice, a tuple takes several values; other types need a click type. Imports no torch.
 """
 
-from collections.abc import Collection, Mapping
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from fractions import Fraction
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 
-from gqa.checkpoint.console import SHARED, Decorator, option
+from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, version_option
+from gqa.checkpoint.errors import RefusedError
 
 T = TypeVar("T")
+Heading = Literal["Basic", "Quality", "Data", "Output", "Advanced"]
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def option_field(default: Any, help: str | None = None, /, *flags: str, free: bool = False, **how: Any) -> Any:
-    """A field of a dataclass that is an option too.
+class Number(click.ParamType[Any]):
+    """A finite number within bounds; `above` and `below` are bounds that are not allowed themselves."""
+
+    name = "number"
+
+    def __init__(
+        self, kind: type, least: float = -math.inf, most: float = math.inf, above: float | None = None,
+        below: float | None = None,
+    ) -> None:  # fmt: skip
+        self._kind, self._low, self._high = kind, least if above is None else above, most if below is None else below
+        self._open = above is not None, below is not None
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = value
+        if isinstance(value, str):
+            try:
+                number = self._kind(value)
+            except ValueError:
+                number = math.nan
+        allowed = (int,) if self._kind is int else (int, float)
+        if isinstance(number, bool) or not isinstance(number, allowed) or not self._within(number):
+            self.fail(f"{value!r} is not {self._wanted()}", param, ctx)
+        return self._kind(number)
+
+    def _within(self, number: float) -> bool:
+        low = number > self._low if self._open[0] else number >= self._low
+        return low and (number < self._high if self._open[1] else number <= self._high) and math.isfinite(number)
+
+    def _wanted(self) -> str:
+        low = "above" if self._open[0] else "from"
+        high = "below" if self._open[1] else "to"
+        name = "whole number" if self._kind is int else "number"
+        return f"a {name} {low} {self._low}" + (f" {high} {self._high}" if self._high < math.inf else " on")
+
+
+LARGEST = 10**9  # of what is counted one by one
+COUNT = Number(int, 1, LARGEST)
+SEED = Number(int, 0, 2**31 - 1)
+POSITIVE, FROM_ZERO, SHARE = Number(float, above=0, most=LARGEST), Number(float, 0, LARGEST), Number(float, 0, 1)
+
+
+class Tokens(click.ParamType[int]):
+    """`64k`, `500M`, `1B`: a number of tokens, at least `least`."""
+
+    name = "count"
+
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        count = None if isinstance(value, bool | float) else read_count(str(value))
+        if count is None:
+            self.fail(f"{value!r} is not a number of tokens; give one like 65536, 64k, 500M or 1B", param, ctx)
+        if not self._least <= count <= 10**15:
+            self.fail(f"{value} is not a number of tokens from {self._least} to 1000T", param, ctx)
+        return count
+
+
+def read_count(text: str) -> int | None:
+    """A number of tokens like 65536, 64k, 500M or 1B; None for what is no such number above zero."""
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    return int(Fraction(match[1]) * 1000 ** (" KMBT".index(match[2] or " "))) or None if match else None
+
+
+class ByteSize(click.ParamType[int]):
+    """`5GB`, `500MiB`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        size = Fraction(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
+        if not 1 <= size <= 2**62:
+            self.fail(f"{value!r} is not a size; give a number with KB, MB, GB, KiB, MiB or GiB, like 5GB", param, ctx)
+        return int(size)
+
+
+class Text(click.ParamType[str]):
+    """A name or a path, as text."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(text, str) or not text.strip() or "\0" in text:
+            self.fail(f"{value!r} is no name", param, ctx)
+        return text
+
+
+class Directory(Text):
+    """A directory, which need not exist: whether it can be made says who makes it."""
+
+    name = "directory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return Path(super().convert(value, param, ctx))
+
+
+class Several(click.ParamType[tuple[Any, ...]]):
+    """`1,8,32`: values of another type, one or more. A file with a comma in its name is one value."""
+
+    name = "list"
+
+    def __init__(self, kind: click.ParamType[Any]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, str) and not os.path.exists(value):
+            values: Sequence[Any] = [word.strip() for word in value.split(",") if word.strip()]
+        else:
+            values = value if isinstance(value, list | tuple) else [value]
+        if not values:
+            self.fail(f"{value!r} names nothing; give one or more, separated by commas", param, ctx)
+        return tuple(self._kind.convert(one, param, ctx) for one in values)
+
+
+class KVHeads(click.ParamType[int | tuple[int, ...]]):
+    """`8`, or one number for each layer: `1,3,3,1`, or a file that holds them."""
+
+    name = "kv heads"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | tuple[int, ...]:  # fmt: skip
+        words = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if not words.isdecimal() and os.path.isfile(words):
+            words = Path(words).read_text(encoding="utf-8", errors="replace")
+        found = re.findall(r"[^\s,]+", words)
+        if not found or not all(word.isdecimal() and 0 < int(word[:7]) < 10**6 for word in found):
+            self.fail(
+                f"{value!r} is no number of heads; give one from 1 on, or one for each layer with commas or in a file",
+                param, ctx,
+            )  # fmt: skip
+        return int(found[0]) if words.strip() == found[0] else tuple(map(int, found))
+
+
+def option(
+    default: Any,
+    help: str = "",
+    kind: click.ParamType[Any] | None = None,
+    *,
+    heading: Heading = "Advanced",
+    metavar: str = "",
+    short: str = "",
+    argument: str = "",
+    free: bool = False,
+    needs: Sequence[str] = (),
+    methods: str = "",
+    expert: bool = False,
+) -> Any:
+    """A field that is an option too.
 
     Args:
-        default: of both; MISSING where Python callers must give it. `default=` is another for the command.
-        help: the line of --help; None for what options of that name have in common (`SHARED`).
-        flags: `-o`, or the long name where it is not the field's own.
-        free: may differ between a run and its continuation, as it is about where a run is kept and what is told of it.
-        how: `type`, `metavar` and whatever else `gqa.checkpoint.console.option` takes.
+        default: MISSING where it must be given.
+        short: `-o`.
+        argument: The metavar of an argument of the command, which is no option.
+        free: May differ between a run and its continuation.
+        needs: It means nothing unless one of these other options is given.
+        methods: The attribute of `gqa.convert.methods.Method` that says whether a method uses it.
+        expert: For Python callers only: no option of the command.
     """
-    how |= {"help": help} if help else {}
-    return field(default=default, metadata={"flags": flags, "click": how, "free": free})
+    how = {"help": help, "kind": kind, "heading": heading, "metavar": metavar, "short": short, "argument": argument}
+    return field(default=default, metadata={**how, "free": free, "needs": needs, "methods": methods, "expert": expert})
 
 
-class OptionsOf(Generic[T]):
-    """The options that fields of `kind` are in one command: all, or `only` some. `renamed`: fields that have another
-    flag there, `context="--train-context"`. A parameter of the command has the field's name, or that of such a flag.
-    """
+def same_as(kind: type, name: str, **changes: Any) -> Any:
+    """The option of another command's dataclass, with some of its arguments changed."""
+    found: Field[Any] = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return option(**{"default": found.default, **found.metadata, **changes})
 
-    def __init__(self, kind: type[T], only: Collection[str] = (), **renamed: str) -> None:
-        self._kind, self._renamed = kind, renamed
-        found = [each for each in fields(kind) if each.metadata]  # type: ignore[arg-type]
-        self._fields = {self._parameter(each): each for each in found if each.name in only or not only}
 
-    def decorators(self) -> list[Decorator]:
-        """The options, in the order of the fields."""
-        types = get_type_hints(self._kind)
-        return [self._option(name, found, types[found.name]) for name, found in self._fields.items()]
+class _Flag(click.ParamType[bool]):
+    name = "flag"
 
-    def read(self, words: Mapping[str, Any], **more: Any) -> T:
-        """What the parameters of the command say, and `more` that is no option there or is not what was said."""
-        said = {found.name: words[name] for name, found in self._fields.items() if found.name not in more}
-        return self._kind(**said, **more)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        if not isinstance(value, bool):
+            self.fail(f"{value!r} is neither True nor False", param, ctx)
+        return value
 
-    def _parameter(self, found: Field[Any]) -> str:
-        flag = self._renamed.get(found.name, found.name)
-        return flag.partition("/")[0].lstrip("-").replace("-", "_")
 
-    def _option(self, name: str, found: Field[Any], kind: Any) -> Decorator:
-        how, (plain, *_) = dict(found.metadata["click"]), (*get_args(kind), kind)
-        own = self._renamed.get(found.name, f"--{found.name.replace('_', '-')}")
-        flags = found.metadata["flags"]
-        if found.name in self._renamed or not any(flag.startswith("--") for flag in flags):
-            flags = (*(flag for flag in flags if not flag.startswith("--")), own)
-        if plain is bool:
-            how = {"is_flag": True, "default": found.default, "show_default": found.default is not None} | how
-        elif Literal in (get_origin(kind), get_origin(plain)):
-            how.setdefault("type", click.Choice(get_args(plain) or get_args(kind)))
-        elif "type" not in SHARED.get(own, {}):
-            how |= {"type": how.get("type", plain), "multiple": get_origin(kind) is tuple}
-        if found.default not in (None, (), MISSING):
-            how.setdefault("default", found.default)
-        return option(*flags, name, **how)
+@cache
+def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
+    """By field, the type of its values, and whether it has several."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        (one, *others) = [part for part in get_args(hint) if part is not NoneType] or [hint]
+        plain = hint if get_origin(hint) in (Literal, tuple) else one
+        several = get_origin(plain) is tuple and not others
+        several = several or get_origin(hint) is tuple
+        value = get_args(plain)[0] if several else plain
+        declared = kind.__dataclass_fields__[name].metadata["kind"]  # type: ignore[attr-defined]
+        choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
+        own = declared or choices or {bool: _Flag(), str: Text(), Path: Directory()}.get(value)
+        assert own is not None, f"{kind.__name__}.{name} needs a type"
+        found[name] = (Several(own) if several else own), several
+    return found
+
+
+class Options:
+    """The base of such dataclasses: values are checked and converted, whoever gives them."""
+
+    def __post_init__(self) -> None:
+        """Raises RefusedError that names the field."""
+        for name, (kind, _) in _types(type(self)).items():
+            value = getattr(self, name)
+            if value is None or (value == self._default(name) and type(value) is type(self._default(name))):
+                continue
+            try:
+                object.__setattr__(self, name, kind.convert(value, None, None))
+            except click.BadParameter as error:
+                raise RefusedError(f"{name}: {error.message.rstrip('.')}") from error
+
+    def _default(self, name: str) -> Any:
+        return type(self).__dataclass_fields__[name].default  # type: ignore[attr-defined]
+
+    def given(self, name: str) -> bool:
+        """Whether an option has another value than its default."""
+        return bool(getattr(self, name) != self._default(name))
+
+    def check_needs(self) -> None:
+        """Raises RefusedError for an option that is given without any of those that it needs."""
+        for one in fields(self):  # type: ignore[arg-type]
+            leaders = one.metadata["needs"]
+            if leaders and self.given(one.name) and not any(getattr(self, leader) for leader in leaders):
+                give = "both" if len(leaders) == 1 else "one of them"
+                fields_of = type(self).__dataclass_fields__  # type: ignore[attr-defined]
+                names = [fields_of[leader].metadata["argument"].strip("[]") or flag(leader) for leader in leaders]
+                without = " or ".join(names)
+                raise RefusedError(f"{flag(one.name)} means nothing without {without}: give {give} or none")
+
+    def binding(self) -> dict[str, Any]:
+        """What a continued run must have in common with the one before, JSON-ready."""
+        bound = {one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]}  # type: ignore[arg-type]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in bound.items()}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class _Option(click.Option):
+    """An option with a heading in --help."""
+
+    heading: str = "Advanced"
+
+
+def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
+    """The option or argument that a field is, of this name."""
+    kind, several = _types(owner)[one.name]
+    how, required = one.metadata, one.default is MISSING
+    if how["argument"]:
+        nargs = -1 if several else 1
+        return click.Argument([name], type=Text(), nargs=nargs, required=required, metavar=how["argument"])
+    names = [name, *filter(None, [how["short"]]), flag(name)]
+    text, shown = how["help"], {} if one.default in (None, MISSING, (), False, True) else {"d": one.default}
+    for value in shown.values():
+        text += f"  [default: {','.join(map(str, value)) if several else value}]"
+    if isinstance(kind, _Flag):
+        if one.default is not False:
+            names[-1] += f"/--no-{flag(name)[2:]}"
+        made = _Option(names, is_flag=True, default=None, help=text)
+    else:
+        numbers = isinstance(kind, Number), isinstance(kind, Several) and isinstance(kind._kind, Number)
+        metavar = how["metavar"] or ("N" if numbers[0] else "N[,...]" if numbers[1] else None)
+        made = _Option(names, type=kind, default=None, required=required, help=text, metavar=metavar, multiple=several)
+    made.heading = how["heading"]
+    return made
+
+
+def read(kind: type[T], params: Mapping[str, Any]) -> T:
+    """The options that click has read; those that were not given have their defaults."""
+    given = {name: value for name, value in params.items() if value not in (None, ())}
+    for name, value in given.items():
+        if isinstance(value, tuple) and isinstance(value[0], tuple):  # an option that was given several times
+            given[name] = tuple(chain.from_iterable(value))
+    return kind(**given)
+
+
+def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], click.Command]:
+    """A command whose options are the fields of `kind`, of which the function gets one."""
+
+    def decorate(function: Callable[[T], Any]) -> click.Command:
+        def call(**params: Any) -> Any:
+            return function(read(kind, params))
+
+        own = [one for one in fields(kind) if not one.metadata["expert"]]  # type: ignore[arg-type]
+        params = [parameter(kind, one, one.name) for one in own]
+        made = Command(
+            None, callback=call, params=params, help=function.__doc__, epilog=epilog, context_settings=CONTEXT_SETTINGS
+        )
+        return version_option(made)
+
+    return decorate

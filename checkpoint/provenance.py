@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,17 @@ def without_place(word: str) -> str:
 def portable(argv: Sequence[str]) -> list[str]:
     """The arguments of a command without absolute paths."""
     return [*map(without_place, argv)]
+
+
+def request(options: Any, argv: Sequence[str]) -> dict[str, Any]:
+    """What a command was asked for, for its record: its arguments and options without absolute paths, JSON-ready."""
+    return {"argv": portable(argv), "options": {name: _portable(value) for name, value in asdict(options).items()}}
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [*map(_portable, value)]
+    return without_place(str(value)) if isinstance(value, str | Path) else value
 
 
 def command_line(tool: str, argv: Sequence[str]) -> str:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.hub import beside, open_model
-from gqa.checkpoint.provenance import PROVENANCE
+from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
 from gqa.convert.align.options import MapsOptions
-from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.convert.align.watcher import SILENT, Bar, Watcher
 from gqa.convert.heads.layout import Groups
 from gqa.convert.merge import write
-from gqa.convert.methods import METHODS
+from gqa.convert.methods import AUTO, MEASURING, METHODS
+from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.recast.targets import ANY, Target
 from gqa.convert.summary import model_card, provenance
@@ -139,7 +141,7 @@ def convert_plan(
     load: bool = False,
     jobs: int = DEFAULT_JOBS,
     progress: Callable[[int], None] | None = None,
-    argv: Sequence[str] = (),
+    asked: Mapping[str, Any] = MappingProxyType({}),
 ) -> Conversion:
     """Run a plan: find the maps that it lacks, stream the shards into `out`, verify them from disk, make it visible.
 
@@ -156,7 +158,7 @@ def convert_plan(
         load: Load the result with transformers, too, and run one forward pass.
         jobs: Shards written at a time.
         progress: Called with the number of bytes written, from any job's thread.
-        argv: The command's arguments, for the record.
+        asked: For the record: the command's arguments (`argv`) and options.
 
     Raises:
         RefusedError: Before anything is written.
@@ -174,11 +176,45 @@ def convert_plan(
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
         stack.enter_context(output)
         warnings, hashes = write(plan, output.work, checksums=checksums, jobs=jobs, progress=progress)
-        write_text(output.work / "README.md", model_card(plan, out.name, argv))
+        write_text(output.work / "README.md", model_card(plan, out.name, asked))
         if load:
             verify_load(output.work)
-        output.commit(PROVENANCE, provenance(plan, hashes, out, argv))
+        output.commit(PROVENANCE, provenance(plan, hashes, out, asked))
     return Conversion(out, plan, (*plan.warnings, *warnings), hashes)
+
+
+def plan_for(options: ConvertOptions, layers: Watcher = SILENT) -> tuple[Plan, tuple[tuple[int, ...], Losses] | None]:
+    """The plan of a command; with `kv_budget` also the heads of every layer, and what it would lose by any number.
+    Raises what `plan_conversion` raises, also where the output cannot be written.
+    """
+    how: dict[str, Any] = {"seed": options.seed, "dtype": options.dtype, "revision": options.revision}
+    how |= {"max_shard_bytes": options.max_shard_size, "target": options.target()}
+    if options.kv_budget:
+        method = MEASURING if options.method == AUTO else options.method
+        plan, heads, losses = plan_within(
+            options.model, options.kv_budget, options.maps(), ranks=options.tensor_parallel or 1, layers=layers,
+            out=options.output, overwrite=options.overwrite, method=method, **how,
+        )  # fmt: skip
+        return plan, (heads, losses)
+    assert options.groups is not None
+    return plan_conversion(
+        options.model, options.groups, grouping=options.grouping, headers_only=options.dry_run, method=options.method,
+        check=lambda plan: OutputDirectory(output_of(options, plan), None, options.overwrite), **how,
+    ), None  # fmt: skip
+
+
+def output_of(options: ConvertOptions, plan: Plan) -> Path:
+    """The directory to make: the one that is given, or one named after the model."""
+    return options.output or default_output(plan.checkpoint.hub_id or options.model, plan)
+
+
+def convert_as(options: ConvertOptions, plan: Plan, bar: Bar, argv: Sequence[str] = ()) -> Conversion:
+    """Run the plan of a command. Raises what `convert_plan` raises."""
+    return convert_plan(
+        plan, output_of(options, plan), calibration=options.maps() if plan.lacks_maps else None, layers=bar,
+        overwrite=options.overwrite, checksums=options.checksums, load=options.verify_load, progress=bar.written,
+        asked=request(options, argv),
+    )  # fmt: skip
 
 
 def convert_checkpoint(

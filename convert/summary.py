@@ -160,15 +160,16 @@ def _place(plan: Plan, out: Path) -> str | None:
 
 
 def provenance(
-    plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path, argv: Sequence[str]
+    plan: Plan, checksums: dict[str, dict[str, str]] | None, out: Path, asked: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """How the result at `out` was made, JSON-ready."""
+    """How the result at `out` was made, JSON-ready; `asked`: the command's arguments and options."""
     told = plan_record(plan)
     record: dict[str, Any] = {
-        **stamp("gqa-convert", argv),
+        **stamp("gqa-convert", asked.get("argv", ())),
         "source": {name: told[name] for name in ("model", "revision")},
         **{name: told[name] for name in ("model_type", "family")},
         "options": {
+            **asked.get("options", {}),
             "groups": plan.groups,
             "method": plan.method,
             "seed": plan.merging.seed if plan.merging.how.redraws and plan.method == plan.merging.method else None,
@@ -185,7 +186,7 @@ def provenance(
     return record | {name: value for name, value in beside.items() if value}
 
 
-def model_card(plan: Plan, name: str, argv: Sequence[str]) -> str:
+def model_card(plan: Plan, name: str, asked: Mapping[str, Any]) -> str:
     """README.md: the source card's metadata kept, what was done, and the source's own card below it."""
     metadata, original = source_card(plan.checkpoint)
     base, main, kept = plan.checkpoint.hub_id, plan.config.main, groups_text(plan.groups)
@@ -230,4 +231,4 @@ def model_card(plan: Plan, name: str, argv: Sequence[str]) -> str:
     lines += [*comparison(("base model", "this model"), rows), "", f"- Provenance: `{PROVENANCE}`"]
     if plan.fewest < main.kv:
         lines += ["", "Merging heads costs quality until the model is trained a little further; measure before use."]
-    return format_card(fields, lines, command_line("gqa-convert", argv), original)
+    return format_card(fields, lines, command_line("gqa-convert", asked.get("argv", ())), original)

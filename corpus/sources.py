@@ -19,8 +19,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
-from gqa.checkpoint.console import read_count
 from gqa.checkpoint.errors import CorpusError, listing
+from gqa.checkpoint.options import read_count
 from gqa.corpus.files import file_error, file_format, find_files, is_local, load_files, missing_column
 from gqa.corpus.hub import hub_error, load_hub
 from gqa.corpus.stdlib import Split, stdlib_texts

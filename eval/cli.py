@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from gqa.checkpoint.console import CONTEXT_SETTINGS, Command, fail, run, version_option, with_options
-from gqa.eval.options import EVALUATION
+from gqa.checkpoint.console import fail, run
+from gqa.checkpoint.options import command as command_of
+from gqa.eval.options import EvaluateOptions
 
 _EPILOG = """\b
 Examples:
@@ -21,12 +20,8 @@ Examples:
 """
 
 
-@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
-@click.argument("baseline", metavar="BASELINE")
-@click.argument("models", nargs=-1, metavar="[MODEL]...")
-@with_options(EVALUATION.decorators())
-@version_option
-def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
+@command_of(EvaluateOptions, _EPILOG)
+def command(given: EvaluateOptions) -> None:
     """Compare checkpoints on the same text: quality, memory and speed side by side.
 
     BASELINE and each MODEL are directories or hub ids; every MODEL is shown with its difference from BASELINE.
@@ -36,11 +31,9 @@ def command(baseline: str, models: tuple[str, ...], **words: Any) -> None:
     from gqa.eval.report import as_json, reserved, tables, verdicts, write_report
     from gqa.eval.tables import wrapped
 
-    source = click.get_current_context().get_parameter_source
-    given = {name for name in words if source(name) is ParameterSource.COMMANDLINE}
-    options = EVALUATION.read(words).settled(given, len(models))
+    options = given.settled()
     with reserved(options.output, options.overwrite):
-        results = measure((baseline, *models), options, sys.argv[1:])
+        results = measure(options.models, options, sys.argv[1:])
         if not results:  # another rank reports
             return
         if not options.quiet:

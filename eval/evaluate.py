@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.console import progress_bar, say_device
 from gqa.checkpoint.devices import find_device, out_of_memory
-from gqa.checkpoint.errors import RefusedError, explain
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, ranks
-from gqa.checkpoint.provenance import portable, versions
+from gqa.checkpoint.provenance import request, versions
 from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
 from gqa.convert.align.self_samples import sampled_blocks, seed_apart
 from gqa.corpus.likelihood import ChunkedHead
@@ -55,9 +54,8 @@ def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str])
     for subject in subjects if options.data or options.decode else ():
         subject.check_predicts_tokens()
     results: dict[str, Any] = {
-        "argv": portable(argv),
+        **request(options, argv),
         **environment(device),
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "models": [subject.record for subject in subjects],
     }
     recall_context = find_recall_context(subjects, options)
@@ -312,17 +310,14 @@ def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> 
         yield
     except IndexError as error:
         raise RefusedError(
-            f"{name} has a table of positions that ends before the context: --beyond-positions needs positions that "
+            f"{name} has a table of positions that ends before the context: beyond_positions needs positions that "
             "are computed, as rotary ones are"
         ) from error
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             told = f"{name}: the memory of {run_device(options)} is too small for {tried}; {advice}"
             raise RefusedError(told) from error
-        if not options.compile:
-            raise
-        line = (str(error).strip() or explain(error)).splitlines()[0].strip()
-        raise RefusedError(f"{name} cannot be compiled: {line}; leave --compile out") from error
+        raise
 
 
 def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:
@@ -330,7 +325,7 @@ def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:
     subject.record.update(
         {"dtype": str(model.dtype).removeprefix("torch."), "attention": model.config._attn_implementation}
     )
-    return ChunkedHead(model, options.compile)
+    return ChunkedHead(model)
 
 
 def _score(subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOptions, **more: Any) -> Scores:

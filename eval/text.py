@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.corpus.pairs import PairEncoder, read_pairs
-from gqa.corpus.sources import check_of_hubs, parse_source
+from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Block
 from gqa.corpus.windows import Window, llama_cpp_windows, rolling_windows, strided_windows
 from gqa.eval.options import EvaluateOptions, Protocol
@@ -37,11 +37,7 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
         )
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
     context = choose_context(subjects, options.context, options.beyond_positions, most)
-    check_of_hubs((str(options.data),), config=options.data_config, split=options.split)
-    source = parse_source(
-        str(options.data), field=options.field, target_field=target, config=options.data_config,
-        split=options.split or "test",
-    )  # fmt: skip
+    source = parse_source(str(options.data), field=options.field, target_field=target, split="test")
     check_models_agree(subjects, next(source.texts())[:2000])
     if (encoder := first.encoder) and target:
         text = make_pairs(read_pairs(source), encoder, context, options.tokens)

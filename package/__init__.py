@@ -2,7 +2,7 @@
 
     import gqa
 
-    small = gqa.convert_model("examples/stdlib-mha", kv_heads=2)
+    small = gqa.convert_model("examples/stdlib-mha", groups=2)
     model = small.load()
 
 Torch and transformers are imported when a function is first called. What is listed in `__all__` is public, and so are
@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gqa.checkpoint.errors import CorpusError, CorruptError, OutputError, RefusedError
-    from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
-    from gqa.convert.api import Plan, Target, plan_conversion
+    from gqa.convert.api import Plan, plan_conversion
+    from gqa.convert.options import ConvertOptions
     from gqa.eval.options import EvaluateOptions
+    from gqa.eval.study.study import AblateOptions
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.options import TrainOptions
 
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gqa.checkpoint.errors": ("CorpusError", "CorruptError", "OutputError", "RefusedError"),
-    "gqa.convert.align.options": ("CalibrationText", "MapsOptions", "Refinement"),
-    "gqa.convert.api": ("Plan", "Target", "plan_conversion"),
+    "gqa.convert.api": ("Plan", "plan_conversion"),
+    "gqa.convert.options": ("ConvertOptions",),
     "gqa.eval.options": ("EvaluateOptions",),
+    "gqa.eval.study.study": ("AblateOptions",),
     "gqa.uptrain.loop": ("DivergedError", "StoppedError"),
     "gqa.uptrain.options": ("TrainOptions",),
     "gqa.conversion": ("convert_model",),
@@ -44,7 +46,7 @@ _FOUND_IN = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - functions, what they give, what they take, what they raise
     "convert_model", "uptrain_model", "evaluate", "ablate", "plan_conversion",
     "ConvertedModel", "TrainedModel", "Evaluation", "Study", "Plan",
-    "MapsOptions", "CalibrationText", "Refinement", "Target", "TrainOptions", "EvaluateOptions",
+    "ConvertOptions", "TrainOptions", "EvaluateOptions", "AblateOptions",
     "RefusedError", "CorruptError", "CorpusError", "OutputError", "DivergedError", "StoppedError",
     "__version__",
 ]  # fmt: skip

@@ -1,121 +1,84 @@
-"""Measuring from Python: what gqa-eval and gqa-ablate do."""
+"""gqa-eval and gqa-ablate from Python."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.eval.options import EVALUATION, EvaluateOptions
 
-from .given import Model, asked, in_memory, name_of, stored, undisturbed
+from .given import Model, called_from_python, in_memory, read_options, stored
 from .results import Evaluation, Study
 
-_OF_STUDIES = ("output", "quiet", "verbose", "dry_run", "recommend")
-_OF_TERMINALS = ("output", "quiet", "verbose", "json")
+if TYPE_CHECKING:
+    from gqa.eval.options import EvaluateOptions
+    from gqa.eval.study.study import AblateOptions
 
 
-def evaluate(
-    baseline: Model,
-    *models: Model,
-    data: str | None = None,
-    out: str | os.PathLike[str] | None = None,
-    progress: bool = True,
-    tokenizer: Any = None,
-    options: EvaluateOptions | None = None,
-    **named: Any,
-) -> Evaluation:
+def evaluate(*models: Model | EvaluateOptions, tokenizer: Any = None, **options: Any) -> Evaluation:
     """Compare models on the same text: quality, memory and speed side by side.
 
     Args:
-        baseline: What the others are compared with: a directory, a hub id, a result of another function, or a loaded
-            model.
-        models: The others.
-        data: Text: a file, a directory or glob of them, `stdlib:heldout`, or a hub data set.
-        out: Directory for a report; `overwrite=True` replaces an earlier one.
-        progress: Show bars.
+        models: Directories, hub ids, results of other functions, or loaded models; the first is what the others are
+            compared with. Or all options as one `EvaluateOptions`.
         tokenizer: Of the models that are loaded.
-        options: All that is asked for as `EvaluateOptions`, and nothing beside it but `progress` and `tokenizer`.
-        named: Or the options of gqa-eval by name (`kl=True`, `context=512`, `decode=True` ...), those of
-            `EvaluateOptions`; numbers of tokens and sizes also as the command reads them (`64k`, `80GB`).
+        options: The fields of `EvaluateOptions` (`data="text.txt"`, `kl=True`, `memory="80GB"` ...). Without `output`
+            no report is written.
 
     Raises:
         RefusedError: A model, the text or an option cannot be used, or two models do not compare.
-        TypeError: An option has a name that there is none of.
+        TypeError: There is no option of that name.
         OutputError: The report cannot be written.
     """
-    from gqa.eval.cli import command
     from gqa.eval.evaluate import measure
+    from gqa.eval.options import EvaluateOptions
     from gqa.eval.report import reserved, write_report
 
-    if options is not None:
-        if named or data is not None or out is not None:
-            raise TypeError("EvaluateOptions say everything: leave out what stands beside them, or change it in them")
-        said = {f.name: getattr(options, f.name) for f in fields(options) if getattr(options, f.name) != f.default}
-        shown = progress and not said.pop("quiet", False)
-        return evaluate(
-            baseline, *models, out=said.pop("output", None), progress=shown, tokenizer=tokenizer, **said
-        )  # fmt: skip
-    given = {name: value for name, value in {"data": data, **named}.items() if value is not None}
-    path = None if out is None else Path(out)
-    if tokenizer is not None and not any(map(in_memory, (baseline, *models))):
-        raise RefusedError("tokenizer is for models in memory, and all of these bring their own; leave it out")
     with ExitStack() as stack:
-        stack.enter_context(undisturbed(progress))
-        names = {"baseline": name_of(baseline), "models": [name_of(model) for model in models]}
-        context = asked(command, names, given, _OF_TERMINALS)
-        read = EVALUATION.read(context.params, output=path, quiet=not progress).settled(given, len(models))
-        stack.enter_context(reserved(path, read.overwrite))
-        places = [
-            stack.enter_context(stored(model, tokenizer if in_memory(model) else None)) for model in (baseline, *models)
-        ]
-        results = measure(places, read, ())
-        if results and path is not None:
-            write_report(results, path)
-    return Evaluation(results=results, path=path)
+        stack.enter_context(called_from_python(bool(options.get("quiet", False))))
+        given = read_options(EvaluateOptions, models[0] if models else None, options, models=models).settled()
+        stack.enter_context(reserved(given.output, given.overwrite))
+        if not isinstance(models[0], EvaluateOptions):
+            loaded = [in_memory(model) for model in models]
+            if tokenizer is not None and not any(loaded):
+                raise RefusedError("tokenizer is for models in memory, and all of these bring their own; leave it out")
+            paths = [stored(model, tokenizer if own else None) for model, own in zip(models, loaded, strict=True)]
+            given = replace(given, models=tuple(stack.enter_context(path)[0] for path in paths))
+        record = measure(given.models, given, ())
+        if record and given.output:
+            write_report(record, given.output)
+    return Evaluation(record=record, path=given.output)
 
 
-def ablate(
-    model: str | os.PathLike[str],
-    data: str | Sequence[str],
-    out: str | os.PathLike[str],
-    progress: bool = True,
-    **options: Any,
-) -> Study:
-    """Measure every combination of methods, numbers of heads and further training, and write a report to `out`.
+def ablate(model: str | os.PathLike[str] | AblateOptions, **options: Any) -> Study:
+    """Measure every combination of methods, numbers of heads and further training, and write a report to `output`.
+    The same call continues a study that was stopped.
 
     Args:
-        model: A directory, a hub id or a result of another function.
-        data: Text to train on; several in a list.
-        out: Directory of the study. The same call continues one that was stopped.
-        progress: Show how it goes.
-        options: The options of gqa-ablate by name (`methods=["mean", "aligned"]`, `groups=[1, 2]`, `alphas=[0, 0.05]`
-            ...), read as it reads them.
+        model: A directory, a hub id or a result of another function. Or all options as `AblateOptions`.
+        options: The fields of `AblateOptions` (`data="corpus.jsonl"`, `output="study"`, `methods=["mean", "aligned"]`,
+            `groups=[1, 2]`, `alphas=[0, 0.05]` ...).
 
     Raises:
         RefusedError: The model, the text or an option cannot be used.
-        TypeError: An option has a name that there is none of.
+        TypeError: There is no option of that name.
         StoppedError: A signal asked for the end.
     """
     from gqa.eval.study.ablation import open_study
-    from gqa.eval.study.cli import command, measure, read_bounds, read_study
+    from gqa.eval.study.cli import measure
     from gqa.eval.study.directory import forget
     from gqa.eval.study.report import open_results, write_study_report
+    from gqa.eval.study.study import AblateOptions
+    from gqa.eval.study.tradeoff import Bounds
 
-    place = os.fspath(model)
-    context = asked(command, {"model": place}, {"data": data, **options}, _OF_STUDIES, output=os.fspath(out))
-    read = {name: value for name, value in context.params.items() if name not in ("model", "output", "quiet")}
-    with undisturbed(progress), context.scope():
-        bounds = read_bounds(read)
-        how = {"strict": options.get("methods") is not None, "anew": read["overwrite"]}
-        study = open_study(*read_study(place, Path(out), read), **how)
-        if read["overwrite"]:
-            forget(Path(out))
-        measure(study, not progress, ())
-    results = open_results(Path(out))
-    write_study_report(results, bounds)
-    return Study(path=Path(out), rows=results.rows)
+    with called_from_python(bool(options.get("quiet"))):
+        given = read_options(AblateOptions, model, options, model=model)
+        study = open_study(given)
+        if given.overwrite:
+            forget(given.output)
+        measure(study, given.quiet, ())
+        results = open_results(given.output)
+        write_study_report(results, Bounds(given.max_loss_increase, given.max_recall_loss, given.kv_bytes))
+    return Study(path=given.output, rows=results.rows)

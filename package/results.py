@@ -1,4 +1,4 @@
-"""What the functions give: small objects that say in a line what was done."""
+"""What the functions return: a path, the record of what was done, and how to load it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .given import undisturbed
+from .given import called_from_python
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from gqa.convert.plan import Plan
-
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class _Written:
-    """What lies at `path`, and is given to other functions as that."""
+class _Checkpoint:
+    """A checkpoint that was written, which every function takes as a model; `record` is the JSON file that lies beside
+    its weights.
+    """
 
     path: Path
+    record: Mapping[str, Any]
+    _directory: Any = field(default=None, compare=False)  # a temporary directory, which exists as long as this does
 
     def __fspath__(self) -> str:
         return os.fspath(self.path)
 
-
-@dataclass(frozen=True, repr=False, kw_only=True)
-class _Checkpoint(_Written):
-    """A checkpoint that was written: something that every function takes as a model."""
-
-    _kept: Any = field(default=None, compare=False)  # a temporary directory, which is there as long as this is
-
     def load(
-        self,
-        *,
-        dtype: str = "auto",
-        device: str = "cpu",
-        attn_implementation: str | None = None,
+        self, *, dtype: str = "auto", device: str = "cpu", attn_implementation: str | None = None,
         trust_remote_code: bool = False,
-    ) -> PreTrainedModel:
+    ) -> PreTrainedModel:  # fmt: skip
         """The model, in evaluation mode, in the class that its config names.
 
         Args:
@@ -50,58 +41,38 @@ class _Checkpoint(_Written):
         """
         from gqa.checkpoint.loading import load_model
 
-        with undisturbed():
+        with called_from_python():
             return load_model(
                 str(self.path), dtype=dtype, device=device, attention=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )  # fmt: skip
 
-    def _line(self) -> str:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._line()}>"
-
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class ConvertedModel(_Checkpoint):
-    """What `convert_model` wrote.
-
-    layer_errors: by layer, the squared error of its attention outputs relative to the base model's on the calibration
-    text; empty where the method looks at no text. seconds: of all of it.
+    """What `convert_model` wrote. layer_errors: by layer, the squared error of its attention outputs relative to the
+    base model's on the calibration text; empty where the method reads no text.
     """
 
-    plan: Plan
     warnings: tuple[str, ...] = ()
     layer_errors: Mapping[int, float] = field(default_factory=dict)
-    checksums: Mapping[str, Mapping[str, str]] | None = None
-    seconds: float = 0.0
 
-    def _line(self) -> str:
-        from gqa.convert.heads.layout import groups_text
-
-        heads, groups = self.plan.config.main.kv, groups_text(self.plan.groups)
-        before, after = self.plan.cache_before.bytes_at(1), self.plan.cache_after.bytes_at(1)
-        cache = f", KV cache {before / after:.3g}x smaller" if 0 < after < before else ""
-        return f"{self.path}: {heads} -> {groups} KV heads ({self.plan.method}){cache}"
+    def __repr__(self) -> str:
+        heads = self.record["heads"]
+        return (
+            f"<ConvertedModel {self.path}: {heads['kv_before']} -> {heads['kv_after']} KV heads "
+            f"({self.record['options']['method']})>"
+        )
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class TrainedModel(_Checkpoint):
-    """What `uptrain_model` wrote. `record` is what lies beside the weights as gqa_uptraining.json."""
+    """What `uptrain_model` wrote."""
 
-    record: Mapping[str, Any]
-
-    @property
-    def heldout(self) -> tuple[float | None, float | None]:
-        """Nats per token on text that was held out, before and after; None where none was."""
-        losses = self.record["losses"]
-        return losses["heldout_before"], losses["heldout_after"]
-
-    def _line(self) -> str:
-        before, after = self.heldout
-        told = "" if before is None else f", held-out loss {before:.4f} -> {after:.4f}"
-        return f"{self.path}: {self.record['steps']:,} steps, {self.record['tokens']:,} tokens{told}"
+    def __repr__(self) -> str:
+        before, after = (self.record["losses"][f"heldout_{when}"] for when in ("before", "after"))
+        losses = "" if before is None else f", held-out loss {before:.4f} -> {after:.4f}"
+        return f"<TrainedModel {self.path}: {self.record['steps']:,} steps, {self.record['tokens']:,} tokens{losses}>"
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -136,21 +107,21 @@ class Study:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Evaluation:
-    """What `evaluate` measured. `results` is what gqa-eval writes as results.json, `path` where its report lies."""
+    """What `evaluate` measured. `record` is what gqa-eval writes as results.json, `path` where its report lies."""
 
-    results: Mapping[str, Any]
+    record: Mapping[str, Any]
     path: Path | None = None
 
     @property
     def models(self) -> list[dict[str, Any]]:
         """What was found of each model, the baseline first."""
-        return list(self.results["models"])
+        return list(self.record["models"])
 
     def text(self, every: bool = False) -> str:
         """The verdicts and tables that gqa-eval prints; `every` table that there is."""
         from gqa.eval.report import tables, verdicts
 
-        found, shown = dict(self.results), [table.text() for table in tables(dict(self.results), every=every)]
+        found, shown = dict(self.record), [table.text() for table in tables(dict(self.record), every=every)]
         return "\n\n".join(["\n".join(verdicts(found)), *shown]).lstrip()
 
     def __repr__(self) -> str:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Result, run
-from training import BLOCK, tiny_checkpoint, write_corpus
+from training import BLOCK, expert_options, tiny_checkpoint, write_corpus
 
-from gqa.eval.study.study import Cell
+from gqa.eval.study.study import AblateOptions, Cell
 
 # What depends on the machine or on when it was measured.
 TIMED = ("seconds_converting", "seconds_training", "seconds_evaluating")
 # Of `study()`: what the command that made it says beside the defaults of `words`.
-SAME: dict[str, Any] = {"groups": "1,4", "no_decode": None, "decode_batch": 1}
+SAME: dict[str, Any] = {"groups": "1,4", "skip": "kl"}
 # How gqa-uptrain trains what `words` trains.
-PLAINLY: dict[str, Any] = {"schedule": "constant", "teacher": "none", "train": "all", "learning_rate": 3e-3}
+PLAINLY: dict[str, Any] = {"teacher": "none", "train": "all", "learning_rate": 3e-3}
 
 
 @cache
@@ -41,8 +41,8 @@ def words(out: Path, **options: Any) -> list[str]:
     """The command of a small study; an option that is None is left out, one that is True is a flag."""
     given: dict[str, Any] = {
         "data": place() / "train.jsonl", "heldout": place() / "heldout.jsonl", "methods": "mean,first", "groups": "1",
-        "alphas": "0,0.1,0.3", "batch_size": 4, "train_context": BLOCK, "learning_rate": 3e-3, "no_decode": True,
-        "schedule": "constant", "teachers": "none", "train": "all", "no_kl": True,
+        "alphas": "0,0.1,0.3", "batch_size": 4, "context": BLOCK, "learning_rate": 3e-3, "skip": "kl,decode",
+        "teachers": "none", "train": "all",
         "output": out, "quiet": True,
     }  # fmt: skip
     found = [str(options.pop("model", place() / "model"))]
@@ -53,7 +53,8 @@ def words(out: Path, **options: Any) -> list[str]:
 
 
 def ablate(out: Path, pictures: bool = False, **options: Any) -> Result:
-    return gqa_ablate(*words(out, **options), pictures=pictures)
+    with expert_options(options, AblateOptions) as rest:
+        return gqa_ablate(*words(out, **rest), pictures=pictures)
 
 
 def gqa_ablate(*words: object, pictures: bool = False) -> Result:

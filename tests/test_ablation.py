@@ -17,10 +17,8 @@ from evaluations import few_questions
 from studies import PLAINLY, SAME, ablate, copied, measured, place, rows, study, untimed, words
 from training import Runs, tiny_checkpoint, words_for
 
-from gqa.convert.align.options import MapsOptions
 from gqa.eval.study import ablation
-from gqa.eval.study.study import Cell, Grid, StudyOptions
-from gqa.uptrain.options import TrainOptions
+from gqa.eval.study.study import AblateOptions, Cell, Grid
 
 
 def command(program: str, *given: object) -> str:
@@ -52,7 +50,7 @@ def test_cells_are_what_the_commands_give(tmp_path: Path) -> None:
     given = words_for(converted, place() / "train.jsonl", trained, alpha=0.1, batch_size=4, context=64, **PLAINLY)
     command("gqa-uptrain", *given, "--heldout", place() / "heldout.jsonl")
     models = iter(evaluated(model, converted, trained, "--kl", "--cache-bits", "4,2"))
-    measured(tmp_path / "study", methods="first", cache_bits="4,2", no_kl=None)
+    measured(tmp_path / "study", methods="first", cache_bits="4,2", skip="decode")
     found, losses = by_cell(tmp_path / "study"), []
     for bits in (None, 4, 2):
         for method, groups, alpha in (("none", 4, 0.0), ("first", 1, 0.0), ("first", 1, 0.1)):
@@ -78,7 +76,7 @@ def test_what_is_trained_is_what_the_command_makes_of_it(tmp_path: Path) -> None
     """With the defaults of both: the base model teaches, the rate falls and the best state counts, each alpha for
     itself. A rate that destroys gives back what came.
     """
-    usual = {"schedule": None, "teachers": None, "train": None, "no_kl": True, "methods": "mean"}
+    usual = {"teachers": None, "train": None, "methods": "mean"}
     converted = tmp_path / "converted"
     command("gqa-convert", "-q", "--groups", 1, "--method", "mean", "-o", converted, place() / "model")
     for rate in (3e-3, 30.0):
@@ -141,7 +139,7 @@ def test_recall_is_what_the_command_finds(tmp_path: Path, monkeypatch: pytest.Mo
     """Of the source and of a conversion, which finds less; nothing else is asked of either."""
     few_questions(monkeypatch)
     out, converted = tmp_path / "study", tmp_path / "converted"
-    how: dict[str, Any] = {"train_context": None, "batch_size": None, "recall": True, "context": 128, "alphas": "0"}
+    how: dict[str, Any] = {"batch_size": None, "context": 128, "alphas": "0"}
     source, found = measured(out, model=SOURCE, methods="mean", groups="4", **how)
     command("gqa-convert", "-q", "--groups", 4, "--method", "mean", "-o", converted, SOURCE)
     expected = evaluated(SOURCE, converted, "--context", 128, "--recall")
@@ -178,7 +176,7 @@ def listed(out: Path, says: str = "", **options: Any) -> list[list[str]]:
 
 def test_the_grid_that_a_study_has_by_itself(tmp_path: Path) -> None:
     """Methods to choose between and the paper's; a half, a quarter and one of the heads."""
-    usual: dict[str, Any] = dict.fromkeys(("methods", "groups", "alphas", "schedule", "teachers", "train"))
+    usual: dict[str, Any] = dict.fromkeys(("methods", "groups", "alphas", "teachers", "train"))
     source, *cells = listed(tmp_path / "study", **usual, batch_size=1)
     assert source[:2] == ["none", "4"]
     assert [(cell[0], cell[1], cell[5]) for cell in cells] == [
@@ -304,7 +302,7 @@ def test_a_failed_cell_is_a_row_and_the_rest_goes_on(tmp_path: Path, monkeypatch
 
 def test_training_is_where_the_rest_of_a_study_is() -> None:
     for device in ("cpu", None):
-        options = StudyOptions(TrainOptions("model", Path()), MapsOptions(), device=device)
+        options = AblateOptions(Path("study"), "model", device=device)
         cell = Cell("mean", 1, 0, "all", "none", 0.1)
         assert options.training_of(cell, Path("place")).device == device
         assert options.maps_of(cell).device == "cpu"

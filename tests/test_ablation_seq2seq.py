@@ -66,12 +66,12 @@ def test_a_cell_is_what_the_commands_give(place: Path, tmp_path: Path) -> None:
     """As converted, and as trained with the base model as teacher; another alpha, as a control, differs."""
     converted, trained = tmp_path / "converted", tmp_path / "trained"
     assert run(place / "t5", "--groups", 2, "--method", "mean", "-o", converted, "-q").code == 0
-    how = {"alpha": 0.05, "batch_size": 4, "context": 64, "learning_rate": 3e-3, "schedule": "constant", "train": "all"}
+    how = {"alpha": 0.05, "batch_size": 4, "context": 64, "learning_rate": 3e-3, "train": "all"}
     words = words_for(converted, place / "train.jsonl", trained, **COLUMNS, **how, teacher=place / "t5")
     done = run(*words, "--heldout", place / "heldout.jsonl", program="gqa-uptrain")
     assert done.code == 0, done
     expected = evaluated(place, place / "t5", converted, trained)[1:]
-    found = measured(tmp_path / "study", **options(place, alphas="0,0.05,0.4", no_kl=None))[1:]
+    found = measured(tmp_path / "study", **options(place, alphas="0,0.05,0.4", skip="decode"))[1:]
     for row, model in zip(found, expected, strict=False):
         against = model["against_baseline"]
         assert row["loss"] * model["quality"]["tokens"] == pytest.approx(model["quality"]["nats"], abs=1e-4)
@@ -122,7 +122,7 @@ def test_plain_text(place: Path, tmp_path: Path) -> None:
     assert found[0]["loss"] != found[1]["loss"]
     assert found[0]["bits_per_byte"] is None  # of text that is not whole
     given = TrainOptions(
-        str(place / "t5"), tmp_path / "out", data=(str(plain["data"]),), heldout=str(plain["heldout"]), block_size=64,
+        str(place / "t5"), tmp_path / "out", data=(str(plain["data"]),), heldout=str(plain["heldout"]), context=64,
         alpha=0.3, batch_size=4, teacher="none",
     )  # fmt: skip
     setup = prepare(given)
@@ -139,23 +139,22 @@ def test_plan_and_recommendation(place: Path, tmp_path: Path) -> None:
     assert (done.code, "3 of 3 cells to measure" in done.out) == (0, True)
     measured(tmp_path / "study", **pairs)
     page = " ".join((tmp_path / "study" / "report.html").read_text().split())
-    assert "source and target texts of 2,048 tokens: " in page
+    assert "source and target texts of 64 tokens: " in page
     assert "rolling" not in page
-    said = gqa_ablate("-o", tmp_path / "study", "--recommend", "--max-loss-increase", 9).out
+    said = gqa_ablate("-o", tmp_path / "study", "--max-loss-increase", 9).out
     assert "recommended mean" in said
     assert "not measured: --recall is for decoders, and t5 is an encoder-decoder" in " ".join(said.split())
 
 
 REFUSED = {
     "targets of a decoder": ({"model": "decoder"}, ["--target-field is for encoder-decoders, decoder is none"]),
-    "recall": ({"recall": True}, ["--recall is for decoders, and t5 is an encoder-decoder"]),
     "no such column": ({"target_field": "none"}, ["has no field 'none'; it has 'meant', 'said'"]),
     "one column twice": ({"target_field": "said"}, ["are the same text"]),
     "nothing held out": ({"heldout": None}, ["nothing is held out"]),
     "a share of no pair": ({"heldout": None, "heldout_fraction": 1e-9}, ["holds out no"]),
     "calibration beyond the positions": (
         {"model": "bart", "methods": "mean,calibrated", "calibration_context": 128},
-        ["bart has 64 positions, --calibration-context is 128; give at most 64"],
+        ["bart has 64 positions, the context of calibration is 128; give at most 64"],
     ),
     "no whole step": ({"alphas": "0.01"}, ["--alpha 0.01 of 80 pairs is none"]),
 }

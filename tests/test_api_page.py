@@ -71,15 +71,6 @@ def test_lacking_libraries_are_seen() -> None:
     assert lacks("import os\nfrom nowhere_to_be_found import x\n") == ["nowhere_to_be_found"]
 
 
-OPTIONS = ["MapsOptions", "CalibrationText", "Refinement", "Target", "TrainOptions", "EvaluateOptions"]
-
-
 def test_everything_public_is_named() -> None:
     page = PAGE.read_text()
     assert [name for name in gqa.__all__ if name not in page and name not in ("Plan", "__version__")] == []
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_fields_of_options_are_named(name: str) -> None:
-    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |"))
-    assert all(f"`{field}`" in row for field in getattr(gqa, name).__dataclass_fields__)

@@ -96,11 +96,11 @@ def stop(running: Running, seconds: float, number: int) -> int:
     return running.wait()
 
 
-@pytest.mark.parametrize(("number", "code", "jobs"), [(signal.SIGINT, 130, 3), (signal.SIGTERM, 143, 1)])
-def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: int, jobs: int) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted(runs: Runs, big: Path, tmp_path: Path, number: int, code: int) -> None:
     """Soon over, nothing left, and one line where somebody sits at the terminal."""
     out = tmp_path / "out"
-    words = [*MERGED, "-q", "--jobs", jobs, "-o", out, big]
+    words = [*MERGED, "-q", "-o", out, big]
     running = runs.begin(*words)
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".out.gqa-partial/model-00001*")):  # now it is at work
@@ -245,7 +245,7 @@ def test_interrupt_stops_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = llama(tmp_path / "m", shards=3)
     monkeypatch.setattr(rewrite, "copy_range", copy)
     start = time.monotonic()
-    result = run(*MERGED, "--jobs", 2, "-o", tmp_path / "out", model)
+    result = run(*MERGED, "-o", tmp_path / "out", model)
     assert (result.code, result.err.strip()) == (130, INTERRUPTED)
     assert time.monotonic() - start < 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m"]

@@ -141,7 +141,7 @@ def test_every_checkpoint_is_measured_with_it() -> None:
     ("line", "says"),
     [
         ("SRC --data TEXT --cache-bits 4 --decode", "--cache-bits is about quality and bytes"),
-        ("SRC --data TEXT --cache-bits 1", "1 is not in the range"),
+        ("SRC --data TEXT --cache-bits 1", "'1' is not a whole number from 2 to 8"),
         ("SRC --data TEXT --cache-bits ,", "names nothing"),
         ("T5 --data TEXT --target-field other --cache-bits 4", "--cache-bits is for decoders with key/value heads"),
     ],

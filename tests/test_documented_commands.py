@@ -45,10 +45,10 @@ _TEXT = {"--tokens": "512", "--context": "64"}
 ADDED = {
     "gqa-uptrain": {"--steps": "2", "--context": "64", "--batch-size": "2", "--heldout-tokens": "256"},
     "gqa-eval --data": {"--no-recall": "", "--tokens": "400"},
-    "gqa-eval --decode": {"--decode-steps": "2", "--decode-repeats": "1"},
+    "gqa-eval --decode": {"--decode-steps": "2"},
     "gqa-ablate": {
-        "--calibration-tokens": "512", "--calibration-context": "64", "--refine-steps": "2", "--groups": "2",
-        "--methods": "refined", "--train-context": "64", "--batch-size": "2", "--no-decode": "", "--no-recall": "",
+        "--calibration-tokens": "512", "--refine-steps": "2", "--groups": "2",
+        "--methods": "refined", "--context": "64", "--batch-size": "2", "--skip": "decode,recall",
     },
     "gqa-convert refined": {**_TEXT, "--refine-steps": "2"},
     "gqa-convert calibrated": _TEXT,

@@ -18,6 +18,7 @@ from evaluations import done, place, refused, results, told, words
 from hub_server import Hub
 from training import Runs
 
+import gqa
 from gqa.eval import evaluate
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +51,7 @@ def test_lines_fit_a_terminal(tmp_path: Path, more: str) -> None:
     """Of 80 columns, though a name is longer than that."""
     long = shutil.copytree(place() / "gqa2", tmp_path / ("conversion-" * 9))
     line = f"SRC {long} --data TEXT --context 64 --tokens 300 --kl --memory 1GB {more}"
-    shown = done(f"{line} --decode --decode-contexts 8 --decode-batches 1 --decode-steps 2 --decode-repeats 1").out
+    shown = done(f"{line} --decode --decode-contexts 8 --decode-batches 1 --decode-steps 2").out
     assert "\nDecoding\n" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert ("tokens/round" in shown) == ("Loss by position" in shown) == bool(more)
@@ -93,13 +94,14 @@ def test_context_is_what_the_model_has_unless_told(tmp_path: Path) -> None:
     assert results(f"{short} --data TEXT --protocol llama.cpp --tokens 300")["text"]["context"] == 100
     assert results("SRC --data TEXT --protocol llama.cpp --tokens 1200")["text"]["context"] == 512
     assert "--context 600 is more than the 512 positions" in refused("SRC --data TEXT --context 600")
-    assert results("SRC --data TEXT --context 600 --beyond-positions")["text"]["context"] == 600
+    found = gqa.evaluate(SOURCE, data=str(place() / "text.jsonl"), context=600, beyond_positions=True, quiet=True)
+    assert found.record["text"]["context"] == 600
 
 
 def test_decoding_of_the_same_checkpoint_twice() -> None:
-    line = "SRC SRC --decode --decode-contexts 4 --decode-batches 1 --decode-steps 2 --decode-repeats 1"
+    line = "SRC SRC --decode --decode-contexts 4 --decode-batches 1 --decode-steps 2"
     found = results(f"{line} --precision float32")["models"]  # which they are not stored in
-    assert [model["decode"]["points"][0]["turns"] for model in found] == [[0], [1]]
+    assert [model["decode"]["points"][0]["turns"] for model in found] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
     assert all(m["kv_cache"]["measured"]["bytes"] == m["kv_cache"]["measured"]["formula"] for m in found)
 
 
@@ -152,7 +154,7 @@ def test_a_model_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(evaluate, "load", noted)
     line = "SRC G2 --data TEXT --context 128 --tokens 200 --precision float32 --kl --decode --decode-contexts 8 "
-    line += "--decode-steps 1 --decode-repeats 1 --decode-batches 2"
+    line += "--decode-steps 1 --decode-batches 2"
     whole, auto, spread = (
         results(f"{line} {how}") for how in ("", "--device auto", "--device auto --host-memory 12MB")
     )

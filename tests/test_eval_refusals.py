@@ -21,6 +21,7 @@ from evaluations import done, place, refused, with_tokenizer, words
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, build
 
+import gqa
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.eval import evaluate
@@ -43,15 +44,12 @@ LOAD = evaluate.load
         ("SRC --data TEXT --context 400 --tokens 1 --protocol llama.cpp", "less than two windows of 400"),
         ("SRC --data TEXT --field nothere", "has no field 'nothere'; it has 'other', 'text'"),
         ("SRC --data PLACE/nothere.txt", "there is no file or directory"),
-        ("SRC --data PLACE/short.txt --split test", "the split test is for hub data sets; leave it out"),
         ("SRC PLACE/nothere --data TEXT", "there is no directory"),
         ("SRC --data TEXT --overwrite", "--overwrite means nothing without --output"),
         ("SRC --data TEXT --revision main", "--revision is for hub ids"),
         ("SRC --data TEXT --host-memory 1GB", "--host-memory means nothing without --device auto"),
-        ("SRC --memory 1GB --compile", "--compile means nothing without --data or --recall: give one of them"),
         ("SRC --decode --context 64", "--context means nothing without --data or --recall or --memory: give one"),
         ("SRC --decode --no-recall -o PLACE/none --context 64", "--context means nothing without --data or --recall"),
-        ("SRC --data TEXT --beyond-positions", "--beyond-positions means nothing without --context"),
         ("SRC --decode --batch-size 4", "--batch-size means nothing without --data or --recall"),
         ("SRC --memory 1GB --device cpu", "--device means nothing without --data or --recall or --decode"),
         ("SRC --data TEXT --tensor-parallel 2", "--tensor-parallel means nothing without --memory: give both"),
@@ -60,7 +58,6 @@ LOAD = evaluate.load
         ("SRC --data TEXT --device nonsense", "--device nonsense cannot be used"),
         ("SRC --data TEXT --device cuda:99", "--device cuda:99 cannot be used: "),  # nowhere, whatever GPUs there are
         ("SRC --data TEXT --device meta", "--device meta cannot be used"),
-        ("SRC --data TEXT --attn-implementation nonsense", 'attn_implementation="nonsense"` is not supported'),
         ("T5 --data TEXT", "t5gemma is an encoder-decoder: name the text to predict with --target-field"),
         ("SRC --data TEXT --target-field other", "--target-field is for encoder-decoders, stdlib-mha is none"),
         ("T5 --data TEXT --target-field text", "are the same text; name two columns"),
@@ -90,8 +87,9 @@ def test_positions_in_a_table_end(tmp_path: Path) -> None:
     options = dict(tiny.options) | {"vocab_size": 4096}
     path = with_tokenizer(build(dataclasses.replace(tiny, options=options), 1), tmp_path / "table")
     assert "perplexity" in done(f"{path} --data TEXT").out
-    said = refused(f"{path} --data TEXT --context 100 --beyond-positions")
-    assert "table has a table of positions that ends before the context" in said
+    text = str(place() / "text.jsonl")
+    with pytest.raises(RefusedError, match="table has a table of positions that ends before the context"):
+        gqa.evaluate(path, data=text, context=100, beyond_positions=True)
 
 
 def damaged(path: Path, damage: str) -> Path:
@@ -220,7 +218,7 @@ def test_weights_that_do_not_fit(error: Exception, monkeypatch: pytest.MonkeyPat
 def test_decoding_that_does_not_fit_costs_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured before is printed and written; where nothing was, it is a refusal like others."""
     monkeypatch.setattr(evaluate, "measured_cache_bytes", Mock(side_effect=NO_MEMORY[0]))
-    line = "SRC G2 --decode --decode-contexts 8 --decode-batches 1 --decode-steps 1 --decode-repeats 1"
+    line = "SRC G2 --decode --decode-contexts 8 --decode-batches 1 --decode-steps 1"
     why = "stdlib-mha, gqa2: the memory of cpu is too small for batches of 1 sequences of 8 tokens; give smaller"
     more = ["--data", place() / "text.jsonl", "--context", 64, "--tokens", 300, "-o", tmp_path / "report", "--json"]
     result = run(*words(line), *more, program="gqa-eval")
@@ -248,17 +246,3 @@ def test_an_error_of_the_head_is_not_taken_for_another_kind_of_head(monkeypatch:
     monkeypatch.setattr(evaluate, "load", load)
     result = run(*words("SRC --data TEXT"), program="gqa-eval")
     assert (result.code, "a kernel failed" in result.err) == (1, True)
-
-
-def test_compilation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile(module: torch.nn.Module) -> Any:
-        def run(**inputs: torch.Tensor) -> None:
-            raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\n\nlines of advice")
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile)
-    said = refused("SRC --data TEXT --compile")
-    assert (
-        "stdlib-mha cannot be compiled: InvalidCxxCompiler: No working C++ compiler found; leave --compile out" in said
-    )

@@ -31,7 +31,7 @@ MODEL_KEYS = {
     "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
     "kv_cache", "dtype", "attention", "quality", "by_context", "decode", "recall", "greedy", "samples",
 }  # fmt: skip
-DECODE = "--decode --decode-batches 1 --decode-repeats 1"
+DECODE = "--decode --decode-batches 1"
 FULL = f"SRC G2 --data TEXT --context 128 --kl {DECODE} --decode-contexts 4,8 --decode-steps 2 --memory 1GB"
 
 

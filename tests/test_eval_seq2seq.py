@@ -139,7 +139,7 @@ def test_greedy_tokens_are_those_of_generate(place: Path, name: str) -> None:
 
 
 def test_decoding_and_memory(place: Path) -> None:
-    short = "--decode --decode-contexts 24 --decode-batches 2 --decode-steps 3 --decode-repeats 1"
+    short = "--decode --decode-contexts 24 --decode-batches 2 --decode-steps 3"
     models = f"{place / 't5'} {place / 't5-2'}"
     first, second = results(f"{models} {short}")["models"]
     for model in (first, second):

@@ -141,8 +141,8 @@ def test_refused_before_weights_are_fetched(tmp_path: Path, hub: Hub, machine: M
         failed = machine.run(*words, program=program)
         assert (failed.code, says in failed.err) == (2, True), failed
     assert (before := hub.sent(".safetensors")) < 10 * FIRST_BYTES
-    with machine.entered(), pytest.raises(RefusedError, match="data means nothing to method mean"):
-        gqa.convert_model(NAME, 2, "mean", data="self")
+    with machine.entered(), pytest.raises(RefusedError, match="data is not used by method mean"):
+        gqa.convert_model(NAME, groups=2, method="mean", data="self:1K")
     assert hub.sent(".safetensors") - before < 3 * FIRST_BYTES
     assert not list(machine.home.rglob("*.safetensors"))
 

@@ -1,57 +1,47 @@
 """What a method does not use is refused, whatever the command; the method is in the name of what it makes."""
 
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
 from checkpoints import leftovers, llama, run
 
-from gqa.checkpoint.console import Count, FloatRange
-from gqa.convert import cli, convert_checkpoint
-from gqa.convert.method_option import MethodOption
+from gqa.convert import convert_checkpoint
 from gqa.convert.methods import METHODS
+from gqa.convert.options import ConvertOptions
 
-OPTIONS = {option.opts[0]: option for option in cli.command.params if isinstance(option, MethodOption)}
-VALUES = {Count: "64", click.types.IntRange: "7", FloatRange: "0.5", click.types.IntParamType: "3"}
-USED = {  # by hand, once: the declarations beside the options must say the same
-    "mean": {"--method"},
-    "random": {"--method", "--seed"},
-    "aligned": {"--method", "--grouping", "--device"},
-    "calibrated": OPTIONS.keys() - {name for name in OPTIONS if name.startswith("--refine")},
-    "refined": OPTIONS.keys(),
-}
-
-
-def words(option: MethodOption) -> tuple[str, ...]:
-    """The option with some value that it takes."""
-    if option.is_flag:
-        return (option.opts[0],)
-    kind: Any = option.type
-    return option.opts[0], kind.choices[-1] if isinstance(kind, click.Choice) else VALUES.get(type(kind), "nofile.txt")
+USED_BY = {  # by hand, once: the declarations beside the options must say the same
+    "data": ("notes.txt", "text"), "tokens": ("64", "text"), "context": ("64", "text"), "field": ("body", "text"),
+    "target_field": ("body", "text"), "precision": ("bfloat16", "text"), "trust_remote_code": (None, "text"),
+    "grouping": ("search", "maps"), "device": ("cpu", "maps"), "seed": ("3", "draws"), "refine_steps": ("7", "refined"),
+}  # fmt: skip
+KINDS = {
+    "mean": (), "random": ("draws",), "aligned": ("maps",), "calibrated": ("text", "maps", "draws"),
+    "refined": ("text", "maps", "draws", "refined"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("method", USED)
+def test_every_option_of_methods_is_tested() -> None:
+    fields = ConvertOptions.__dataclass_fields__.values()
+    assert {one.name for one in fields if one.metadata["methods"] and not one.metadata["expert"]} == USED_BY.keys()
+
+
+@pytest.mark.parametrize("method", KINDS)
 def test_an_option_is_refused_by_the_methods_that_do_not_use_it(method: str, tmp_path: Path) -> None:
-    """One that is used gets as far as the model, which is not there. Without any option nothing is refused; one with
-    its default in so many words was asked for, too.
-    """
-    for name, option in OPTIONS.items():
-        given = words(option) if name != "--method" else ()
-        said = run("--groups", 2, "--method", method, *given, tmp_path / "nothing").err
-        if name in USED[method]:
-            assert "is not used by" not in said
-            assert "nothing" in said
+    """One that is used gets as far as the model, which is not there."""
+    for name, (value, kind) in USED_BY.items():
+        flag = "--" + name.replace("_", "-")
+        said = run("--groups", 2, "--method", method, flag, *filter(None, [value]), tmp_path / "nothing").err
+        if kind in KINDS[method]:
+            assert "there is no directory" in said, (name, said)
         else:
-            users = ", ".join(name_of for name_of in METHODS if option.used_by(METHODS[name_of]))
-            assert said == f"gqa-convert: {name} is not used by --method {method}; it goes with --method {users}\n"
-    assert "--refine-steps is not used" in run("--groups", 2, "--refine-steps", 200, tmp_path / "nothing").err
+            assert f"gqa-convert: {flag} is not used by --method {method}; it goes with --method " in said
+            assert {*said.strip().split("--method ")[-1].split(", ")} <= METHODS.keys()
 
 
 def test_studies_refuse_the_same(tmp_path: Path) -> None:
-    study = ("--data", "text", "-o", tmp_path / "study", "--methods", "mean,aligned", "--refine-batch", 2, "nothing")
+    study = ("--data", "text", "-o", tmp_path / "study", "--methods", "mean,aligned", "--refine-steps", 2, "nothing")
     said = run(*study, program="gqa-ablate").err
-    assert "--refine-batch is not used by --methods mean,aligned; it goes with --method refined" in said
+    assert "--refine-steps is not used by --methods mean,aligned; it goes with --method refined" in said
 
 
 @pytest.mark.parametrize(("groups", "name"), [(2, "m-gqa2-first"), (1, "m-mqa-first"), (8, "m-gqa8"), (4, "m-gqa4")])

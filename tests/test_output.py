@@ -58,7 +58,7 @@ WRONG_USAGE = {
     "-g2 m --max-shard-size ''": "'' is not a size",
     "-g2 m --method median": "'median' is not one of 'auto', 'mean', 'first'",
     "-g2 m --dtype int8": "'int8' is not one of",
-    "-g2 m --jobs 0": "0 is not in the range",
+    "-g2 m --tensor-parallel 0": "'0' is not a whole number from 1",
     "-g2 m --no-such-option": "No such option",
     "-g2 m a b": "unexpected extra argument",
     "-g2 m --revision main": "--revision is for hub ids",

@@ -86,7 +86,7 @@ def test_four_processes_hold_quarters_of_gradients(runs: Runs, tmp_path: Path) -
     """
     for way, before in (("quarters", ""), ("whole", LATE)):
         told, out = tmp_path / f"{way}-told", tmp_path / way
-        words = runs.words(out, steps=1, batch_size=8, micro_batch=1, train="all", precision="bf16")
+        words = runs.words(out, steps=1, batch_size=8, micro_batch=1, train="all", precision="bfloat16")
         runs.finish(*words, ranks=4, before=f"shard(); tell_gradients({str(told)!r})\n{before}")
         numbers = sum(tensor.numel() for tensor in load(out).values())
         passes = [json.loads(line)[0] for path in tmp_path.glob(f"{told.name}-*") for line in path.open()]

@@ -83,7 +83,7 @@ def options(**given: Any) -> TrainOptions:
     ("given", "ranks", "says"),
     [
         ({"alpha": 0.1}, 1, "given by --alpha and --steps; give one of --alpha, --tokens and --steps"),
-        ({"alpha": math.nan, "steps": None}, 1, "--alpha is nan; give a finite number"),
+        ({"alpha": math.nan, "steps": None}, 1, "alpha: nan is not a number above 0 to 1"),
         ({"pretraining_tokens": 9}, 1, "--pretraining-tokens is what --alpha is a fraction of"),
         ({"batch_size": 6}, 4, "--batch-size 6 cannot be shared by 4 processes; give a multiple of 4"),
         ({"batch_size": 8, "micro_batch": 3}, 2, "--micro-batch 3 does not divide the 4 blocks"),
@@ -92,7 +92,7 @@ def options(**given: Any) -> TrainOptions:
         ({"lora_rank": 4, "train": "kv"}, 1, "--lora-rank needs --train lora; give both"),
         ({"decay": 0.5}, 1, "--decay needs --schedule wsd; give both"),
         ({"heldout": "a", "heldout_fraction": 0.1}, 1, "given by --heldout and --heldout-fraction; give one"),
-        ({"learning_rate": math.inf}, 1, "--learning-rate is inf; give a finite number"),
+        ({"learning_rate": math.inf}, 1, "learning_rate: inf is not a number above 0"),
         ({"repeats": True, "mask_documents": True}, 1, "--repeats makes blocks without documents"),
     ],
 )

@@ -47,7 +47,7 @@ def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs
     bound = 112 * MIB + 4 * 2 * (2 * hidden * hidden)  # two of the largest tensors that change, in float32
     assert total > 5 * bound
     running = runs.begin(
-        *MERGED, "-q", "--jobs", 2, "--checksums", "--max-shard-size", "420MB", source, "-o", tmp_path / "out"
+        *MERGED, "-q", "--checksums", "--max-shard-size", "420MB", source, "-o", tmp_path / "out"
     )  # fmt: skip
     before = peak = anonymous(running.pid)
     while now := anonymous(running.pid):

@@ -146,7 +146,7 @@ _PAGE = """# Models
 How heads are stored, which model types, and what is refused and why. `--method procrustes`, `aligned` and `calibrated`
 align the heads of all model types but those that a note excepts; `refined` trains the heads of those unaligned.
 `calibrated` and `refined` run layers one by one, where no note says that it cannot be done.
-`gqa-convert --families` prints the same; `python tests/test_structure.py` writes this page.
+`python tests/test_structure.py` writes this page.
 
 | how heads are stored | model types | note |
 |---|---|---|

@@ -195,7 +195,7 @@ def test_recommend_of_what_is_measured(tmp_path: Path) -> None:
     worse = [{**one, "loss_increase": one["loss_increase"] + 10} for one in rows(out)]
     (out / "results.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in worse))
     for budget, says in (("1", "recommended nothing: of 6"), ("100", "recommended mean, 1 KV head")):
-        result = gqa_ablate("-o", out, "--recommend", "--max-loss-increase", budget)
+        result = gqa_ablate("-o", out, "--max-loss-increase", budget)
         assert result.code == 0
         assert says in result.out
 

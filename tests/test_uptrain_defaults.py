@@ -188,7 +188,7 @@ def test_the_best_state_is_what_comes_out_at_a_rate_that_ruins(converted: Path, 
         ({"alpha": 0.05}, 2_669_449, 1, 512, 1),
         ({"alpha": 0.01}, 2_669_449, 1, 256, 1),
         ({"alpha": 0.01, "pretraining_tokens": 10**9}, 2_669_449, 1, 1024, 8),
-        ({"alpha": 0.01, "block_size": 512}, 2_669_449, 1, 512, 1),
+        ({"alpha": 0.01, "context": 512}, 2_669_449, 1, 512, 1),
         ({"alpha": 0.01, "batch_size": 3}, 2_669_449, 1, 256, 3),
         ({}, 1_024_000, 1, 1024, 4),
         ({"tokens": 512_000}, 2**40, 2, 1024, 2),
@@ -202,5 +202,5 @@ def test_a_short_run_has_steps_all_the_same(
     changes: dict[str, Any], have: int, ranks: int, block: int, batch: int
 ) -> None:
     found = settle_steps(TrainOptions("m", Path("out"), **changes), have, 1024, ranks)
-    assert (found.block_size, found.batch_size) == (block, batch)
+    assert (found.context, found.batch_size) == (block, batch)
     found.check(ranks)

@@ -17,6 +17,7 @@ from torch import Tensor
 from training import (
     Runs,
     difference,
+    expert_options,
     fresh_accelerator,
     losses,
     material,
@@ -127,7 +128,7 @@ def made_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(place: Path, name: str, out: Path, data: str | None = "text.jsonl", **given: Any) -> TrainOptions:
     sources = () if data is None else (data if data.startswith("self") else str(place / data),)
-    short = {"block_size": 32, "batch_size": 4, "steps": 4, "learning_rate": 1e-2, "heldout_tokens": 256}
+    short = {"context": 32, "batch_size": 4, "steps": 4, "learning_rate": 1e-2, "heldout_tokens": 256}
     return TrainOptions(str(place / name), out, data=sources, **short | given)
 
 
@@ -282,8 +283,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.usefixtures("alone")
 def test_what_is_refused(made_of: Path, tmp_path: Path) -> None:
     for name, given, says in REFUSED:
-        with fresh_accelerator():
-            done = run(*words(made_of, name, tmp_path / "out", **given), program="gqa-uptrain")
+        with fresh_accelerator(), expert_options(given) as rest:
+            done = run(*words(made_of, name, tmp_path / "out", **rest), program="gqa-uptrain")
         assert says in check_refused(done, program="gqa-uptrain", advice="")
     decoder = words_for(material() / "model", out=tmp_path / "out", **PAIRS | {"data": made_of / "pairs.jsonl"})
     done = run(*decoder, program="gqa-uptrain")

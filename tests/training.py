@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from checkpoints import Result, call, load
@@ -71,6 +72,22 @@ def words_for(model: Path, data: Path, out: Path, **options: Any) -> list[str]:
             elif item is not None and item is not False:
                 words += [option, str(item)]
     return words
+
+
+@contextmanager
+def expert_options(options: dict[str, Any], kind: Any = None) -> Iterator[dict[str, Any]]:
+    """What is left of `options` without those that only Python callers have, which are the defaults meanwhile; of
+    gqa-uptrain unless another `kind` is given.
+    """
+    from gqa.uptrain.options import TrainOptions
+
+    kind = kind or TrainOptions
+    fields = kind.__dataclass_fields__
+    expert = {name: value for name, value in options.items() if name in fields and fields[name].metadata["expert"]}
+    made = kind.__init__
+    defaults = dict(zip(list(fields)[-len(made.__defaults__ or ()) :], made.__defaults__ or (), strict=True))
+    with mock.patch.object(made, "__defaults__", tuple((defaults | expert).values())):
+        yield {name: value for name, value in options.items() if name not in expert}
 
 
 def options_for(model: Path | str = "model", out: Path | str = "out", **given: Any) -> Any:

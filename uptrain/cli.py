@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
-from gqa.checkpoint.console import (
-    CONTEXT_SETTINGS,
-    Command,
-    fail,
-    labelled,
-    option,
-    run,
-    say_device,
-    version_option,
-    with_options,
-)
-from gqa.uptrain.options import TRAINING
+from gqa.checkpoint.console import fail, labelled, run, say_device
+from gqa.checkpoint.options import command as command_of
+from gqa.uptrain.options import TrainOptions
 
 _EPILOG = """\b
 Examples:
   gqa-uptrain MODEL-gqa8
   gqa-uptrain MODEL-gqa8 --data corpus.jsonl --alpha 0.05 -o OUT
   accelerate launch -m gqa.uptrain MODEL-gqa8 --data HuggingFaceFW/fineweb-edu --streaming --tokens 1B -o OUT
-  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8 --data 'shards/*.parquet' --tokens 1B --precision bf16 -o OUT
+  torchrun --nproc_per_node 8 -m gqa.uptrain MODEL-gqa8 --data 'shards/*.parquet' --tokens 1B -o OUT
 """
-_HOW = [
-    option("--dry-run", help="Print what would be trained on what, and stop."),
-    option("--json", "as_json"),
-    option("--verbose"),
-    option("--quiet"),
-]
 
 
-@click.command(cls=Command, context_settings=CONTEXT_SETTINGS, epilog=_EPILOG)
-@click.argument("model", metavar="MODEL")
-@with_options(TRAINING.decorators(), _HOW)
-@version_option
-def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+@command_of(TrainOptions, _EPILOG)
+def command(options: TrainOptions) -> None:
     """Train the converted checkpoint MODEL further and write a plain checkpoint.
 
     Without options it learns the predictions of the base model that it was converted from, on text that this one writes
@@ -50,7 +32,6 @@ def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: An
     """
     import transformers
 
-    from gqa.checkpoint.hub import beside
     from gqa.checkpoint.loading import ranks
     from gqa.convert.align.watcher import Bar
     from gqa.uptrain.loop import DivergedError, StoppedError
@@ -59,28 +40,28 @@ def command(model: str, dry_run: bool, as_json: bool, quiet: bool, **options: An
     from gqa.uptrain.summary import estimate, plan_record, plan_text, result_text
 
     transformers.utils.logging.set_verbosity_error()
-    main, output = ranks().is_main_process, options["output"] or beside(model, "-uptrained")
-    with Bar(quiet or not main) as bar:
-        chosen = TRAINING.read(options, model=model, output=output)
-        setup = prepare(chosen, watcher=bar, dry=dry_run)
+    main = ranks().is_main_process
+    quiet = options.quiet or not main
+    with Bar(quiet) as bar:
+        setup = prepare(options, watcher=bar, dry=options.dry_run)
 
     def say(text: str) -> None:
-        if main and not quiet:
-            click.echo(labelled(text), err=as_json)
+        if not quiet:
+            click.echo(labelled(text), err=options.json)
 
-    say_device(setup.accelerator.device, quiet or not main)
-    record = plan_record(setup) | (estimate(setup) if dry_run else {})
+    say_device(setup.accelerator.device, quiet)
+    record = plan_record(setup) | (estimate(setup) if options.dry_run else {})
     say(plan_text(setup, record))
-    if not dry_run:
+    if not options.dry_run:
         try:
-            progress, record = uptrain(setup, quiet=quiet, argv=sys.argv[1:])
+            progress, record = uptrain(setup, quiet=options.quiet, argv=sys.argv[1:])
         except StoppedError as stopped:
             told = f"stopped; step {stopped.step} is saved in {setup.states.directory}, continue with --resume"
             _leave(main, told, 128 + stopped.number)
         except DivergedError as error:
             _leave(main, str(error), 1)
         say(result_text(setup, progress))
-    if main and as_json:
+    if main and options.json:
         click.echo(json.dumps(record))
 
 

@@ -260,6 +260,5 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
 def how_to_read(options: TrainOptions) -> dict[str, Any]:
     return {
         "field": options.field, "target_field": options.target_field, "separator": options.separator,
-        "config": options.data_config, "split": options.split, "streaming": options.streaming,
-        "revision": options.data_revision,
+        "streaming": options.streaming,
     }  # fmt: skip

@@ -112,11 +112,11 @@ def settle_steps(options: TrainOptions, have: int, longest: int, ranks: int) -> 
     if options.alpha is not None:
         tokens = int(options.alpha * (options.pretraining_tokens or have))
     short = options.steps is None and options.schedule != "constant"
-    block, batch = options.block_size or longest, options.batch_size
-    while short and options.block_size is None and tokens < _STEPS * block and block // 2 >= _BLOCK:
+    block, batch = options.context or longest, options.batch_size
+    while short and options.context is None and tokens < _STEPS * block and block // 2 >= _BLOCK:
         block //= 2
     if batch is None:
         unit = ranks * (options.micro_batch or 1)
         wanted = min(_BATCH, tokens // (_STEPS * block)) if short else _BATCH
         batch = max(1, wanted // unit) * unit
-    return replace(options, block_size=block, batch_size=batch)
+    return replace(options, context=block, batch_size=batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +84,6 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
         log = Log(setup, progress.step, quiet, came.get("heldout_loss"))
         warmup = warmup_steps(options.warmup, options.schedule, dataloader.steps)
         every = options.eval_every or math.ceil(dataloader.steps / EVALUATIONS)
-        saved = time.monotonic()
         model.train()
         with _signals() as signalled:
             ranks = accelerator.process_index, accelerator.num_processes
@@ -104,13 +102,12 @@ def train(setup: Setup, *, quiet: bool = True, after_step: AfterStep | None = No
                 if after_step:
                     after_step(progress.step, record, lambda: merged(weights(accelerator, model)))
 
-                stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, saved, last))
+                stop, due = _agree(accelerator, signalled, _is_due(options, progress.step, last))
                 if stop or due:
                     state = vars(progress) | _identity(setup) | {"stream": gather_object(dataloader.places)}
                     state["ranks"] = accelerator.num_processes
                     with setup.memory_explained():
                         setup.states.save(accelerator, model, optimizer, state)
-                    saved = time.monotonic()
                 if stop:
                     raise StoppedError(stop, progress.step)
                 log.begin()
@@ -175,7 +172,7 @@ def _count(progress: TrainingProgress, sums: Tensor, norm: float, rate: float, s
     if progress.skipped_in_a_row >= setup.options.patience:
         raise DivergedError(
             f"loss or gradient was not finite {progress.skipped_in_a_row} steps in a row, up to step {progress.step}; "
-            "what was saved before is kept. Lower --learning-rate, lengthen --warmup or use bf16 instead of fp16"
+            "what was saved before is kept. Lower --learning-rate, lengthen --warmup or use bfloat16 instead of float16"
         )
     return {
         "tokens": progress.tokens, "step_tokens": tokens, "loss": nats, "learning_rate": rate, "gradient_norm": norm,
@@ -247,11 +244,9 @@ def weights(accelerator: Accelerator, wrapped: Any) -> Weights:
     return {name.removeprefix("model."): tensor for name, tensor in get(wrapped).items()}
 
 
-def _is_due(options: TrainOptions, step: int, saved: float, last: bool) -> bool:
+def _is_due(options: TrainOptions, step: int, last: bool) -> bool:
     """The last step too, so that what fails or is stopped while the result is written need not be trained again."""
-    if options.save_every and (last or step % options.save_every == 0):
-        return True
-    return bool(options.save_minutes and (last or time.monotonic() - saved > 60 * options.save_minutes))
+    return bool(options.save_every and (last or step % options.save_every == 0))
 
 
 def _identity(setup: Setup) -> dict[str, Any]:

@@ -1,21 +1,31 @@
-"""Everything that decides a training run, as one value and as options of the command; what must be equal for a run to
-be continued. Imports no torch.
+"""The options of gqa-uptrain: everything that decides a training run; what must be equal for a run to be continued.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import click
-
-from gqa.checkpoint.console import Count, FloatRange, Precision
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import OptionsOf, option_field
+from gqa.checkpoint.options import (
+    COUNT,
+    FROM_ZERO,
+    LARGEST,
+    POSITIVE,
+    SEED,
+    SHARE,
+    Number,
+    Options,
+    Tokens,
+    flag,
+    option,
+    same_as,
+)
+from gqa.convert.options import ConvertOptions
 from gqa.corpus.sources import is_self, parse_self
 from gqa.uptrain.schedule import Schedule
 
@@ -23,153 +33,100 @@ Scope = Literal["all", "attention", "kv", "lora"]
 AUTO_TEACHER, NO_TEACHER = "auto", "none"
 
 
-_ABOVE_ZERO, _FROM_ZERO, _SHARE = FloatRange(0, min_open=True), FloatRange(0), FloatRange(0, 1)
-_FROM_ONE = click.IntRange(1)
-_DIRECTORY: dict[str, Any] = {"type": click.Path(path_type=Path, file_okay=False), "metavar": "DIR"}
-
-
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Options):
     """See `gqa-uptrain --help`. Batches are counted in blocks; at most one of alpha, tokens and steps is given.
 
     What is left open here `gqa.uptrain.defaults` decides once the checkpoint is known (teacher `auto`, no data, no
-    length, no scope) and once the data is (no block, no batch).
+    length, no scope) and once the data is (no context, no batch).
     """
 
-    model: str
-    output: Path = option_field(
-        MISSING,
-        "The trained checkpoint; DIR-state holds the run until it is done.  [default: MODEL-uptrained beside MODEL]",
-        "-o", free=True, **_DIRECTORY,
-    )  # fmt: skip
-    data: tuple[str, ...] = option_field(
-        (),
-        "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
+    # fmt: off
+    model: str = option(MISSING, argument="MODEL")
+    output: Path | None = option(
+        None, "The trained checkpoint; DIR-state holds the run until it is done.  [default: MODEL-uptrained beside "
+        "MODEL]", short="-o", heading="Basic", metavar="DIR", free=True)
+    data: tuple[str, ...] = option(
+        (), "A file, a directory or glob of them, a hub data set, stdlib:train, or self: what the teacher writes, "
         "self:TOKENS for so much of it; several times, or with commas, for a mixture (SOURCE@WEIGHT).  "
-        "[default: self]",
-    )
-    field: str = option_field("text")
-    target_field: str | None = option_field(
-        None,
-        "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which spans are "
-        "left out]",
-        metavar="NAME",
-    )
-    data_config: str | None = option_field(None)
-    split: str | None = option_field(None, "The split of a hub data set.  [default: train]")
-    data_revision: str | None = option_field(None, "The branch, tag or commit of a hub data set.", metavar="REVISION")
-    separator: str | None = option_field(
-        None, "What stands between the documents of a text file, like '<|endoftext|>'.", metavar="TEXT"
-    )
-    streaming: bool = option_field(False, "Read a hub data set as it comes and keep nothing.")
-    heldout: str | None = option_field(
-        None,
-        "Text that says which state of the model is the best.  [default: what is held back from the data]",
-        metavar="SOURCE",
-    )
-    heldout_fraction: float = option_field(0.0, "Hold back this share of the documents.", type=_SHARE)
-    heldout_tokens: int = option_field(8192, "How much of it to hold back or to read, at most.", type=Count())
-    alpha: float | None = option_field(
-        None, "Train on this fraction of the data (0.05 in the GQA paper).", type=FloatRange(0, 1, min_open=True)
-    )
-    tokens: int | None = option_field(None, "Train on so many tokens, like 1B.  [default: 512K]")
-    steps: int | None = option_field(None, "Train for so many steps.", type=_FROM_ONE)
-    pretraining_tokens: int | None = option_field(
-        None, "What alpha is a fraction of.  [default: the data's]", type=Count()
-    )
-    block_size: int | None = option_field(
-        None,
-        "Tokens of one block.  [default: the model's positions, 2048 at most, less where there are less than 250 "
-        "blocks]",
-        "--context",
-        type=Count(2),
-    )
-    repeats: bool | None = option_field(
-        None,
-        "Let half of the blocks repeat themselves, as those of self do, which keeps what finds things again.  "
-        "[default: with a teacher]",
-        "--repeats/--no-repeats",
-    )
-    mask_documents: bool = option_field(False, "Keep attention inside documents.")
-    batch_size: int | None = option_field(
-        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 250 such steps]",
-        type=_FROM_ONE,
-    )  # fmt: skip
-    micro_batch: int | None = option_field(
-        None, "Blocks of one forward pass on one process.  [default: its share of the batch]", type=_FROM_ONE, free=True
-    )
-    train: Scope | None = option_field(
-        None,
-        "What trains. kv: projections to keys and values (where they are fused, to queries too); lora: these, "
+        "[default: self]", heading="Data", metavar="SOURCE[,...]")
+    field: str = same_as(ConvertOptions, "field", methods="")
+    target_field: str | None = option(
+        None, "The column of targets for sources in --field, of encoder-decoders.  [default: plain text, of which "
+        "spans are left out]", heading="Data", metavar="NAME")
+    streaming: bool = option(False, "Read a hub data set as it comes and keep nothing.", heading="Data")
+    heldout: str | None = option(
+        None, "Text that says which state of the model is the best.  [default: what is held back from the data]",
+        heading="Data", metavar="SOURCE")
+    heldout_fraction: float = option(0.0, "Hold back this share of the documents.", SHARE, heading="Data")
+    heldout_tokens: int = option(
+        8192, "How much of it to hold back or to read, at most.", Tokens(), heading="Data", metavar="COUNT")
+    alpha: float | None = option(
+        None, "Train on this fraction of the data (0.05 in the GQA paper).", Number(float, above=0, most=1),
+        heading="Basic")
+    tokens: int | None = option(
+        None, "Train on so many tokens, like 1B.  [default: 512K]", Tokens(), heading="Data", metavar="COUNT")
+    steps: int | None = option(None, "Train for so many steps.", COUNT, heading="Basic")
+    context: int | None = option(
+        None, "Tokens of one block.  [default: the model's positions, 2048 at most, less where there are less than 250 "
+        "blocks]", Tokens(), heading="Data", metavar="COUNT")
+    batch_size: int | None = option(
+        None, "Blocks of one step, over all processes.  [default: 8, less in a run of less than 250 such steps]", COUNT,
+        heading="Quality")
+    micro_batch: int | None = option(
+        None, "Blocks of one forward pass on one process.  [default: its share of the batch]", COUNT, free=True)
+    train: Scope | None = option(
+        None, "What trains. kv: projections to keys and values (where they are fused, to queries too); lora: these, "
         "and adapters elsewhere that are merged at the end.  [default: attention where the conversion aligned heads, "
-        "else all]",
-    )
-    lora_rank: int = option_field(16, "The rank of the adapters of --train lora.", type=_FROM_ONE)
-    optimizer: Literal["adamw", "adafactor"] = option_field("adamw", "What updates the weights.")
-    learning_rate: float = option_field(3e-4, "The learning rate at its highest.", type=_ABOVE_ZERO)
-    schedule: Schedule = option_field("linear", "How the learning rate goes on after the warm-up.")
-    warmup: int | None = option_field(
-        None,
-        "Steps in which the learning rate rises.  [default: none with constant, else 5 %, 100 at most]",
-        type=click.IntRange(0),
-    )
-    decay: float = option_field(0.2, "The share of the steps in which wsd decays.", type=_SHARE)
-    weight_decay: float = option_field(0.1, "The weight decay of the optimiser.", type=_FROM_ZERO)
-    clip: float = option_field(1.0, "The norm of the gradient, at most.", type=_ABOVE_ZERO)
-    precision: Literal["no", "bf16", "fp16"] = option_field(
-        "no",
-        "What is computed in; weights are kept in float32. As the launcher says, unless given.",
-        type=Precision("float32", "bfloat16", "float16", accelerate=True),
-        default="float32",
-        envvar="ACCELERATE_MIXED_PRECISION",
-    )
-    device: str | None = option_field(None, free=True)
-    checkpointing: bool = option_field(False, "Compute activations twice instead of keeping them.", free=True)
-    compile: bool = option_field(False, "Compile the model with torch.compile.", free=True)
-    attention: str = option_field(
-        "sdpa",
-        "How transformers computes attention: sdpa, eager, flash_attention_2 ...",
-        "--attn-implementation",
-        free=True,
-    )
-    teacher: str = option_field(
-        "auto",
-        "The checkpoint before conversion: learn its predictions. auto: the base model that the conversion's "
-        "provenance names, where it is found; none: learn from text alone.",
-        metavar="MODEL",
-    )
-    distill: float = option_field(1.0, "The share of the teacher in the loss; the rest is cross-entropy.", type=_SHARE)
-    temperature: float = option_field(1.0, "The temperature of the predictions that are compared.", type=_ABOVE_ZERO)
-    seed: int = option_field(0, "The seed of the order of the data, and of what the teacher writes.")
-    save_every: int | None = option_field(
-        None, "Save a state after so many steps.", type=_FROM_ONE, metavar="STEPS", free=True
-    )
-    save_minutes: float | None = option_field(
-        None, "Save a state after so many minutes.", type=_ABOVE_ZERO, metavar="MINUTES", free=True
-    )
-    keep_last: int = option_field(2, "How many states to keep.", type=_FROM_ONE, free=True)
-    keep_state: bool = option_field(False, "Keep DIR-state after the end.", free=True)
-    eval_every: int | None = option_field(
-        None, "Measure the held-out loss after so many steps.  [default: four times]", type=_FROM_ONE, metavar="STEPS",
-        free=True,
-    )  # fmt: skip
-    patience: int = option_field(
-        10, "Give up after so many steps in a row that are not finite.", type=_FROM_ONE, free=True
-    )
-    report_to: tuple[str, ...] = option_field(
-        (),
-        "Where figures go as well: tensorboard (in DIR-logs), wandb, trackio ...; several times for several.",
-        free=True,
-    )
-    revision: str | None = option_field(None)
-    trust_remote_code: bool = option_field(False)
-    overwrite: bool = option_field(False, "Replace the checkpoint at DIR once the new one is complete.", free=True)
-    resume: bool = option_field(False, "Continue from the last state in DIR-state.", free=True)
-
-    def binding(self) -> dict[str, Any]:
-        """What a continued run must have in common with the one before, JSON-ready."""
-        bound = [field.name for field in fields(self) if not field.metadata.get("free")]
-        return {name: list(v) if isinstance(v := getattr(self, name), tuple) else v for name in bound}
+        "else all]", heading="Basic")
+    lora_rank: int = option(16, "The rank of the adapters of --train lora.", COUNT, heading="Quality")
+    optimizer: Literal["adamw", "adafactor"] = option("adamw", "What updates the weights.", heading="Quality")
+    learning_rate: float = option(3e-4, "The learning rate at its highest.", POSITIVE, heading="Quality")
+    schedule: Schedule = option("linear", "How the learning rate goes on after the warm-up.", heading="Quality")
+    warmup: int | None = option(
+        None, "Steps in which the learning rate rises.  [default: none with constant, else 5 %, 100 at most]",
+        Number(int, 0, LARGEST), heading="Quality")
+    precision: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "What is computed in; weights are kept in float32.  [default: as the launcher says, else float32]",
+        heading="Quality")
+    device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
+    checkpointing: bool = option(False, "Compute activations twice instead of keeping them.", free=True)
+    attn_implementation: str = option(
+        "sdpa", "How transformers computes attention: sdpa, eager, flash_attention_2 ...", metavar="NAME", free=True)
+    teacher: str = option(
+        "auto", "The checkpoint before conversion: learn its predictions. auto: the base model that the conversion's "
+        "provenance names, where it is found; none: learn from text alone.", heading="Basic", metavar="MODEL")
+    seed: int = option(
+        0, "The seed of the order of the data, and of what the teacher writes.", SEED, heading="Quality")
+    save_every: int | None = option(
+        None, "Save a state after so many steps.", COUNT, heading="Output", metavar="STEPS", free=True)
+    keep_state: bool = option(False, "Keep DIR-state after the end.", heading="Output", free=True)
+    report_to: tuple[str, ...] = option(
+        (), "Where figures go as well: tensorboard (in DIR-logs), wandb, trackio ...; several times for several.",
+        heading="Output", metavar="NAME[,...]", free=True)
+    trust_remote_code: bool = same_as(ConvertOptions, "trust_remote_code", methods="")
+    overwrite: bool = option(
+        False, "Replace the checkpoint at DIR once the new one is complete.", heading="Output", free=True)
+    resume: bool = option(False, "Continue from the last state in DIR-state.", heading="Output", free=True)
+    dry_run: bool = option(False, "Print what would be trained on what, and stop.", heading="Basic", free=True)
+    json: bool = same_as(ConvertOptions, "json", free=True)
+    verbose: bool = option(False, "Show where an error comes from.", short="-v", heading="Output", free=True)
+    quiet: bool = same_as(ConvertOptions, "quiet", free=True)
+    # For Python callers.
+    weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
+    separator: str | None = option(None, expert=True)  # between the documents of a text file
+    pretraining_tokens: int | None = option(None, "", Tokens(), expert=True)  # what alpha is a fraction of
+    repeats: bool | None = option(None, expert=True)  # half of the blocks repeat themselves; None: with a teacher
+    mask_documents: bool = option(False, expert=True)  # attention stays inside documents
+    decay: float = option(0.2, "", SHARE, expert=True)  # the share of the steps in which wsd decays
+    clip: float = option(1.0, "", POSITIVE, expert=True)  # the norm of the gradient, at most
+    distill: float = option(1.0, "", SHARE, expert=True)  # the teacher's share of the loss; the rest is cross-entropy
+    temperature: float = option(1.0, "", POSITIVE, expert=True)  # of the predictions that are compared
+    keep_last: int = option(2, "", COUNT, free=True, expert=True)  # states
+    eval_every: int | None = option(None, "", COUNT, free=True, expert=True)  # steps; None: four times
+    patience: int = option(10, "", COUNT, free=True, expert=True)  # steps in a row that are not finite
+    revision: str | None = option(None, expert=True)
+    # fmt: on
 
     @property
     def teachers(self) -> tuple[str, ...]:
@@ -184,8 +141,8 @@ class TrainOptions:
     @property
     def block(self) -> int:
         """Tokens of a block, once that is decided."""
-        assert self.block_size is not None
-        return self.block_size
+        assert self.context is not None
+        return self.context
 
     @property
     def blocks_per_step(self) -> int:
@@ -211,11 +168,8 @@ class TrainOptions:
             ("distill", self.teachers, before), ("temperature", self.teachers, before),
             ("lora_rank", self.train == "lora", "--train lora"), ("decay", self.schedule == "wsd", "--schedule wsd"),
         ):  # fmt: skip
-            if not there and getattr(self, name) != getattr(TrainOptions, name):
-                yield f"--{name.replace('_', '-')} needs {needed}; give both or leave it out"
-        for name, value in asdict(self).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"--{name.replace('_', '-')} is {value}; give a finite number"
+            if not there and self.given(name):
+                yield f"{flag(name)} needs {needed}; give both or leave it out"
 
     def _data_conflicts(self) -> Iterator[str]:
         if self.repeats and self.mask_documents:
@@ -226,8 +180,8 @@ class TrainOptions:
             yield "--repeats is for text of yours; --data self repeats itself, and self:plain does not"
         if len(self.data) > 1 or self.streaming or self.mask_documents or self.heldout_fraction:
             yield "--data self:TOKENS stands alone: no other source, stream, documents or held-out share"
-        if self.data_config or self.data_revision or (self.separator and not self.heldout):
-            yield "--data-config, --data-revision and --separator are for text that is read, and --data self is written"
+        if self.separator and not self.heldout:
+            yield "separator is for text that is read, and --data self is written"
         if not self.teachers:
             yield "--data self is what the --teacher writes; give the model before conversion"
         if parse_self(self.data[0]).tokens is None and self.alpha is not None:
@@ -241,9 +195,6 @@ class TrainOptions:
             yield f"--batch-size {self.batch_size} cannot be shared by {ranks} processes; give a multiple of {ranks}"
         elif share % (self.micro_batch or share):
             yield f"--micro-batch {self.micro_batch} does not divide the {share} blocks that a process has in a batch"
-
-
-TRAINING = OptionsOf(TrainOptions)
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:

@@ -44,7 +44,7 @@ def open_pairs(
     """
     _check(options, encoder.name)
     if options.target_field:
-        return _open_table(options, encoder, options.block_size or longest, ranks)
+        return _open_table(options, encoder, options.context or longest, ranks)
 
     def corrupt(block: Block, seeds: list[int]) -> Block:
         return pair_block(encoder.corrupt(block["input_ids"], np.random.default_rng(seeds)))
@@ -87,7 +87,7 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     if options.alpha is not None and int(options.alpha * (whole or count)) < 1:
         raise RefusedError(f"--alpha {options.alpha:g} of {count:,} pairs is none; give more")
     counted = replace(
-        options, block_size=1, tokens=options.tokens and pairs(options.tokens), pretraining_tokens=whole,
+        options, context=1, tokens=options.tokens and pairs(options.tokens), pretraining_tokens=whole,
         heldout_tokens=pairs(options.heldout_tokens),
     )  # fmt: skip
     counted = settle_steps(counted, count, 1, ranks)
@@ -116,6 +116,6 @@ def _open_table(options: TrainOptions, encoder: PairEncoder, size: int, ranks: i
     if cut := int((table.tokens > size).any(0).sum()):
         summary += f"; {cut:,} are cut to {size} a side"
     aside = PairBlocks(other, held, encoder, size)
-    options = replace(options, block_size=size, batch_size=counted.batch_size)
+    options = replace(options, context=size, batch_size=counted.batch_size)
     blocks, heldout_blocks = PairBlocks(table, order, encoder, size), [aside[number] for number in range(len(held))]
     return Dataloader(options, blocks, steps, table.fingerprint, summary, heldout_blocks, mean=mean)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
-from gqa.checkpoint.hub import open_model
+from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.loading import check_predicts_tokens, load_model, positions, ranks, read_auto_config
 from gqa.checkpoint.names import sources, tied_names
 from gqa.checkpoint.processes import main_first
@@ -49,6 +49,7 @@ from gqa.uptrain.shards import share_model, share_teacher
 from gqa.uptrain.state import States
 from gqa.uptrain.training_model import TrainingModel
 
+_ACCELERATE = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 _LESS_MEMORY = ", or give --checkpointing, --train lora or --optimizer adafactor"
 MAX_BLOCK, MAX_PAIR = 2048, 512  # tokens; of a source or a target where positions are relative, as T5 was trained
 
@@ -110,6 +111,8 @@ def prepare(
     weights.
     """
     processes = ranks().num_processes
+    output = options.output or beside(options.model, "-uptrained")
+    options = replace(options, output=output, precision=options.precision or _launcher_precision())
     options.check(processes)
     checkpoint = open_model(options.model, options.revision, headers_only=dry)
     if checkpoint.packed:
@@ -118,7 +121,7 @@ def prepare(
     check_predicts_tokens(config, checkpoint.name, options.trust_remote_code)
     options, base, taught = settle(options, checkpoint, headers_only=dry)
     options.check(processes)
-    out = OutputDirectory(options.output, checkpoint.directory, options.overwrite).out  # refuses now
+    out = OutputDirectory(output, checkpoint.directory, options.overwrite).out  # refuses now
     if not dry:  # which may be about another machine
         require_space(checkpoint.nbytes, out)
     accelerator = make_accelerator(options, out)
@@ -176,8 +179,6 @@ def build_model(
             enable({"use_reentrant": False})
         except ValueError as error:
             raise RefusedError(f"--checkpointing: {explain(error)}") from error
-    if options.compile:
-        _check_compiler()
     return model
 
 
@@ -249,7 +250,7 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
     device = find_device(options.device) if options.device else None
     try:
         accelerator = Accelerator(
-            mixed_precision=options.precision,
+            mixed_precision=_ACCELERATE[options.precision or "float32"],
             # Given as a number it would give way to a variable of the launcher's.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
             cpu=not torch.accelerator.is_available(),
@@ -264,8 +265,8 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         raise RefusedError(f"accelerate cannot start with these options: {explain(error)}") from error
     if device:
         accelerator.state.device = torch.device(device)  # of this run: what is shared by all of a process stays
-    if options.precision == "fp16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
-        raise RefusedError("--precision fp16 needs a GPU; on a CPU use bf16")
+    if options.precision == "float16" and accelerator.device.type == "cpu":  # accelerate would compute in float32
+        raise RefusedError("--precision float16 needs a GPU; on a CPU use bfloat16")
     if accelerator.is_fsdp2 and options.optimizer == "adafactor":  # transformers' own keeps its state in whole tensors
         raise RefusedError("--optimizer adafactor does not go with FSDP2, which divides weights; use adamw")
     if accelerator.is_fsdp2:
@@ -273,9 +274,15 @@ def make_accelerator(options: TrainOptions, out: Path) -> Accelerator:
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         # Else each process holds whole gradients from one micro-batch to the next.
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
-        if options.precision != "no":
+        if options.precision != "float32":
             _keep_sums(accelerator)
     return accelerator
+
+
+def _launcher_precision() -> Any:
+    """What `accelerate launch` asks for, else float32."""
+    names = {name: precision for precision, name in _ACCELERATE.items()}
+    return names.get(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "float32")
 
 
 def _keep_sums(accelerator: Accelerator) -> None:
@@ -295,7 +302,7 @@ def _load(
     checkpoint: Checkpoint, options: TrainOptions, device: str, dtype: str, weights: bool = True
 ) -> PreTrainedModel:
     return load_model(
-        str(checkpoint.directory), dtype=dtype, device=device, attention=options.attention,
+        str(checkpoint.directory), dtype=dtype, device=device, attention=options.attn_implementation,
         trust_remote_code=options.trust_remote_code, weights=weights,
     )  # fmt: skip
 
@@ -311,16 +318,6 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
             f"{type(model).__name__} would store {listing(odd or stored)} otherwise than {source.name} does; load it "
             "with transformers, save it again and train that"
         )
-
-
-def _check_compiler() -> None:
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
-    except Exception as error:  # of any of the layers below
-        if out_of_memory(error):
-            raise
-        reason = explain(error, 200)
-        raise RefusedError(f"--compile: torch.compile does not work here ({reason}); do without") from error
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:
@@ -356,6 +353,6 @@ def find_block_size(config: Any, tokenizer: Any, checkpoint: Checkpoint, options
             f"{config.vocab_size:,}; give the tokenizer that belongs to the model"
         )
     longest = positions(config)
-    if longest and options.block_size and options.block_size > longest:
-        raise RefusedError(f"--context {options.block_size} is more than the {longest} positions of {checkpoint.name}")
-    return options.block_size or min(longest or most, MAX_BLOCK)
+    if longest and options.context and options.context > longest:
+        raise RefusedError(f"--context {options.context} is more than the {longest} positions of {checkpoint.name}")
+    return options.context or min(longest or most, MAX_BLOCK)

@@ -183,7 +183,7 @@ class States:
         step may decide how large it is. Raises RefusedError.
         """
         before = self.latest()[1].get("options", {})
-        left = {name: before.get(name) for name in ("block_size", "batch_size") if getattr(options, name) is None}
+        left = {name: before.get(name) for name in ("context", "batch_size") if getattr(options, name) is None}
         return replace(options, **left)
 
     def latest(self) -> tuple[Path, dict[str, Any]]:

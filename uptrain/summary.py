@@ -15,10 +15,10 @@ from gqa.checkpoint.provenance import (
     comparison,
     format_card,
     read_record,
+    request,
     source_card,
     stamp,
     versions,
-    without_place,
 )
 from gqa.checkpoint.read import Checkpoint
 from gqa.convert.estimate import TRAINING, WRITING, duration, forward, products_a_second
@@ -70,7 +70,7 @@ def estimate(setup: Setup) -> dict[str, Any]:
     width = int(model.config.get_text_config(decoder=True).hidden_size)
     speed = products_a_second(str(setup.accelerator.device), width) * setup.accelerator.num_processes
     parameters, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    states = 1 + options.keep_last if options.save_every or options.save_minutes else 0  # one more while it is written
+    states = 1 + options.keep_last if options.save_every else 0  # one more while it is written
     disk = setup.checkpoint.nbytes + 4 * trained + states * (4 * parameters + _MOMENTS[options.optimizer] * trained)
     return {"seconds": round(operations / speed, 1), "disk_bytes": disk}
 
@@ -137,10 +137,7 @@ def record_of(setup: Setup, progress: TrainingProgress, argv: Sequence[str]) -> 
     `argv` are the arguments of the command.
     """
     source, options, dataloader = setup.checkpoint, setup.options, setup.dataloader
-    told = {
-        name: without_place(value) if isinstance(value, str) else value for name, value in options.binding().items()
-    }
-    told["data"] = [*map(without_place, options.data)]
+    told = request(options, argv)["options"]
     return {
         **stamp("gqa-uptrain", argv),
         "model": source.hub_id or source.name,

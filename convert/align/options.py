@@ -8,13 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from gqa.checkpoint.console import Count, FloatRange, Precision
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.options import option_field
 from gqa.convert.align.watcher import Watcher
-from gqa.convert.method_option import OF_MAPS, OF_REFINED, OF_TEXT
 from gqa.convert.methods import GROUPINGS
 from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, weighted
 
@@ -36,33 +31,14 @@ class CalibrationText:
     `trust_remote_code`: tokenizer and model may be code that comes along.
     """
 
-    sources: tuple[str, ...] = option_field(
-        ("self",),
-        "Text for calibrated and refined: self (sampled from the model), self:TOKENS, self:plain, a file, a hub data "
-        "set, stdlib:train; several times, or with commas, for a mixture (SOURCE@WEIGHT).",
-        **OF_TEXT,
-    )
-    tokens: int = option_field(
-        65_536, "Tokens of text in all, shared by SOURCE@WEIGHT.", type=Count(),
-        metavar="COUNT", **OF_TEXT,
-    )  # fmt: skip
-    length: int = option_field(256, "Tokens of one block of text.", type=Count(2), metavar="COUNT", **OF_TEXT)
+    sources: tuple[str, ...] = ("self",)
+    tokens: int = 65_536
+    length: int = 256
     seed: int = 0
-    field: str = option_field("text", **OF_TEXT)
-    target_field: str | None = option_field(
-        None,
-        "The column of targets for sources in --field, of encoder-decoders; self: the model writes them.  [default: "
-        "plain text, of which spans are left out]",
-        metavar="NAME",
-        **OF_TEXT,
-    )
-    repeats: bool = option_field(
-        True,
-        "Let half of the blocks repeat themselves, which keeps a model able to look things up; not those of "
-        "self:plain.",
-        **OF_TEXT,
-    )
-    trust_remote_code: bool = option_field(False, **OF_TEXT)
+    field: str = "text"
+    target_field: str | None = None
+    repeats: bool = True
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.length < 2:
@@ -194,22 +170,11 @@ class Refinement:
     linearly to zero.
     """
 
-    steps: int = option_field(200, "Training steps of each layer.", type=click.IntRange(1), **OF_REFINED)
-    batch: int = option_field(16, "Blocks of one such step.", type=click.IntRange(1), **OF_REFINED)
-    learning_rate: float = option_field(
-        0.02,
-        "Their learning rate, relative to the size of each tensor; it falls linearly to zero.",
-        type=FloatRange(0, min_open=True),
-        **OF_REFINED,
-    )
+    steps: int = 200
+    batch: int = 16
+    learning_rate: float = 0.02
     heldout: float = 1 / 16  # of the blocks: never trained on; their error decides which step is kept
-    autocast: bool | None = option_field(  # bfloat16 products; the option is their name
-        None,
-        "What they multiply in.  [default: bfloat16 where the device multiplies it natively]",
-        is_flag=False,
-        type=Precision("float32", "bfloat16"),
-        **OF_REFINED,
-    )
+    autocast: bool | None = None  # multiply in bfloat16; None: where the device does natively
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -231,24 +196,10 @@ class MapsOptions:
     """
 
     text: CalibrationText = field(default_factory=CalibrationText)
-    grouping: str = option_field(
-        "auto",
-        "Which heads share: neighbours, or those that lose least by it. auto: search among few heads (8, or 12 in "
-        "pairs).",
-        type=click.Choice(GROUPINGS),
-        **OF_MAPS,
-    )
-    ridge: float = option_field(
-        0.03, "How strongly the refit of the output projection is held to the original.", type=FloatRange(0),
-        **OF_TEXT,
-    )  # fmt: skip
+    grouping: str = "auto"
+    ridge: float = 0.03
     refinement: Refinement = field(default_factory=Refinement)
-    dtype: str = option_field(
-        "float32",
-        "What layers are run in; 16 bits blur what the converted layers lack.",
-        type=Precision(*DTYPES),
-        **OF_TEXT,
-    )
+    dtype: str = "float32"
     device: str = field(default_factory=_default_device)
     batch: int = 8
 

@@ -35,7 +35,7 @@ from gqa.eval.options import EvaluateOptions
 from gqa.eval.report import recalled
 from gqa.eval.study.directory import Row, Rows, UnwrittenError, check_place, held
 from gqa.eval.study.report import CELL_COLUMNS
-from gqa.eval.study.study import UNMERGED, Cell, Grid, StudyOptions
+from gqa.eval.study.study import UNMERGED, AblateOptions, Cell, Grid
 from gqa.eval.subjects import Subject, open_subjects
 from gqa.eval.tables import Table, table
 from gqa.eval.text import MAX_CONTEXT, Text, check_ids, choose_context, make_pairs, make_spans, make_text
@@ -46,7 +46,7 @@ from gqa.uptrain.pairs import open_pairs
 from gqa.uptrain.run import uptrain
 from gqa.uptrain.setup import MAX_PAIR, find_block_size, prepare
 
-ALL = 2**62  # tokens
+ALL = 10**15  # tokens
 STEPS, REPEATS = 32, 5  # of decoding
 
 
@@ -58,7 +58,7 @@ class Study:
     the model cannot have, and why.
     """
 
-    options: StudyOptions
+    options: AblateOptions
     grid: Grid
     subject: Subject
     config: ModelConfig
@@ -77,13 +77,16 @@ class Study:
         return [cell for cell in self.cells if cell not in done]
 
 
-def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: bool = False) -> Study:
-    """Check everything. Raises RefusedError and CorpusError, before anything is written; unless `strict`, methods that
-    this model cannot have are left out instead. `anew`: whatever study is there is not continued.
+def open_study(options: AblateOptions) -> Study:
+    """Check everything. Raises RefusedError and CorpusError, before anything is written; methods of the default that
+    this model cannot have are left out instead.
     """
-    subject = open_subjects([options.model], options.training.trust_remote_code)[0]
-    training = replace(options.training, model=subject.path)
-    options = replace(options, training=training)
+    options.check()
+    assert options.model
+    grid = options.grid
+    subject = open_subjects([options.model], options.trust_remote_code)[0]
+    options = replace(options, model=subject.path)
+    training = options.training
     evaluate.usable_device(options.device)  # or refused
     subject.check_predicts_tokens()
     if training.target_field and not subject.config.is_encoder_decoder:
@@ -93,12 +96,10 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     if any(source.partition(":")[0] == "self" for source in training.data):
         raise RefusedError("--data self is no text that can be held out; name text (self can be had for --calibration)")
     evaluate.with_bits([subject], grid.cache_bits or ())
-    config, grid, left_out = _settle(subject, grid, options.maps.grouping, strict)
+    config, grid, left_out = _settle(subject, grid, options.grouping, options.given("methods"))
     if any(METHODS[method].reads_text for method in grid.methods):
-        options.maps.text.check(subject.config, subject.name, "--calibration-context")
+        options.maps.text.check(subject.config, subject.name, "the context of calibration")
     text = _text(subject, options)
-    if options.recall:
-        evaluate.check_recall([subject], text.context)
     for alpha in filter(None, grid.alphas):
         _check_training(subject, replace(training, alpha=alpha))
     sources = parse_sources(training.data, field=training.field, target_field=training.target_field)
@@ -113,7 +114,7 @@ def open_study(options: StudyOptions, grid: Grid, strict: bool = True, anew: boo
     }))  # fmt: skip
     check_place(options.output)
     before = next((row["options"] for row in Rows(options.output)), identity)
-    if not anew and (changed := differences(identity, before)):
+    if not options.overwrite and (changed := differences(identity, before)):
         raise RefusedError(
             f"{options.output} holds another study: {'; '.join(changed)}; give another directory with -o, the same "
             "options, or start over with --overwrite"
@@ -157,7 +158,7 @@ def _check_training(subject: Subject, training: TrainOptions) -> None:
         open_dataloader(training, subject.tokenizer, size)
 
 
-def _text(subject: Subject, options: StudyOptions) -> Text:
+def _text(subject: Subject, options: AblateOptions) -> Text:
     """Held-out documents or pairs, whole, in the order of a hash of their text, which spreads a part of them over all;
     for an encoder-decoder without a column of targets, blocks of which spans are left out.
     """
@@ -172,7 +173,7 @@ def _text(subject: Subject, options: StudyOptions) -> Text:
         texts = sorted((text for source in sources for text in source.texts()), key=row_digest)
         text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)
     elif spans:
-        wanted = replace(training, block_size=context, heldout_tokens=options.eval_tokens or ALL)
+        wanted = replace(training, context=context, heldout_tokens=options.eval_tokens or ALL)
         text = make_spans(open_heldout(wanted, subject.tokenizer), encoder, subject.tokenizer, context)
     else:
         pairs = sorted((pair for source in sources for pair in read_pairs(source)), key=lambda pair: row_digest(*pair))
@@ -215,14 +216,14 @@ class _Bench:
         self._study, self._work, self._rows, self._report = study, work, rows, report
         options, subject = study.options, study.subject
         self._options = EvaluateOptions(
-            batch_size=options.eval_batch, precision=options.dtype, device=options.run_device, quiet=True,
-            kl=options.kl, context=study.text.context, decode_batches=(options.decode_batch,), decode_steps=STEPS,
-            decode_repeats=REPEATS, recall=options.recall,
+            batch_size=options.eval_batch, precision=options.precision or "auto", device=options.run_device, quiet=True,
+            kl="kl" not in options.skip, context=study.text.context, decode_batches=(options.decode_batch,),
+            decode_steps=STEPS, decode_repeats=REPEATS, recall=False if "recall" in options.skip else None,
         )  # fmt: skip
-        context = None if options.recall is False else study.text.context
+        context = None if "recall" in options.skip else study.text.context
         self._comparison = evaluate.Comparison([subject], study.text, context, self._options)
         self._contexts: tuple[int, ...] = ()
-        if options.decode:
+        if "decode" not in options.skip:
             context_option = (options.decode_context,) if options.decode_context else None
             self._contexts = decode_contexts([subject], context_option, STEPS)[-1:]
         environment = {"argv": portable(argv), **evaluate.environment(options.run_device)}
@@ -249,8 +250,6 @@ class _Bench:
         start, parts = time.perf_counter(), comparison.measure(subject, alone=True)
         row = self._columns(subject, parts) | {"text": self._study.text.record(), "train_tokens": 0}
         if "recall" in comparison.refused:
-            if self._options.recall:
-                raise RefusedError(comparison.refused["recall"])
             row["recall_refused"] = comparison.refused["recall"]
         elif comparison.first_reading is not None:
             row["recall_first_reading"] = comparison.first_reading
@@ -301,7 +300,7 @@ class _Bench:
         options, out, start = self._study.options, place / "converted", time.perf_counter()
         groups: Groups = self._heads[cell.budget] if cell.budget else int(cell.groups)
         if groups == self._study.config.main.kv:
-            return Path(options.model), 0.0
+            return Path(str(options.model)), 0.0
         if not out.exists():
             method = "mean" if cell.method in UNMERGED else cell.method
             plan = make_plan(open_model(options.model), groups, method, cell.seed)
@@ -325,7 +324,7 @@ class _Bench:
                 "train_tokens": progress.tokens, "train_loss": progress.loss,
                 "seconds_training": time.perf_counter() - start,
             }  # fmt: skip
-        subject = open_subjects([str(path)], self._study.options.training.trust_remote_code)[0]
+        subject = open_subjects([str(path)], self._study.options.trust_remote_code)[0]
         if cell.budget:
             columns["kv_heads"] = list(self._heads[cell.budget])
         for cell in cells:
@@ -397,7 +396,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RefusedError | OutputError | DivergedError):
         return one_line(str(error))
     if out_of_memory(error):
-        return "the memory of the device is too small; give --micro-batch, a smaller --eval-batch or --precision bf16"
+        return "the memory of the device is too small; give a smaller --batch-size or --precision bfloat16"
     return one_line(f"{type(error).__name__}: {explain(error)}")
 
 

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import click
 
-from gqa.checkpoint.console import Count, FloatRange, Precision, Several
-from gqa.checkpoint.options import OptionsOf, option_field
-from gqa.checkpoint.provenance import without_place
-from gqa.convert.align.options import MapsOptions
-from gqa.convert.methods import METHODS
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.options import (
+    COUNT,
+    FROM_ZERO,
+    SHARE,
+    ByteSize,
+    Number,
+    Options,
+    Tokens,
+    flag,
+    option,
+    same_as,
+)  # fmt: skip
+from gqa.checkpoint.provenance import request
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.methods import AUTOMATIC, MEASURING, METHODS
+from gqa.convert.options import ConvertOptions, refuse_unused
+from gqa.eval.options import CACHE_BITS
 from gqa.uptrain.options import NO_TEACHER, Scope, TrainOptions
+from gqa.uptrain.schedule import Schedule
 
-_POSITIVE = click.IntRange(min=1)
 UNMERGED = ("none", "repeat")  # methods of as many heads as the source has, and of more
 TEACHERS = ("none", "source")
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 AUTO = "auto"  # of them: what gqa-uptrain trains unless told otherwise; of methods: what gqa-convert takes
-# Of gqa-uptrain's options, those that decide a training whatever the cell; they mean the same here.
-TRAINING = ("data", "field", "target_field", "heldout", "heldout_fraction", "pretraining_tokens", "learning_rate",
-            "schedule", "batch_size", "block_size", "precision")  # fmt: skip
-# Of StudyOptions, those that decide what is measured. How fast it is may change between the parts of a study.
-_MEASURING = ("eval_tokens", "context", "eval_batch", "dtype", "kl", "decode", "decode_batch", "decode_context")
 
 
 class Cell(NamedTuple):
@@ -80,50 +88,14 @@ class Cell(NamedTuple):
 class Grid:
     """Every combination is a cell. `groups`: none until they are `settled`."""
 
-    methods: Sequence[str] = option_field(
-        MISSING,
-        "How heads are merged: those of the default as far as MODEL can have them, or any; random is a control, auto "
-        "what gqa-convert takes.", type=Several(click.Choice((AUTO, *METHODS))), metavar="METHOD[,...]", multiple=False,
-        default="mean,first,aligned,calibrated,refined",
-    )  # fmt: skip
-    groups: Sequence[int] | None = option_field(
-        None,
-        "How many key/value heads are kept.  [default: a half, a quarter and one of MODEL's; all, as the control, with "
-        "--teachers none]",
-        type=Several(_POSITIVE), metavar="G[,...]", required=False,
-    )  # fmt: skip
-    alphas: Sequence[float] = option_field(
-        (0.0, 0.05),
-        "Shares of the data to train on; 0: none.",
-        type=Several(FloatRange(0, 1)), metavar="SHARE[,...]", default="0,0.05",
-    )  # fmt: skip
-    train: Sequence[str] = option_field(
-        (AUTO,),
-        "Which weights train: all, attention, kv, lora; auto: attention where the method aligns heads, else all.",
-        type=Several(click.Choice((AUTO, *SCOPES))), metavar="NAME[,...]", default=AUTO,
-    )  # fmt: skip
-    teachers: Sequence[str] = option_field(
-        ("source",),
-        "source: learn MODEL's predictions; none: learn from text alone.",
-        type=Several(click.Choice(TEACHERS)), metavar="NAME[,...]", default="source",
-    )  # fmt: skip
-    kv_budgets: Sequence[float] | None = option_field(
-        None,
-        "Also layers with heads of their own, such that this share of the KV cache is left, as gqa-convert --kv-budget "
-        "finds them.",
-        type=Several(FloatRange(0, 1, min_open=True, max_open=True)),
-        metavar="SHARE[,...]",
-    )  # fmt: skip
-    cache_bits: Sequence[int] | None = option_field(
-        None,
-        "Also measure every cell, and MODEL, with a KV cache of so many bits, like 8,4,2.",
-        type=Several(click.IntRange(2, 8)),
-    )
-    seeds: int = option_field(
-        1,
-        "How many seeds of random and calibrated heads, and of the order of the data: 0 to N - 1.",
-        type=_POSITIVE,
-    )  # fmt: skip
+    methods: Sequence[str]
+    groups: Sequence[int] | None = None
+    alphas: Sequence[float] = (0.0, 0.05)
+    train: Sequence[str] = (AUTO,)
+    teachers: Sequence[str] = ("source",)
+    kv_budgets: Sequence[float] | None = None
+    cache_bits: Sequence[int] | None = None
+    seeds: int = 1
 
     def settled(self, heads: int) -> tuple[int, ...]:
         """The numbers of groups for a source with so many key/value heads: unless others are given, its two largest
@@ -152,49 +124,128 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class StudyOptions:
-    """What is the same in all cells. See `gqa-ablate --help`.
-
-    training: of every cell, but for what the cell itself says; its model is the source, its output the study.
-    maps: how heads are calibrated, but for the seed and the device.
+class AblateOptions(Options):
+    """See `gqa-ablate --help`. Which cells there are may change between the parts of a study, and how fast they are
+    measured; what is not `free` may not.
     """
 
-    training: TrainOptions
-    maps: MapsOptions
-    eval_tokens: int | None = option_field(
-        None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]",
-        type=Count(), metavar="COUNT",
-    )  # fmt: skip
-    context: int | None = option_field(
-        None, "Tokens of a window.  [default: the model's positions, 2048 at most]", type=Count(4)
-    )
-    eval_batch: int = option_field(8, "How many windows are scored at a time.", type=_POSITIVE)
-    dtype: str = option_field(
-        "auto", "What is measured in; auto: as stored.", "--eval-precision",
-        type=Precision("auto", "float32", "bfloat16", "float16"),
-    )  # fmt: skip
-    kl: bool = option_field(
-        True, "Compare predictions with MODEL's, which stays in memory meanwhile.", "--kl/--no-kl",
-    )  # fmt: skip
-    recall: bool | None = option_field(
-        None, "Ask for what stands in the context, as gqa-eval does.  [default: where the model can be asked]",
-        "--recall/--no-recall",
-    )  # fmt: skip
-    decode: bool = option_field(True, "Time decoding.", "--decode/--no-decode")
-    decode_batch: int = option_field(8, "How many sequences --decode times at once.", type=_POSITIVE)
-    decode_context: int | None = option_field(
-        None, "How long the prompts of --decode are.  [default: the model's positions, 4096 at most]",
-        type=Count(), metavar="COUNT",
-    )  # fmt: skip
-    device: str | None = option_field(None)
+    # fmt: off
+    output: Path = option(
+        MISSING, "The study; the same command continues one that was stopped.", short="-o", heading="Basic",
+        metavar="DIR", free=True)
+    model: str | None = option(None, argument="[MODEL]", free=True)
+    methods: tuple[str, ...] = option(
+        ("mean", "first", "aligned", "calibrated", "refined"), "How heads are merged: those of the default as far as "
+        "MODEL can have them, or any; random is a control, auto what gqa-convert takes.",
+        click.Choice((AUTO, *METHODS)), heading="Basic", metavar="METHOD[,...]", free=True, needs=("model",))
+    groups: tuple[int, ...] | None = option(
+        None, "How many key/value heads are kept.  [default: a half, a quarter and one of MODEL's; all, as the "
+        "control, with --teachers none]", COUNT, short="-g", heading="Basic", metavar="G[,...]", free=True,
+        needs=("model",))
+    alphas: tuple[float, ...] = option(
+        (0.0, 0.05), "Shares of the data to train on; 0: none.", SHARE, heading="Basic", metavar="SHARE[,...]",
+        free=True, needs=("model",))
+    train: tuple[Literal["auto", "all", "attention", "kv", "lora"], ...] = option(
+        (AUTO,), "Which weights train: all, attention, kv, lora; auto: attention where the method aligns heads, else "
+        "all.", heading="Basic", metavar="NAME[,...]", free=True, needs=("model",))
+    teachers: tuple[Literal["none", "source"], ...] = option(
+        ("source",), "source: learn MODEL's predictions; none: learn from text alone.", heading="Basic",
+        metavar="NAME[,...]", free=True, needs=("model",))
+    kv_budgets: tuple[float, ...] | None = option(
+        None, "Also layers with heads of their own, such that this share of the KV cache is left, as gqa-convert "
+        "--kv-budget finds them.", Number(float, above=0, below=1), heading="Basic", metavar="SHARE[,...]", free=True,
+        needs=("model",))
+    cache_bits: tuple[int, ...] | None = option(
+        None, "Also measure every cell, and MODEL, with a KV cache of so many bits, like 8,4,2.", CACHE_BITS,
+        heading="Basic", free=True, needs=("model",))
+    seeds: int = option(
+        1, "How many seeds of random and calibrated heads, and of the order of the data: 0 to N - 1.", COUNT,
+        heading="Quality", free=True, needs=("model",))
+    data: tuple[str, ...] = option(
+        (), "Text to train on, as for gqa-uptrain; several times, or with commas, for several.", heading="Data",
+        metavar="SOURCE[,...]", needs=("model",))
+    field: str = same_as(TrainOptions, "field", needs=("model",))
+    target_field: str | None = same_as(TrainOptions, "target_field", needs=("model",))
+    heldout: str | None = option(
+        None, "Text to measure on, and that says which state of a training is the best.", heading="Data",
+        metavar="SOURCE", needs=("model",))
+    heldout_fraction: float = same_as(TrainOptions, "heldout_fraction", needs=("model",))
+    context: int | None = option(
+        None, "Tokens of a block in training and of a window in measuring.  [default: the model's positions, 2048 at "
+        "most]", Tokens(4), heading="Data", metavar="COUNT", needs=("model",))
+    batch_size: int | None = same_as(TrainOptions, "batch_size", needs=("model",))
+    learning_rate: float = same_as(TrainOptions, "learning_rate", needs=("model",))
+    precision: Literal["float32", "bfloat16", "float16"] | None = option(
+        None, "What training and measuring compute in.  [default: float32 for training, as stored for measuring]",
+        heading="Quality", needs=("model",))
+    calibration: tuple[str, ...] = option(
+        (), "Text for calibrated and refined, as gqa-convert's --data.  [default: the data]", heading="Data",
+        metavar="SOURCE[,...]", needs=("model",), methods="reads_text")
+    calibration_tokens: int = same_as(ConvertOptions, "tokens", needs=("model",))
+    refine_steps: int = same_as(ConvertOptions, "refine_steps", needs=("model",))
+    eval_tokens: int | None = option(
+        None, "Held-out tokens to measure on: whole documents, until they are so many.  [default: all]", Tokens(),
+        heading="Data", metavar="COUNT", needs=("model",))
+    skip: tuple[Literal["kl", "recall", "decode"], ...] = option(
+        (), "Do not compare predictions with MODEL's (kl), ask for what stands in the context (recall), or time "
+        "decoding (decode).", heading="Quality", metavar="NAME[,...]", needs=("model",))
+    device: str | None = same_as(TrainOptions, "device", needs=("model",))
+    kv_bytes: int | None = option(
+        None, "Recommend what loses least with at most so much KV cache a token.", ByteSize(), heading="Quality",
+        metavar="SIZE", free=True)
+    max_loss_increase: float = option(
+        0.1, "Recommend the smallest KV cache within so many nats per token above MODEL's.", FROM_ZERO,
+        heading="Quality", free=True)
+    dry_run: bool = option(False, "List the cells, and stop.", heading="Basic", free=True, needs=("model",))
+    overwrite: bool = option(
+        False, "Remove the study at DIR first.", heading="Output", free=True, needs=("model",))
+    verbose: bool = same_as(TrainOptions, "verbose")
+    quiet: bool = same_as(TrainOptions, "quiet")
+    # For Python callers.
+    schedule: Schedule = same_as(TrainOptions, "schedule", expert=True)
+    grouping: str = same_as(ConvertOptions, "grouping", expert=True)
+    calibration_context: int = same_as(ConvertOptions, "context", expert=True)
+    micro_batch: int | None = same_as(TrainOptions, "micro_batch", expert=True)
+    eval_batch: int = option(8, "", COUNT, free=True, expert=True)  # windows that are scored at a time
+    decode_batch: int = option(8, "", COUNT, expert=True)  # sequences
+    decode_context: int | None = option(None, "", Tokens(), expert=True)
+    max_recall_loss: float = option(5.0, "", FROM_ZERO, free=True, expert=True)  # points of second copies found
+    trust_remote_code: bool = same_as(TrainOptions, "trust_remote_code", free=True, expert=True)
+    # fmt: on
 
     @property
-    def model(self) -> str:
-        return self.training.model
+    def grid(self) -> Grid:
+        return Grid(
+            self.methods, self.groups, self.alphas, self.train, self.teachers, self.kv_budgets, self.cache_bits,
+            self.seeds,
+        )  # fmt: skip
 
     @property
-    def output(self) -> Path:
-        return self.training.output
+    def training(self) -> TrainOptions:
+        """Of every cell, but for what the cell itself says; its model is the source, its output the study."""
+        names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys() - {"train", "dry_run"}
+        options = {name: getattr(self, name) for name in names}
+        return TrainOptions(**options | {"precision": self.precision or "float32"})
+
+    @property
+    def maps(self) -> MapsOptions:
+        """How heads are calibrated, but for the seed and the device."""
+        text = CalibrationText(
+            self.calibration or self.data or ("self",), self.calibration_tokens, self.calibration_context,
+            field=self.field, target_field=self.target_field, trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
+        return MapsOptions(text=text, grouping=self.grouping, refinement=Refinement(self.refine_steps))
+
+    def check(self) -> None:
+        """Raises RefusedError where options do not go together, or no method uses one."""
+        self.check_needs()
+        if self.kv_bytes and (given := [one for one in ("max_loss_increase", "max_recall_loss") if self.given(one)]):
+            raise RefusedError(
+                f"--kv-bytes asks for what loses least within it, {flag(given[0])} for the smallest cache: give one"
+            )
+        methods = {*self.methods} - {AUTO} | ({*AUTOMATIC} if AUTO in self.methods else set())
+        methods |= {MEASURING} if self.kv_budgets else set()
+        refuse_unused(self, methods, f"--methods {','.join(self.methods)}")
 
     @property
     def run_device(self) -> str:
@@ -205,32 +256,18 @@ class StudyOptions:
 
     def identity(self) -> dict[str, Any]:
         """What all cells of a study have in common."""
-        training, maps = self.training, asdict(self.maps)
-        del maps["device"]
-        nested = {"calibration": maps.pop("text"), "refine": maps.pop("refinement")}
-        return {
-            **{name: getattr(training, name) for name in TRAINING},
-            **{name: getattr(self, name) for name in _MEASURING},
-            "data": ",".join(map(without_place, training.data)),
-            "heldout": training.heldout and without_place(training.heldout),
-            "recall": self.recall is not False,
-            **{f"{part}_{name}": value for part, values in nested.items() for name, value in values.items()},
-            **{f"calibration_{name}": value for name, value in maps.items()},
-            "calibration_sources": ",".join(map(without_place, self.maps.text.sources)),
-        }
+        options, bound = request(self, ())["options"], self.binding()
+        return {name: value for name, value in options.items() if name in bound}
 
     def training_of(self, cell: Cell, place: Path) -> TrainOptions:
         """Of a conversion, up to the alpha of `cell`, with its result in `place`."""
         return replace(
             self.training, output=place / f"{cell.train}-{cell.teacher}-{cell.alpha:g}", alpha=cell.alpha,
             train=cast(Scope, cell.train), teacher=self.model if cell.teacher == "source" else NO_TEACHER,
-            seed=cell.seed, device=self.device,
+            seed=cell.seed,
         )  # fmt: skip
 
     def maps_of(self, cell: Cell) -> MapsOptions:
         """How the heads of its conversion are calibrated."""
         maps, seed = replace(self.maps, device=self.run_device), cell.seed
         return replace(maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed))
-
-
-GRID, STUDY = OptionsOf(Grid), OptionsOf(StudyOptions)

@@ -1,0 +1,150 @@
+"""The options of gqa-convert. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.options import (
+    COUNT,
+    FROM_ZERO,
+    POSITIVE,
+    SEED,
+    ByteSize,
+    KVHeads,
+    Number,
+    Options,
+    Tokens,
+    flag,
+    option,
+)
+from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.methods import AUTO, AUTOMATIC, GROUPINGS, MEASURING, METHODS
+
+if TYPE_CHECKING:
+    from gqa.convert.recast.targets import Target
+
+
+@dataclass(frozen=True)
+class ConvertOptions(Options):
+    """See `gqa-convert --help`."""
+
+    # fmt: off
+    model: str = option(MISSING, argument="MODEL")
+    groups: int | tuple[int, ...] | None = option(
+        None, "Key/value heads of the result: a divisor of the model's own, or a multiple to expand; or one number for "
+        "each layer, 3,1,1,3, or a file of them.", KVHeads(), short="-g", heading="Basic", metavar="G")
+    kv_budget: float | None = option(
+        None, "Instead of --groups: the share of the KV cache that is left, like 0.5. Each layer keeps as many heads "
+        "as it needs, which is measured on text that the model writes.", Number(float, above=0, below=1),
+        heading="Basic", metavar="SHARE")
+    output: Path | None = option(
+        None, "The directory to make.  [default: MODEL-gqa<G>-<METHOD> beside MODEL, MODEL-mqa-<METHOD> for 1]",
+        short="-o", heading="Basic", metavar="DIR")
+    method: str = option(
+        AUTO, "How the heads of a group become one: see below.", click.Choice((AUTO, *METHODS)), heading="Basic")
+    data: tuple[str, ...] = option(
+        CalibrationText.sources, "Text for calibrated and refined: self (sampled from the model), self:TOKENS, "
+        "self:plain, a file, a hub data set, stdlib:train; several times, or with commas, for a mixture "
+        "(SOURCE@WEIGHT).", heading="Data", metavar="SOURCE[,...]", methods="reads_text")
+    tokens: int = option(
+        CalibrationText.tokens, "Tokens of text in all, shared by SOURCE@WEIGHT.", Tokens(), heading="Data",
+        metavar="COUNT", methods="reads_text")
+    context: int = option(
+        CalibrationText.length, "Tokens of one block of text.", Tokens(2), heading="Data", metavar="COUNT",
+        methods="reads_text")
+    field: str = option(
+        "text", "The column that holds the text, in jsonl, csv, parquet and data sets.", heading="Data", metavar="NAME",
+        methods="reads_text")
+    target_field: str | None = option(
+        None, "The column of targets for sources in --field, of encoder-decoders; self: the model writes them.  "
+        "[default: plain text, of which spans are left out]", heading="Data", metavar="NAME", methods="reads_text")
+    grouping: str = option(
+        "auto", "Which heads share: neighbours, or those that lose least by it. auto: search among few heads (8, or 12 "
+        "in pairs).", click.Choice(GROUPINGS), heading="Quality", methods="aligns")
+    refine_steps: int = option(
+        Refinement.steps, "Training steps of each layer.", COUNT, heading="Quality", methods="refines")
+    precision: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "What layers are run in; 16 bits blur what the converted layers lack.", heading="Quality",
+        methods="reads_text")
+    device: str | None = option(
+        None, "Where models run: cpu, cuda, cuda:1, mps.  [default: a GPU where there is one]", heading="Basic",
+        metavar="NAME", methods="aligns")
+    remote_code: bool | None = option(
+        None, "Whether a model whose class cannot have fewer heads gets custom modelling code.  [default: where no "
+        "class of transformers will do]")
+    attention: tuple[Literal["decoder-self", "cross", "encoder"], ...] | None = option(
+        None, "Whose heads become fewer, in an encoder-decoder that gets such a class: decoder-self, cross, encoder.  "
+        "[default: decoder-self,cross]", metavar="KIND[,...]")
+    seed: int = option(0, "The seed of random draws and samples.", SEED, heading="Quality", methods="draws")
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] | None = option(
+        None, "Store all weights so.  [default: as they are]", heading="Output")
+    max_shard_size: int | None = option(
+        None, "Bytes of one file at most, like 5GB.  [default: as MODEL]", ByteSize(), heading="Output", metavar="SIZE")
+    revision: str | None = option(None, "The branch, tag or commit of a hub id.", metavar="NAME")
+    trust_remote_code: bool = option(
+        False, "Run code that a checkpoint brings (dangerous).", methods="reads_text")
+    dry_run: bool = option(
+        False, "Print the plan and write nothing; of a hub id only headers are fetched.", heading="Basic")
+    json: bool = option(False, "One JSON object on stdout, everything else on stderr.", heading="Output")
+    overwrite: bool = option(
+        False, "Replace the checkpoint at DIR once the new one is complete.", heading="Output")
+    checksums: bool = option(
+        False, "Compare every untouched byte; record SHA-256 of all shards.", heading="Output")
+    tensor_parallel: int | None = option(None, "Say whether N ranks can hold it.", COUNT)
+    verbose: bool = option(
+        False, "List every changed tensor, and show where an error comes from.", short="-v", heading="Output")
+    quiet: bool = option(False, "Print errors and warnings only.", short="-q", heading="Output")
+    # For Python callers.
+    verify_load: bool = option(False, expert=True)  # load the result with transformers and run it once
+    repeats: bool = option(True, methods="reads_text", expert=True)  # half of the blocks repeat themselves
+    ridge: float = option(  # how strongly the refit of W_O is held to the original
+        MapsOptions.ridge, "", FROM_ZERO, methods="reads_text", expert=True)
+    refine_batch: int = option(Refinement.batch, "", COUNT, methods="refines", expert=True)
+    refine_learning_rate: float = option(Refinement.learning_rate, "", POSITIVE, methods="refines", expert=True)
+    # fmt: on
+
+    def maps(self) -> MapsOptions:
+        """How maps are found. Raises RefusedError for a device that cannot be used."""
+        from gqa.checkpoint.devices import find_device
+
+        text = CalibrationText(
+            self.data, self.tokens, self.context, self.seed, self.field, self.target_field, self.repeats,
+            self.trust_remote_code,
+        )  # fmt: skip
+        refinement = Refinement(self.refine_steps, self.refine_batch, self.refine_learning_rate, seed=self.seed)
+        return MapsOptions(
+            text=text, grouping=self.grouping, ridge=self.ridge, refinement=refinement, dtype=self.precision,
+            device=find_device(self.device),
+        )  # fmt: skip
+
+    def target(self) -> Target:
+        """What is asked of the class that the result is written for."""
+        from gqa.convert.heads.family import KINDS
+        from gqa.convert.recast.targets import Target
+
+        return Target(self.remote_code, tuple(kind for kind in KINDS if kind in (self.attention or ())) or None)
+
+    def check(self) -> None:
+        """Raises RefusedError where options do not go together, or the method does not use one."""
+        if (self.groups is None) == (self.kv_budget is None):
+            raise RefusedError("give --groups G, or --kv-budget SHARE for a share of the KV cache; one of them")
+        if self.kv_budget and self.dry_run:
+            raise RefusedError("--kv-budget measures the layers of a model, --dry-run runs none; leave one of them out")
+        asked = AUTOMATIC if self.method == AUTO else (self.method,)
+        refuse_unused(self, (*asked, MEASURING) if self.kv_budget else asked, f"--method {self.method}")
+
+
+def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
+    """Raises RefusedError for an option that is given and that none of `methods` uses; `where` names them."""
+    known = [METHODS[name] for name in methods]
+    for name, found in type(options).__dataclass_fields__.items():  # type: ignore[attr-defined]
+        uses = found.metadata["methods"]
+        if uses and options.given(name) and not any(getattr(method, uses) for method in known):
+            users = ", ".join(other for other, method in METHODS.items() if getattr(method, uses))
+            raise RefusedError(f"{flag(name)} is not used by {where}; it goes with --method {users}")
