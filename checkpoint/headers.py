@@ -73,7 +73,7 @@ def read_header(path: Path, file: str) -> list[TensorSpec]:
         with safe_open(path, framework="np"):
             pass
     except (SafetensorError, OSError) as error:
-        raise CorruptError(f"{file} is truncated or no safetensors file: {explain(error)}; {_AGAIN}") from None
+        raise CorruptError(f"{file} is truncated or no safetensors file: {explain(error)}; {_AGAIN}") from error
     header = parse_json(text, f"{file}: its header", object_pairs_hook=partial(_unique, file))
     header.pop("__metadata__", None)
     specs = []
@@ -97,7 +97,7 @@ def parse_json(text: bytes, name: str, **hooks: Any) -> dict[str, Any]:
     except CorruptError:
         raise
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); {_AGAIN}") from None
+        raise CorruptError(f"{name} is not JSON in UTF-8 ({error}); {_AGAIN}") from error
     if not isinstance(value, dict):
         raise CorruptError(f"{name} holds a JSON {type(value).__name__}, not an object; {_AGAIN}")
     return value

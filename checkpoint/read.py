@@ -154,8 +154,8 @@ def member_path(directory: Path, name: str) -> Path:
         real = (directory / name).resolve(strict=True)
     except PermissionError:
         raise
-    except (OSError, RuntimeError, ValueError):  # not there, a link to itself, a name no file can have
-        raise CorruptError(f"{directory} has no file {name}; download it again") from None
+    except (OSError, RuntimeError, ValueError) as error:  # not there, a link to itself, a name no file can have
+        raise CorruptError(f"{directory} has no file {name}; download it again") from error
     roots = [directory.resolve()]
     if roots[0].parent.name == "snapshots":
         roots.append(roots[0].parent.parent / "blobs")
@@ -209,10 +209,10 @@ def read_checkpoint(
             }  # fmt: skip
         tensors = merge_tables(tables, read_json(directory, index) if index else None)
         side, left_out = _side_files(directory, {"config.json", INDEX, TORCH_INDEX, index, *files})
-    except NotADirectoryError:
-        raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from None
+    except NotADirectoryError as error:
+        raise RefusedError(f"{directory} is a file; give the directory that holds config.json") from error
     except (PermissionError, FileNotFoundError) as error:
-        raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from None
+        raise RefusedError(f"{error.filename} cannot be read: {error.strerror}; give yourself the right") from error
     names = unwrapped_names(spec.name for table in tables.values() for spec in table)
     pickled = {file: {names[stored]: tensor for stored, tensor in part.items()} for file, part in pickled.items()}
     config.pop("transformers_weights", None)  # results have files of the usual names
@@ -231,7 +231,7 @@ def cached_revision(directory: Path) -> tuple[str | None, str | None]:
     return repository.removeprefix("models--").replace("--", "/"), commit
 
 
-def _advice(present: set[str]) -> str:
+def _advice(present: AbstractSet[str]) -> str:
     """What to do with a directory that is no checkpoint."""
     if {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"} & present:
         return "an adapter is merged into its base model first (peft: merge_and_unload)"
@@ -302,7 +302,7 @@ def _load_pickled(directory: Path, file: str) -> dict[str, Tensor]:
         raise CorruptError(
             f"{file} is not a file of plain tensors that can be mapped ({why}); "
             "save the checkpoint as safetensors first"
-        ) from None
+        ) from error
     for name, tensor in state.items() if isinstance(state, dict) else ((state, None),):
         named = isinstance(name, str) and name.isprintable() and name != "__metadata__"
         if not named or type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -42,7 +42,14 @@ class CancelledError(Exception):
 
 
 class OutputDirectory:
-    """`with OutputDirectory(out, source, overwrite) as output: write into output.work; output.commit(name, record)`."""
+    """A directory that appears complete or not at all, and that one process writes at a time.
+
+    with OutputDirectory(out, source, overwrite) as output:
+        write_files(output.work)  # hidden beside `out`
+        output.commit("record.json", record)
+
+    What keeps `out` from being written is refused when the object is made.
+    """
 
     def __init__(self, out: Path, source: Path | None, overwrite: bool = False) -> None:
         named = out.name not in ("", "..")  # the way to it shall not lead through itself, which is renamed
@@ -50,17 +57,62 @@ class OutputDirectory:
         self.work = self.sibling("partial")
         self._old = self.sibling("replaced")
         self._overwrite = overwrite
-        try:
+        with _system_errors(self.out):
             self._check_place(source)
             self._check_existing()
-        except OSError as error:
-            raise _no_place(self.out, error) from error
 
     def sibling(self, purpose: str) -> Path:
         """A hidden name beside the output."""
         if not self.out.name:
             raise RefusedError(f"the output {self.out} is the root of a file system; give a directory in it with -o")
         return self.out.with_name(f".{self.out.name}.gqa-{purpose}")
+
+    def __enter__(self) -> OutputDirectory:
+        with ExitStack() as stack, _system_errors(self.out):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            busy = f"another conversion is writing {self.out}; wait for it or give another -o"
+            stack.enter_context(locked(self.sibling("lock"), busy))
+            stack.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
+            self._restore()
+            self._check_existing()  # now nobody else makes it
+            for leftover in (self.work, self._old):
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:  # a link, not what it leads to
+                    leftover.unlink(missing_ok=True)
+            self.work.mkdir()
+            self._stack = stack.pop_all()
+        return self
+
+    def commit(self, name: str, record: Mapping[str, Any]) -> None:
+        """Make everything durable and visible under the final name, with `record` and a list of the files as `name`."""
+        files = sorted({name} | {p.relative_to(self.work).as_posix() for p in self.work.rglob("*") if p.is_file()})
+        write_text(self.work / name, json.dumps({**record, "files": files}, indent=2, ensure_ascii=False) + "\n")
+        for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
+            fsync_directory(directory)
+        try:
+            self._check_existing()
+        except RefusedError as error:  # it was made while this run was writing
+            raise OutputError(str(error)) from error
+        if not exchange(self.work, self.out):  # then OUT is absent for a moment: see _restore
+            if self.out.exists():
+                self.out.rename(self._old)
+            self.work.rename(self.out)
+        fsync_directory(self.out.parent)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
+        with self._stack:
+            self._restore()
+            shutil.rmtree(self._old, ignore_errors=True)
+        if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutputError(
+                f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
+            ) from value
+
+    def _restore(self) -> None:
+        """Undo an --overwrite that was stopped between its two renames."""
+        if self._old.is_dir() and not self._old.is_symlink() and not os.path.lexists(self.out):
+            self._old.rename(self.out)
 
     def _check_place(self, source: Path | None) -> None:
         if source is not None:
@@ -97,56 +149,6 @@ class OutputDirectory:
                 "move it away or give another output with -o"
             )
 
-    def __enter__(self) -> OutputDirectory:
-        with ExitStack() as held:
-            try:
-                self.out.parent.mkdir(parents=True, exist_ok=True)
-                busy = f"another conversion is writing {self.out}; wait for it or give another -o"
-                held.enter_context(locked(self.sibling("lock"), busy))
-                held.callback(shutil.rmtree, self.work, ignore_errors=True)  # what stays is removed by the next run
-                self._restore()
-                self._check_existing()  # now nobody else makes it
-                for leftover in (self.work, self._old):
-                    if leftover.is_dir() and not leftover.is_symlink():
-                        shutil.rmtree(leftover)
-                    else:  # a link, not what it leads to
-                        leftover.unlink(missing_ok=True)
-                self.work.mkdir()
-            except OSError as error:
-                raise _no_place(self.out, error) from error
-            self._held = held.pop_all()
-        return self
-
-    def commit(self, name: str, record: Mapping[str, Any]) -> None:
-        """Make everything durable and visible under the final name, with `record` and a list of the files as `name`."""
-        files = sorted({name} | {p.relative_to(self.work).as_posix() for p in self.work.rglob("*") if p.is_file()})
-        write_text(self.work / name, json.dumps({**record, "files": files}, indent=2, ensure_ascii=False) + "\n")
-        for directory in {self.work, *(p for p in self.work.rglob("*") if p.is_dir())}:
-            fsync_directory(directory)
-        try:
-            self._check_existing()
-        except RefusedError as error:  # it was made while this run was writing
-            raise OutputError(str(error)) from error
-        if not exchange(self.work, self.out):  # then OUT is absent for a moment: see _restore
-            if self.out.exists():
-                self.out.rename(self._old)
-            self.work.rename(self.out)
-        fsync_directory(self.out.parent)
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        with self._held:
-            self._restore()
-            shutil.rmtree(self._old, ignore_errors=True)
-        if isinstance(value, OSError) and value.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutputError(
-                f"no space left for {self.out}: nothing was kept; free some space or give another output with -o"
-            ) from value
-
-    def _restore(self) -> None:
-        """Undo an --overwrite that was stopped between its two renames."""
-        if self._old.is_dir() and not self._old.is_symlink() and not os.path.lexists(self.out):
-            self._old.rename(self.out)
-
 
 def _others(directory: Path) -> list[str]:
     """What is in a directory besides a checkpoint: what its records do not list, or what is not named as such files."""
@@ -171,8 +173,15 @@ def require_space(needed: int, out: Path) -> None:
         )
 
 
-def _no_place(out: Path, error: OSError) -> OutputError:
-    return OutputError(f"cannot write beside {out}: {error.strerror or error}; give another output with -o")
+@contextmanager
+def _system_errors(out: Path) -> Iterator[None]:
+    """Errors of the system as an OutputError that names the output."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot write beside {out}: {error.strerror or error}; give another output with -o"
+        ) from error
 
 
 def exchange(first: Path, second: Path) -> bool:

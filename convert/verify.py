@@ -21,7 +21,8 @@ from gqa.convert.plan import OutputTensor, Plan, Shard
 if TYPE_CHECKING:
     from torch import Tensor
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 BLOCK = 1 << 16  # bytes of a sampled block
 CHUNK = 1 << 20  # bytes compared at a time when all are; they stay in the processor's cache
 
