@@ -13,30 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError
 from gqa.corpus.sources import hash_threshold, is_below
-from gqa.corpus.tokens import Blocks, Ints, TokenisedText
-
-
-class Documents(Protocol):
-    """D documents, or pairs, of one source after the other: `TokenisedText` and `PairTable`."""
-
-    @property
-    def digests(self) -> NDArray[np.uint8]:
-        """(D, 32) SHA-256 of what each says."""
-
-    @property
-    def lengths(self) -> Ints:
-        """(D,) what each counts: its tokens, or 1 for a pair."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Documents of each source."""
+from gqa.corpus.tokens import Blocks, Documents, Ints, TokenisedText
 
 
 @dataclass(frozen=True)

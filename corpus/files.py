@@ -126,14 +126,14 @@ def file_error(error: BaseException, file: Path, columns: Sequence[str]) -> Corp
         return CorpusError(f"{file} holds no text: it is empty or blank")
     if isinstance(error, UnicodeDecodeError):
         return CorpusError(f"{file} is not UTF-8: {explain(error)}; convert it, for instance with iconv")
-    if isinstance(error, KeyError) and file_format(file) in ("csv", "tsv"):
+    if isinstance(error, KeyError) and file_format(file) not in ("csv", "tsv"):
+        return CorpusError(f"{file} has no field {error}")
+    if isinstance(error, KeyError):
         import pandas
 
         present = list(pandas.read_csv(file, sep="\t" if file_format(file) == "tsv" else ",", nrows=0).columns)
         return missing_column(str(file), next(name for name in columns if name not in present), present)
     reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else explain(error)
-    if "column names don't match" in reason:
-        reason = f"its columns are not those of the files or rows before it: {reason}"
     return CorpusError(f"{file} cannot be read: {reason}")
 
 

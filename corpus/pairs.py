@@ -12,11 +12,10 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.corpus.sources import Source, row_digest
-from gqa.corpus.tokens import Block, Encoder, Ints, cached_rows, first_token, list_lengths
+from gqa.corpus.tokens import Block, Documents, Encoder, Ints, cached_rows, first_token, list_lengths
 
 Pair = tuple[list[int], list[int]]  # tokens of a source, and of its target: what the model is to predict
 
@@ -102,24 +101,11 @@ class PairEncoder:
 
 
 @dataclass(frozen=True)
-class PairTable:
-    """D tokenised pairs of one data set after the other, memory-mapped: Arrow's lists of int32 of `sources` and of
-    `targets`, nothing before or after them. `digests` (D, 32) and `sizes` are as of `TokenisedText`.
-    """
+class PairTable(Documents):
+    """Tokenised pairs, memory-mapped: Arrow's lists of int32 of sources and of targets, without special tokens."""
 
     sources: Any
     targets: Any
-    digests: NDArray[np.uint8]
-    sizes: tuple[int, ...]
-    fingerprint: str
-
-    def __len__(self) -> int:
-        return len(self.digests)
-
-    @cached_property
-    def lengths(self) -> Ints:
-        """(D,) what pairs count where they are put in order and held out: each the same."""
-        return np.ones(len(self), np.int64)
 
     @cached_property
     def tokens(self) -> Ints:
@@ -149,7 +135,7 @@ def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> PairTable
     tables, digests, fingerprints = zip(*parts, strict=True)
     whole = pyarrow.concat_tables([table.replace_schema_metadata() for table in tables])  # each has its own key
     fingerprint = hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()[:32]
-    return PairTable(whole["source"], whole["target"], np.concatenate(digests), tuple(map(len, digests)), fingerprint)
+    return PairTable(np.concatenate(digests), tuple(map(len, digests)), fingerprint, whole["source"], whole["target"])
 
 
 def pair_block(pair: tuple[Sequence[int] | Ints, Sequence[int] | Ints]) -> Block:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,30 +88,24 @@ class Source:
 
         Raises CorpusError for what cannot be read and for a source without any text.
         """
-        data = self.dataset()
-        empty = True
-        for row in self.read(data):
-            yield tuple(row[name] for name in self.columns)
-            empty = False
-        if empty:
-            raise self.no_text()
-
-    def is_empty(self) -> bool:
-        """Whether it has no text. Raises CorpusError for what cannot be read."""
-        return next(self.read(self.dataset()), None) is None
+        rows = self.read(self.dataset())
+        if (first := next(rows, None)) is None:
+            if len(self.columns) > 1:
+                raise CorpusError(f"no row of {self.spec} has both a source and a target; name two columns that belong")
+            raise CorpusError(f"{self.spec} holds no text: it is empty or blank")
+        yield from (tuple(row[name] for name in self.columns) for row in chain([first], rows))
 
     def dataset(self) -> Any:
         """A `datasets.IterableDataset` of `columns` alone, of rows that have text in each. Raises CorpusError."""
         data = self.load()
         if hasattr(data, "to_iterable_dataset"):
             data = data.to_iterable_dataset()
-        for column in self.columns:
-            if data.column_names is not None and column not in data.column_names:
-                raise missing_column(
-                    str(self.files[0]) if len(self.files) == 1 else self.spec, column, data.column_names
-                )
-        data = data.select_columns(list(self.columns))
-        return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=list(self.columns))
+        columns = list(self.columns)
+        if data.column_names is not None and (missing := [name for name in columns if name not in data.column_names]):
+            place = self.files[0] if len(self.files) == 1 else self.spec
+            raise missing_column(str(place), missing[0], data.column_names)
+        data = data.select_columns(columns)
+        return data.map(self._texts, batched=True, batch_size=_ROWS, remove_columns=columns)
 
     def read(self, data: Any) -> Iterator[dict[str, Any]]:
         """The rows of a data set that was made of `dataset`. Raises CorpusError."""
@@ -134,15 +129,12 @@ class Source:
                 if value is not None and not isinstance(value, str):
                     kind = type(value).__name__
                     raise CorpusError(f"{self.spec}: field {column!r} is no text but {kind}; name a field of text")
-            parts = [row] if self.separator is None or row[0] is None else self._documents(row[0])
+            parts = [(text.strip("\n"),) for text in row[0].split(self.separator)] if self.separator else [row]
             rows += [part for part in parts if all(value and value.strip() for value in part)]
         if self.fraction is not None:
             threshold = hash_threshold(self.fraction)
             rows = [row for row in rows if is_below(row_digest(*row), threshold)]
         return {column: [row[number] for row in rows] for number, column in enumerate(self.columns)}
-
-    def _documents(self, text: str) -> list[tuple[str]]:
-        return [(part.strip("\n"),) for part in text.split(cast(str, self.separator))]
 
     def shard(self, count: int, index: int) -> Source:
         """Every `count`th shard (file) from `index` on, which are a part of it; of how many is `n_shards`."""
@@ -167,14 +159,6 @@ class Source:
             fraction=fraction,
             identify=lambda: f"{self.identify()} below {fraction!r}",
         )
-
-    def no_text(self) -> CorpusError:
-        """The error for a source of which nothing is left."""
-        if len(self.columns) > 1:
-            return CorpusError(
-                f"no row of {self.spec} has both a source and a target; name two columns that belong together"
-            )
-        return CorpusError(f"{self.spec} holds no text: it is empty or blank")
 
 
 def parse_source(

@@ -49,20 +49,30 @@ _OF_USE = (
 
 
 @dataclass(frozen=True)
-class TokenisedText:
-    """The documents of a source (or of several, one after the other) as tokens, memory-mapped.
+class Documents:
+    """D documents or pairs of a source, or of several, one after the other.
 
-    `tokens`: Arrow's lists of int32, one for each of D documents. `digests`: (D, 32) uint8, SHA-256 of each document's
-    text. `sizes`: documents of each source.
+    `digests`: (D, 32) uint8, SHA-256 of what each says. `sizes`: documents of each source. `fingerprint`: their hash.
     """
 
-    tokens: pyarrow.ChunkedArray
     digests: NDArray[np.uint8]
     sizes: tuple[int, ...]
     fingerprint: str
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.digests)
+
+    @cached_property
+    def lengths(self) -> Ints:
+        """(D,) what each counts where a share of them is taken: here the same."""
+        return np.ones(len(self), np.int64)
+
+
+@dataclass(frozen=True)
+class TokenisedText(Documents):
+    """Documents as tokens, memory-mapped: Arrow's lists of int32. They count by their tokens."""
+
+    tokens: pyarrow.ChunkedArray
 
     @cached_property
     def lengths(self) -> Ints:
@@ -96,7 +106,7 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedTex
             yield {"tokens": tokens, "digest": row_digest(text)}
 
     table, digests, fingerprint = cached_rows(key, rows, "tokens")
-    return TokenisedText(table.column("tokens"), digests, (len(digests),), fingerprint)
+    return TokenisedText(digests, (len(digests),), fingerprint, table.column("tokens"))
 
 
 def cached_rows(
@@ -153,10 +163,10 @@ def concatenate(texts: Sequence[TokenisedText]) -> TokenisedText:
     if len(texts) == 1:
         return texts[0]
     return TokenisedText(
-        pyarrow.chunked_array([chunk for text in texts for chunk in text.tokens.chunks]),
         np.concatenate([text.digests for text in texts]),
         tuple(size for text in texts for size in text.sizes),
         hashlib.sha256(" ".join(text.fingerprint for text in texts).encode()).hexdigest()[:32],
+        pyarrow.chunked_array([chunk for text in texts for chunk in text.tokens.chunks]),
     )
 
 

@@ -56,7 +56,7 @@ def numbered(lengths: list[int], sizes: tuple[int, ...]) -> TokenisedText:
     tokens, ends = np.arange(sum(lengths), dtype=np.int32), np.cumsum(lengths)[:-1]
     lists = pyarrow.chunked_array([pyarrow.array(np.split(tokens, ends), pyarrow.list_(pyarrow.int32()))])
     digests = np.random.default_rng(0).integers(0, 256, (len(lengths), 32), np.uint8)
-    return TokenisedText(lists, digests, sizes, "numbered")
+    return TokenisedText(digests, sizes, "numbered", lists)
 
 
 @pytest.mark.parametrize(

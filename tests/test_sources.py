@@ -152,9 +152,10 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "deep.jsonl": (b'{"text":' + b"[" * 100_000, UNREADABLE),
     "list.jsonl": (b'{"text": "a"}\n["b"]\n', UNREADABLE),
     "half.jsonl": (b'{"text": "a\\ud83d"}\n', UNREADABLE),
-    "number.jsonl": (b'{"text": "a"}\n{"text": null}\n{"text": 5}\n',
+    "number.jsonl": (b'{"text": 4}\n{"text": null}\n{"text": 5}\n',
                      ": field 'text' is no text but int; name a field of text"),
     "missing.jsonl": (b'{"title": "a", "b\\n": 1}\n', " has no field 'text'; it has 'b\\n', 'title'"),
+    "missing.json": (b'[{"title": "a"}]', " has no field 'text'"),
     "missing.csv": (b"title,body\na,b\n", " has no field 'text'; it has 'body', 'title'"),
     "missing.tsv": (b"title\tbody\na\tb\n", " has no field 'text'; it has 'body', 'title'"),
     "long.csv": (b"id,text\n1,a\n2,b,c\n", UNREADABLE),
@@ -175,13 +176,9 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pq.write_table(pa.table({"text": [1, 2], "title": ["a", "b"]}), "ints.parquet")
     os.truncate(write(Path("cut.arrow"), TEXTS * 100), 2001)
     Path("mem.txt").symlink_to("/proc/self/mem")  # which opens, and cannot be read where it begins
-    for directory in ("many", "differ"):
-        Path(directory).mkdir()
-        for number in range(4):
-            lines(
-                Path(directory, f"{number}.jsonl"),
-                {"text": f"{number}"} | ({"id": 1} if number and directory == "differ" else {}),
-            )
+    Path("many").mkdir()
+    for number in range(4):
+        lines(Path("many", f"{number}.jsonl"), {"text": f"{number}"})
     Path("many/2.jsonl").write_text("{")
     bad_text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
     with pa.OSFile("bytes.arrow", "wb") as sink, pa.ipc.new_stream(sink, pa.schema([("text", "string")])) as writer:
@@ -193,7 +190,6 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "cut.arrow": "cut.arrow cannot be read: ",
         "bytes.arrow": "bytes.arrow cannot be read: ",
         "many": "many/2.jsonl cannot be read: ",
-        "differ": "differ/1.jsonl cannot be read: its columns are not those of the files or rows before it: ",
     }
     assert {name: refusal(name)[: len(said)] for name, said in wanted.items()} == wanted
     with pytest.raises(CorpusError, match=wanted["mem.txt"]):
@@ -259,6 +255,5 @@ def test_heldout_part(tmp_path: Path) -> None:
     more = list(source.part(0.2).texts())
     assert set(heldout) < set(more)
     assert source.part(0.1).identify() != source.identify()
-    assert source.part(0.0).is_empty()
     with pytest.raises(CorpusError, match=r"\(0 held out\) holds no text"):
         next(source.part(0.0).texts())

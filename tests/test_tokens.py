@@ -84,7 +84,7 @@ def test_blocks_are_the_documents_one_after_the_other(lengths: list[int], size: 
     """Position ids restart and document ids change exactly where a document begins."""
     numbers = np.arange(sum(lengths), dtype=np.int32)
     lists = pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(numbers))
-    text = TokenisedText(pa.chunked_array([lists]), np.zeros((len(lengths), 32), np.uint8), (len(lengths),), "")
+    text = TokenisedText(np.zeros((len(lengths), 32), np.uint8), (len(lengths),), "", pa.chunked_array([lists]))
     order = np.array(draw.sample(range(len(lengths)), len(lengths)))
     tokens, lengths = np.array(stream(text, order)), [lengths[i] for i in order]
     starts = np.cumsum([0, *lengths[:-1]])
@@ -174,7 +174,7 @@ def test_the_network_is_not_asked(tokenizer: Any, tmp_path: Path, monkeypatch: p
 def test_what_fails_is_not_kept(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "a.jsonl"
-    lines(path, {"text": "a"}, {"text": 5})
+    lines(path, {"text": 4}, {"text": 5})
     for _ in range(2):
         with pytest.raises(CorpusError, match=r"a\.jsonl: field 'text' is no text but int; name a field of text"):
             tokenise(read(path), tokenizer)

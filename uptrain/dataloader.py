@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
 from gqa.convert.align.self_samples import SampledBlocks
-from gqa.corpus.alpha import Documents, Heldout, hold_back, hold_back_of_each, n_blocks_for, select, shares_of
+from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, select, shares_of
 from gqa.corpus.pairs import PairBlocks
 from gqa.corpus.repeats import mixed
 from gqa.corpus.sources import Source, parse_self, parse_source, parse_sources, row_digest
 from gqa.corpus.streamed import StreamedBlocks
-from gqa.corpus.tokens import Block, Blocks, Encoder, concatenate, pack, tokenise
+from gqa.corpus.tokens import Block, Blocks, Documents, Encoder, concatenate, pack, tokenise
 from gqa.uptrain.defaults import settle_steps
 from gqa.uptrain.options import TrainOptions
 from gqa.uptrain.training_model import Batch
@@ -249,7 +249,7 @@ def heldout_sources(options: TrainOptions) -> list[Source]:
         return [parse_source("stdlib:heldout")] if options.data == ("stdlib:train",) else []
     sources = parse_sources(options.data, **how_to_read(options))
     parts = [source.part(options.heldout_fraction) for source in sources]
-    if parts := [part for part in parts if not part.is_empty()]:
+    if parts := [part for part in parts if next(part.read(part.dataset()), None)]:
         return parts
     raise RefusedError(
         f"--heldout-fraction {options.heldout_fraction:g} holds out no document of {', '.join(options.data)}; give "
