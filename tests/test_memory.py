@@ -118,7 +118,7 @@ layers = st.builds(CachedLayer, st.sampled_from([1, 2, 4, 8]), _sizes, _sizes, s
 caches = st.builds(lambda found: KVCache(tuple(found), 2, None), st.lists(layers, min_size=1, max_size=4))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(caches, st.integers(0, 500), st.integers(0, 9000), st.integers(1, 60), st.sampled_from([1, 2, 8, 16]))
 def test_the_largest_fits_and_one_more_does_not(
     kv: KVCache, weights: int, memory: int, context: int, ranks: int
