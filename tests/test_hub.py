@@ -278,7 +278,7 @@ def test_broken_repository(tmp_path: Path, hub: Hub, machine: Machine, case: str
         (["a/b/c"], "there is no directory a/b/c, and it is no hub id (owner/name)"),
         (["./tiny"], "there is no directory ./tiny, and it is no hub id"),
         (["lab/bad--name"], "'lab/bad--name' is no hub id (owner/name of letters"),
-        (["--revision", "", NAME], "--revision '' is not the name of a branch, a tag or a commit"),
+        (["--revision", "", NAME], "Invalid value for '--revision': '' is no name"),
         (["--revision", "../../x", NAME], "--revision '../../x' is not the name of"),
     ],
 )
