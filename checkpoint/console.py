@@ -103,6 +103,13 @@ def check_alone() -> None:
         )
 
 
+def _explain_file(error: OSError) -> str:
+    """What an error of the system is about, and what to do."""
+    if not error.filename or not error.strerror:
+        return str(error)
+    return f"{os.fsdecode(error.filename)}: {error.strerror}; check that it is there, and its rights and disk"
+
+
 def run(command: click.Command, program: str, interrupted: str) -> None:
     """Run a command; in colour where the terminal has it, unless NO_COLOR is set (no-color.org).
 
@@ -115,15 +122,15 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
         fail(program, f"{error.format_message().rstrip('.')}; see {program} --help", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         fail(program, f"interrupted; {interrupted}", 130)
-    except RefusedError as error:
-        fail(program, str(error), 2)
-    except OSError as error:
-        fail(program, str(error), 1)
-    except Exception as error:  # a defect of ours: one line all the same, the traceback on request
+    except Exception as error:  # one line, whatever it is; the traceback with its causes on request
         from gqa.checkpoint.devices import out_of_memory
 
         if any(re.fullmatch("--verbose|-[a-z]*v[a-z]*", word) for word in sys.argv):  # also in -qv
             traceback.print_exc()
+        if isinstance(error, RefusedError):
+            fail(program, str(error), 2)
+        if isinstance(error, OSError):
+            fail(program, _explain_file(error), 1)
         if out_of_memory(error):
             fail(program, f"out of memory: {explain(error)}", 1)
         fail(program, f"unexpected {type(error).__name__}: {explain(error)}; -v shows where, please report it", 1)

@@ -32,10 +32,10 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool = False, inst
             raise RefusedError(
                 f"the tokenizer of {checkpoint.name} is code that it brings; look at it, and give "
                 f"--trust-remote-code to run it{advice}"
-            ) from None
+            ) from error
         raise RefusedError(
             f"transformers cannot load the tokenizer of {checkpoint.name}: {explain(error)}; repair its files{advice}"
-        ) from None
+        ) from error
     if len(words) < 2:
         raise none
     return tokenizer

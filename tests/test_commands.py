@@ -18,7 +18,7 @@ from checkpoints import run
 from training import tiny_checkpoint, write_corpus
 
 from gqa.checkpoint import console
-from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.options import ByteSize, Number, Several, Text, Tokens, _types, read, read_count
 from gqa.convert import cli as convert_cli
@@ -317,6 +317,35 @@ def test_where_a_defect_is_is_shown_on_request(
     told = capsys.readouterr().err
     assert ("in broken" in told) == ("v" in words)
     assert told.endswith("gqa-x: unexpected ZeroDivisionError: division by zero; -v shows where, please report it\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (RefusedError("no such thing"), 2, "gqa-x: no such thing"),
+        (FileNotFoundError(2, "No such file", "m/x.json"), 1, "gqa-x: m/x.json: No such file; "),
+        (OutputError("m holds no space"), 1, "gqa-x: m holds no space"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_error_has_a_traceback_with_its_cause_on_request(
+    error: Exception, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @click.command(cls=console.Command)
+    @click.option("-v", "--verbose", is_flag=True)
+    def failing(verbose: bool) -> None:
+        try:
+            raise ZeroDivisionError("the cause")
+        except ZeroDivisionError as cause:
+            raise error from cause
+
+    for words in ([], ["-v"]):
+        monkeypatch.setattr(sys, "argv", ["gqa-x", *words])
+        with pytest.raises(SystemExit) as left:
+            console.run(failing, "gqa-x", "nothing was done")
+        *shown, last = capsys.readouterr().err.splitlines()
+        assert (left.value.code, last.startswith(line)) == (code, True), last
+        assert ("the cause" in "".join(shown)) == bool(words)
 
 
 def test_a_command_says_at_once_that_it_has_begun_and_where_it_runs(

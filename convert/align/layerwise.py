@@ -191,9 +191,9 @@ class Layerwise:
         with watchable(), init_empty_weights(include_buffers=False), no_init_weights():
             try:
                 model = made._from_config(config, attn_implementation=named, dtype=dtype)
-            except (KeyError, ValueError):  # a class with a table of its own
+            except (KeyError, ValueError) as error:  # a class with a table of its own
                 if not called:
-                    raise RefusedError(alone) from None
+                    raise RefusedError(alone) from error
                 model = made._from_config(config, attn_implementation="eager", dtype=dtype)
                 model.set_attn_implementation(named)
         model.tie_weights()  # which the empty weights have undone
