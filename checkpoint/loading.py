@@ -126,6 +126,8 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
     from transformers.core_model_loading import WeightRenaming
     from transformers.modeling_utils import LoadStateDictConfig
 
+    from gqa.checkpoint.names import follow_prefix
+
     own = {key for key, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
     for key in own:
         model.get_parameter_or_buffer(key)._is_hf_initialized = True
@@ -150,6 +152,7 @@ def read_shards(model: PreTrainedModel, name: str, files: Sequence[str], device:
             raise
         raise RefusedError(f"transformers cannot load {name}: {explain(error)}") from error
     model._weight_conversions = [found for found in model._weight_conversions if found not in more]
+    follow_prefix(model, slices)
     _check_keys(name, info.to_dict())
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -28,6 +29,21 @@ def saved_tensors(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict
     """The same without what a class computes and does not save (sinusoidal positions of Marian)."""
     computed = model._keys_to_ignore_on_save or ()
     return stored_tensors(model, {name: tensor for name, tensor in weights.items() if name not in computed})
+
+
+def follow_prefix(model: PreTrainedModel, names: Collection[str]) -> None:
+    """From now on `model` stores its tensors without the prefix of the base model, if `names` have none: as checkpoints
+    of a base class are stored, which transformers loads into the class with a head all the same.
+    """
+    prefix = f"{model.base_model_prefix}."
+    if prefix == "." or any(name.startswith(prefix) for name in names):
+        return
+    if any(name.startswith(prefix) for name in model.state_dict()) and names:
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions is None:  # as transformers has it where no weights were loaded
+            found = get_model_conversion_mapping(model, add_legacy=False)
+            conversions = [each for each in found if not isinstance(each, PrefixChange)]
+        model._weight_conversions = [PrefixChange(prefix_to_add=model.base_model_prefix), *conversions]
 
 
 def tied_names(model: PreTrainedModel) -> set[str]:

@@ -5,6 +5,7 @@ prefix of the base model, and without a head.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from checkpoints import edit_json, run
 from safetensors.torch import load_file, save_file
 from scrambled import Ids, equal, find_maps, on_ids
 from tiny_models import TINY, build
-from torch import Tensor
+from training import options_for, tiny_checkpoint, trained
 
 from gqa.checkpoint.errors import RefusedError
+from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import plan_conversion
@@ -68,7 +70,7 @@ def test_names_of_the_class(name: str, tmp_path: Path) -> None:
             assert pair.stored(parameters).keys() & changed
 
 
-def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_prefix(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
 
 
@@ -85,7 +87,12 @@ def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("method", ["calibrated", "refined"])
 def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_path: Path) -> None:
-    model = build(TINY[name], 4)
+    tiny = (
+        replace(TINY[name], options={**TINY[name].options, "tie_word_embeddings": True})
+        if name == "qwen3"
+        else TINY[name]
+    )
+    model = build(tiny, 4)
     model.save_pretrained(tmp_path / "a")
     if "names" in head:
         as_the_class_has_them(model, tmp_path / "b")
@@ -110,7 +117,8 @@ def test_maps_are_those_of_other_names(name: str, head: str, method: str, tmp_pa
 
 def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     """One line; with a head that is tied to the embedding, without the prefix, layers are measured."""
-    build(TINY["qwen3"], 4).save_pretrained(tmp_path / "a")
+    tiny = replace(TINY["qwen3"], options={**TINY["qwen3"].options, "tie_word_embeddings": True})
+    build(tiny, 4).save_pretrained(tmp_path / "a")
     tensors = without_prefix(load_file(tmp_path / "a" / "model.safetensors"))
     save_file(tensors, tmp_path / "a" / "model.safetensors", {"format": "pt"})
     edit_json(tmp_path / "a" / "config.json", lambda config: config.update(tie_word_embeddings=True))
@@ -122,3 +130,22 @@ def test_budgets_and_sampling_need_a_head(tmp_path: Path) -> None:
     done = run("-g", 2, "--method", "calibrated", "--tokens", 64, "--context", 8, tmp_path / "a")
     assert (done.code, done.err.count("\n")) == (2, 1), done
     assert "Qwen3Model has no head that predicts tokens; give text instead of self" in done.err
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("train", ["all", "lora"])
+def test_training_keeps_the_names(train: str, tmp_path: Path) -> None:
+    """Without the prefix, too; and the result is what was trained."""
+    source = tiny_checkpoint(tmp_path / "m", "qwen3", tie_word_embeddings=True)
+    for file in source.glob("*.safetensors"):
+        save_file(without_prefix(load_file(file)), file, {"format": "pt"})
+    index = source / "model.safetensors.index.json"
+    if index.exists():
+        edit_json(index, lambda of: of.update(weight_map=without_prefix(of["weight_map"])))
+    before = read_checkpoint(source).tensors
+    progress, _ = trained(options_for(source, tmp_path / "out", train=train, teacher="none"))
+    assert progress.step == 2
+    after = read_checkpoint(tmp_path / "out").tensors
+    assert {name: of.shape for name, of in after.items()} == {name: of.shape for name, of in before.items()}
+    weights = load_model(str(tmp_path / "out")).state_dict(), load_model(str(source)).state_dict()
+    assert not equal(*weights)

@@ -29,7 +29,7 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.loading import check_predicts_tokens, load_model, positions, ranks, read_auto_config
-from gqa.checkpoint.names import sources, tied_names
+from gqa.checkpoint.names import follow_prefix, sources, tied_names
 from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
@@ -165,6 +165,7 @@ def build_model(
     """
     sharded, device = accelerator.is_fsdp2, str(accelerator.device)
     model = _load(checkpoint, options, device, "float32", weights=not (dry or sharded))
+    follow_prefix(model, checkpoint.tensors)
     if options.target_field and not model.config.is_encoder_decoder:
         raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
     set_seed(options.seed)  # of adapters
