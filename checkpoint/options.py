@@ -16,7 +16,7 @@ A bool is a flag, a Literal a choice, a tuple takes several values; other types 
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from fractions import Fraction
 from functools import cache
@@ -216,9 +216,10 @@ class _Flag(click.ParamType[bool]):
 
 
 @cache
-def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
+def _types(kind: Hashable) -> dict[str, tuple[click.ParamType[Any], bool]]:
     """By field, the type of its values, and whether it has several."""
     found = {}
+    assert isinstance(kind, type)
     for name, hint in get_type_hints(kind).items():
         (one, *others) = [part for part in get_args(hint) if part is not NoneType] or [hint]
         plain = hint if get_origin(hint) in (Literal, tuple) else one
@@ -325,6 +326,7 @@ def command(kind: type[T], epilog: str = "") -> Callable[[Callable[[T], Any]], c
         made = Command(
             None, callback=call, params=params, help=function.__doc__, epilog=epilog, context_settings=CONTEXT_SETTINGS
         )
-        return version_option(made)
+        version_option(made)
+        return made
 
     return decorate

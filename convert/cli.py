@@ -98,7 +98,7 @@ def _convert(plan: Plan, allotment: Mapping[str, Any], options: ConvertOptions) 
         result = convert_as(options, plan, bar, sys.argv[1:])
     if table := bar.table():
         _say(table, options)
-    record = _report_plan(plan, options) | allotment
+    record = _report_plan(plan, options) | dict(allotment)
     _warn(result.warnings[len(plan.warnings) if plan.why else 0 :])
     seconds = time.monotonic() - start
     _say(f"written     {result.out}: {size(plan.total_bytes)} in {seconds:.1f} s, verified", options)

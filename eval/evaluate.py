@@ -392,7 +392,7 @@ def check_recall(subjects: Sequence[Subject], context: int) -> None:
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:
     """Blocks that the model writes, that none is calibrated or trained on."""
 
-    def write(dtype: str, device: str | None = options.device) -> PreTrainedModel:
+    def write(dtype: Any, device: str | None = options.device) -> PreTrainedModel:
         return load(subject, replace(options, precision=dtype, device=device))
 
     seed = seed_apart(0, "evaluation")

@@ -419,8 +419,8 @@ def fails(error: Exception) -> Callable[..., None]:
 NO_MEMORY = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you"
 )
-MOST = r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --context or"
-MOST += r" --refine-batch, give --precision bfloat16 \(of gqa-ablate --calibration-context, --calibration-precision\)"
+MOST = r"out of memory on cpu with 64 blocks of 16 tokens in a layer at a time \(16 to refine it\); lower --context, "
+MOST += "give --precision bfloat16"
 EMBEDDING, MLP = "torch.nn.Embedding", "transformers.models.llama.modeling_llama.LlamaMLP"
 
 

@@ -63,6 +63,7 @@ def _export(setup: Setup, weights: Mapping[str, Tensor], record: dict[str, Any])
     The directory appears at once, complete.
     """
     options, source = setup.options, setup.checkpoint
+    assert options.output
     with OutputDirectory(options.output, source.directory, options.overwrite) as output:
         work = output.work
         require_space(source.nbytes, output.out)

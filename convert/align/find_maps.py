@@ -59,9 +59,8 @@ def with_maps(
                 raise
             raise RefusedError(
                 f"out of memory on {options.device} with {options.at_once} blocks of {options.text.length} tokens in "
-                f"a layer at a time ({options.refinement.batch} to refine it); lower --context or --refine-batch, give "
-                "--precision bfloat16 (of gqa-ablate --calibration-context, --calibration-precision), or another "
-                "--device"
+                f"a layer at a time ({options.refinement.batch} to refine it); lower --context, give --precision "
+                "bfloat16, or another --device"
             ) from error
         yield replace(plan, merging=replace(plan.merging, maps=layers.maps()))
 

@@ -303,9 +303,9 @@ class _Bench:
             return Path(str(options.model)), 0.0
         if not out.exists():
             method = "mean" if cell.method in UNMERGED else cell.method
-            plan = make_plan(open_model(options.model), groups, method, cell.seed)
+            plan = make_plan(open_model(str(options.model)), groups, method, cell.seed)
             calibration = options.maps_of(cell) if plan.lacks_maps else None
-            convert_checkpoint(options.model, groups, out, method=method, seed=cell.seed, calibration=calibration)
+            convert_checkpoint(str(options.model), groups, out, method=method, seed=cell.seed, calibration=calibration)
         return out, time.perf_counter() - start
 
     def _measure_training(
@@ -315,10 +315,12 @@ class _Bench:
         path, cell, columns = converted, cells[0], common | {"train_tokens": 0, "seconds_training": 0.0}
         if cell.alpha:
             start, options = time.perf_counter(), self._study.options.training_of(cell, self._work / cell.conversion)
+            assert options.output
             resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
             options = replace(options, model=str(converted), resume=resume, overwrite=True)
             shared = cell.teacher == "source" and self._options.precision == "auto"
             progress, _ = uptrain(prepare(options, self._comparison.live if shared else None))
+            assert options.output
             path = options.output
             columns |= {
                 "train_tokens": progress.tokens, "train_loss": progress.loss,

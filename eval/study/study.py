@@ -263,7 +263,8 @@ class AblateOptions(Options):
         """Of a conversion, up to the alpha of `cell`, with its result in `place`."""
         return replace(
             self.training, output=place / f"{cell.train}-{cell.teacher}-{cell.alpha:g}", alpha=cell.alpha,
-            train=cast(Scope, cell.train), teacher=self.model if cell.teacher == "source" else NO_TEACHER,
+            train=cast(Scope, cell.train),
+            teacher=self.model if self.model and cell.teacher == "source" else NO_TEACHER,
             seed=cell.seed,
         )  # fmt: skip
 
