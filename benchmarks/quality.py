@@ -28,7 +28,7 @@ def windows_of(text: str, model: str, count: int, length: int) -> Any:
     from transformers import AutoTokenizer
 
     from gqa.checkpoint.loading import load_model
-    from gqa.convert.align.self_samples import samples
+    from gqa.convert.merge.self_samples import samples
     from gqa.corpus.stdlib import stdlib_documents
 
     if text == "self":

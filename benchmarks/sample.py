@@ -21,7 +21,7 @@ from harness import EMBEDDED, JSON_OPTION, SHAPES, write_json, write_random
 
 from gqa.checkpoint.devices import default_device, native_bfloat16
 from gqa.checkpoint.loading import load_model
-from gqa.convert.align.sampling import samples
+from gqa.convert.merge.sampling import samples
 
 
 @click.command(help=__doc__)

@@ -16,19 +16,19 @@ from gqa.checkpoint.hub import beside, open_model
 from gqa.checkpoint.provenance import PROVENANCE, request
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.write import DEFAULT_JOBS, OutputDirectory, require_space, write_text
-from gqa.convert.align.options import MapsOptions
-from gqa.convert.align.watcher import SILENT, Bar, Watcher
 from gqa.convert.heads.layout import Groups
-from gqa.convert.merge import write
+from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.watcher import SILENT, Bar, Watcher
 from gqa.convert.methods import AUTO, MEASURING, METHODS
 from gqa.convert.options import ConvertOptions
 from gqa.convert.plan import Plan, make_plan, searches
 from gqa.convert.recast.targets import ANY, Target
+from gqa.convert.rewrite import write
 from gqa.convert.summary import model_card, provenance
 from gqa.convert.verify import verify_load
 
 if TYPE_CHECKING:
-    from gqa.convert.align.allot import Losses
+    from gqa.convert.merge.allot import Losses
 
 __all__ = [
     "Conversion", "Plan", "Target", "convert_checkpoint", "convert_plan", "default_output", "plan_conversion",
@@ -112,7 +112,7 @@ def plan_within(
 
     What would refuse the plan, or `out`, does so before layers are measured and before weights are fetched.
     """
-    from gqa.convert.align.allot import heads_within, uneven
+    from gqa.convert.merge.allot import heads_within, uneven
 
     def plan(checkpoint: Checkpoint, groups: Groups) -> Plan:
         made = make_plan(checkpoint, groups, **options)
@@ -171,7 +171,7 @@ def convert_plan(
     require_space(plan.total_bytes, output.out)
     with ExitStack() as stack:
         if plan.lacks_maps:  # what finds them runs models, whose imports take seconds
-            from gqa.convert.align.find_maps import with_maps
+            from gqa.convert.merge.find_maps import with_maps
 
             plan = stack.enter_context(with_maps(plan, out, calibration or MapsOptions(), layers, overwrite=overwrite))
         stack.enter_context(output)

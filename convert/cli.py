@@ -14,7 +14,7 @@ import click
 from gqa.checkpoint import console
 from gqa.checkpoint.errors import one_line
 from gqa.checkpoint.options import command as command_of
-from gqa.convert.align.watcher import Bar
+from gqa.convert.merge.watcher import Bar
 from gqa.convert.methods import ALIGNING, AUTO, METHODS
 from gqa.convert.options import ConvertOptions
 

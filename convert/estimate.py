@@ -12,10 +12,10 @@ from functools import cache
 from typing import Any
 
 from gqa.checkpoint.write import DEFAULT_JOBS
-from gqa.convert.align.options import MapsOptions
 from gqa.convert.heads.blocks import can_guess_inputs
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
+from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import METHODS, Method
 from gqa.convert.plan import Plan
 from gqa.corpus.sources import is_self
@@ -142,7 +142,7 @@ def memory(plan: Plan, method: Method, how: MapsOptions) -> int:
     trained = _TRAINED * sum(spec.numel for spec in module.tensors.values()) if method.refines else 0
     found = 4 * int(_HELD * how.text.taken * width + 2 * (layer + vocabulary * width) + trained)
     if any(map(is_self, how.text.sources)):  # the whole model in 16 bits
-        from gqa.convert.align.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
+        from gqa.convert.merge.self_samples import DRAWN, SAMPLED, SAMPLED_BYTES
 
         cache = min(SAMPLED_BYTES, SAMPLED * how.text.length * plan.cache_before.bytes_per_token)
         found = max(found, 2 * plan.checkpoint.parameters + cache + SAMPLED * vocabulary * DRAWN)

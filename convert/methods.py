@@ -1,7 +1,7 @@
 """How the heads of a group become one: every method is one entry, registered here.
 
 `mean` and `first` are the pooling of arXiv 2305.13245, section 2.1 and figure 4; `random` is that figure's control. The
-others look at the model: their maps are found first (`gqa.convert.align.find_maps`) and then applied, and their
+others look at the model: their maps are found first (`gqa.convert.merge.find_maps`) and then applied, and their
 function pools the modules that have none (those of layers that predict further tokens).
 """
 
@@ -111,7 +111,7 @@ def first(kv: int, groups: int) -> HeadMaps:
     return HeadMaps(key=weights, value=weights)
 
 
-_FROM_WEIGHTS = "gqa.convert.align.aligned:from_weights"
+_FROM_WEIGHTS = "gqa.convert.merge.aligned:from_weights"
 register("random", "nothing", "seconds", "drawn at random, a control of no use untrained", redraws=True)(mean)
 register("procrustes", "weights", "seconds", "rotated to agree, then the mean", finder=_FROM_WEIGHTS)(mean)
 _EXPECTED = "the closed form on inputs guessed from weights"

@@ -23,7 +23,7 @@ from gqa.checkpoint.options import (
     flag,
     option,
 )
-from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import AUTO, AUTOMATIC, GROUPINGS, MEASURING, METHODS
 
 if TYPE_CHECKING:

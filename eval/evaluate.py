@@ -20,8 +20,8 @@ from gqa.checkpoint.devices import find_device, out_of_memory
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import request, versions
-from gqa.convert.align.cache_bits import layers_with_cache, quantise_cache, quantised_attention
-from gqa.convert.align.self_samples import sampled_blocks, seed_apart
+from gqa.convert.merge.cache_bits import layers_with_cache, quantise_cache, quantised_attention
+from gqa.convert.merge.self_samples import sampled_blocks, seed_apart
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.decode import decode_contexts, in_dtype, measure_decode, measured_cache_bytes

@@ -31,8 +31,8 @@ def convert_model(model: Model | ConvertOptions, *, tokenizer: Any = None, **opt
         TypeError: There is no option of that name.
         OutputError: The result could not be written or did not verify; nothing is left at `output`.
     """
-    from gqa.convert.align.watcher import Bar
     from gqa.convert.api import convert_as, plan_for
+    from gqa.convert.merge.watcher import Bar
     from gqa.convert.options import ConvertOptions
 
     with called_from_python(bool(options.get("quiet"))), ExitStack() as stack:

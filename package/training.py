@@ -33,7 +33,7 @@ def uptrain_model(
         StoppedError: A signal (an interrupt of the kernel) asked for the end; with `resume=True` the run goes on.
         OutputError: The result could not be written or did not verify.
     """
-    from gqa.convert.align.watcher import Bar
+    from gqa.convert.merge.watcher import Bar
     from gqa.uptrain.options import TrainOptions
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare

@@ -43,7 +43,7 @@ def few_questions(patch: pytest.MonkeyPatch) -> None:
     """About the context, and few texts that the model writes for them."""
     patch.setattr("gqa.eval.recall.READ", 256)
     patch.setattr("gqa.eval.evaluate.SAMPLES", 12)
-    patch.setattr("gqa.convert.align.self_samples.SAMPLED", 12)
+    patch.setattr("gqa.convert.merge.self_samples.SAMPLED", 12)
 
 
 def with_tokenizer(model: Any, path: Path) -> Path:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.find_maps import with_maps
-from gqa.convert.align.options import CalibrationText, MapsOptions
-from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import ModelConfig, read_config
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
+from gqa.convert.merge.find_maps import with_maps
+from gqa.convert.merge.options import CalibrationText, MapsOptions
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.plan import Plan
 
 Stored = dict[str, dict[str, Tensor]]  # by name: the tensors of the file that holds it

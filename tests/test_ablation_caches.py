@@ -14,8 +14,8 @@ from test_ablation import by_cell, command, evaluated
 from training import words_for
 
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.allot import heads_within
-from gqa.convert.align.options import CalibrationText, MapsOptions
+from gqa.convert.merge.allot import heads_within
+from gqa.convert.merge.options import CalibrationText, MapsOptions
 from gqa.eval.study import ablation
 from gqa.eval.study.study import Cell
 

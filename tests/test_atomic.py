@@ -23,8 +23,7 @@ from gqa.checkpoint import shards
 from gqa.checkpoint import write as writer
 from gqa.checkpoint.errors import OutputError
 from gqa.convert import api as convert_api
-from gqa.convert import convert_checkpoint
-from gqa.convert import merge as rewrite
+from gqa.convert import convert_checkpoint, rewrite
 
 INTERRUPTED = (
     "gqa-convert: interrupted; nothing half-written is left, "

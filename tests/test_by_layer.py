@@ -30,8 +30,8 @@ from gqa.checkpoint.loading import cache_name, load_model
 from gqa.checkpoint.modelling.text import BY_LAYER
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.allot import _text, allotted, heads_within, losses_alone
-from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.allot import _text, allotted, heads_within, losses_alone
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.plan import make_plan
 from gqa.eval.subjects import Subject
 
@@ -250,7 +250,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_part_of_the_text_is_measured_whatever_its_sources_say(uneven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gqa.convert.align.allot.MEASURED", 32)
+    monkeypatch.setattr("gqa.convert.merge.allot.MEASURED", 32)
     checkpoint, how = read_checkpoint(uneven), small_options()
     for source, count in (("self:64", 6), ("self", 34), ("self:plain:64@3", 6)):
         asked = replace(how, text=replace(how.text, sources=(source,)))
@@ -276,7 +276,7 @@ def test_a_layer_loses_what_it_loses(uneven: Path) -> None:
 
 
 def watcher() -> Any:
-    from gqa.convert.align.watcher import SILENT
+    from gqa.convert.merge.watcher import SILENT
 
     return SILENT
 
@@ -373,7 +373,7 @@ def test_refused_before_anything_is_measured(
     for words in (("--no-remote-code",), ("--attention", "cross"), ("--method", "mean", "--grouping", "search")):
         assert words[-2 if len(words) > 1 else 0] in refusal(uneven, "--kv-budget", "0.5", *words)
     monkeypatch.undo()
-    measured = "gqa.convert.align.self_samples.sampled_blocks"
+    measured = "gqa.convert.merge.self_samples.sampled_blocks"
     monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("it was measured"))
     assert "--target-field" in refusal(uneven, "--kv-budget", "0.5", "--target-field", "x")
 

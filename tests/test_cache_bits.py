@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import cache_name, load_model
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.cache_bits import quantise_cache, quantised_attention, rounded
 from gqa.convert.heads.kv_cache import CachedLayer, KVCache, parts_of
+from gqa.convert.merge.cache_bits import quantise_cache, quantised_attention, rounded
 
 IDS = torch.arange(10, 40)[None]
 

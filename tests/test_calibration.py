@@ -17,13 +17,13 @@ from tiny_models import TINY, build, inputs, logits
 from torch import Tensor
 
 from gqa.convert import Plan, convert_checkpoint, plan_conversion
-from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.closed_form import LayerResult, Task, closed_form
-from gqa.convert.align.layerwise import Layer
-from gqa.convert.align.options import Refinement
-from gqa.convert.align.refine import Calls, refine
-from gqa.convert.align.watcher import Watcher
 from gqa.convert.heads.family import KINDS
+from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.closed_form import LayerResult, Task, closed_form
+from gqa.convert.merge.layerwise import Layer
+from gqa.convert.merge.options import Refinement
+from gqa.convert.merge.refine import Calls, refine
+from gqa.convert.merge.watcher import Watcher
 
 SHORT = Refinement(steps=8, batch=8, heldout=0.25)
 
@@ -111,7 +111,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
         found.append(made[1:])
         return made
 
-    monkeypatch.setattr("gqa.convert.align.calibration.refine", noted)
+    monkeypatch.setattr("gqa.convert.merge.calibration.refine", noted)
     return found
 
 
@@ -332,7 +332,7 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
         found.append((result.maps.output, best.mT, result.error, left))
         return result
 
-    monkeypatch.setattr("gqa.convert.align.calibration.closed_form", compared)
+    monkeypatch.setattr("gqa.convert.merge.calibration.closed_form", compared)
     Calibrator(plan_of(source), Ids().ids(), on_ids(batch=24, ridge=0.0, grouping="contiguous")).run(0)
     output, best, error, left = found[0]
     assert torch.allclose(output, best, rtol=0, atol=1e-5 * float(best.abs().max()))

@@ -29,12 +29,12 @@ from transformers.utils import logging
 
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.align import watcher
-from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.find_maps import with_maps
-from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
-from gqa.convert.align.stream import Stream
 from gqa.convert.maps_file import StoredMaps
+from gqa.convert.merge import watcher
+from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.find_maps import with_maps
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.stream import Stream
 from gqa.convert.methods import ALIGNING, METHODS
 from gqa.convert.summary import _told_of_maps
 
@@ -148,7 +148,7 @@ def test_weights_are_not_looked_at_again(method: str, groups: Any, tmp_path: Pat
 
 
 _STOPPED = """
-from gqa.convert.align.calibration import Calibrator
+from gqa.convert.merge.calibration import Calibrator
 run = Calibrator.run
 Calibrator.run = lambda self, layer, *rest: os.kill(os.getpid(), {}) if layer else run(self, layer, *rest)
 """

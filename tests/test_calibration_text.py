@@ -14,12 +14,12 @@ from embedded import SOURCE, bring_class, bring_tokenizer, copy_source, tokenize
 from test_calibration import Told
 from torch import Tensor
 
-import gqa.convert.align.calibration_text as module
+import gqa.convert.merge.calibration_text as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.allot import FITTED, MEASURED, _text
-from gqa.convert.align.options import CalibrationText, MapsOptions
-from gqa.convert.align.watcher import SILENT
+from gqa.convert.merge.allot import FITTED, MEASURED, _text
+from gqa.convert.merge.options import CalibrationText, MapsOptions
+from gqa.convert.merge.watcher import SILENT
 from gqa.corpus.alpha import permutation
 from gqa.corpus.sources import parse_source
 from gqa.corpus.tokens import Blocks, Encoder, tokenise
@@ -49,7 +49,7 @@ def test_no_more_is_tokenised_than_is_needed(tmp_path: Path, monkeypatch: pytest
             read.extend(texts)
             return super().tokens(texts)
 
-    for place in ("convert.align.calibration_text", "corpus.tokens"):
+    for place in ("convert.merge.calibration_text", "corpus.tokens"):
         monkeypatch.setattr(f"gqa.{place}.Encoder", Counted)
     found = blocks(source, 4)
     assert found.shape == (4, LENGTH)
@@ -147,7 +147,7 @@ def test_layers_are_measured_on_every_source(tmp_path: Path, monkeypatch: pytest
         counts.append(count * length)
         return [{"input_ids": np.full(length, -1)}] * count
 
-    monkeypatch.setattr("gqa.convert.align.self_samples.sampled_blocks", write)
+    monkeypatch.setattr("gqa.convert.merge.self_samples.sampled_blocks", write)
     source = written(tmp_path, 2000)
     fitted, measured = measuring(256, "self:184320", source)
     assert (len(fitted), len(measured)) == (FITTED // 256, MEASURED // 256)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gqa.convert.align import alignment, closed_form
-from gqa.convert.align.alignment import ridge, shared_key, shared_value
-from gqa.convert.align.closed_form import output_roots, position_weights, seen_keys, significance_of
-from gqa.convert.align.moments import Moments
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
+from gqa.convert.merge import alignment, closed_form
+from gqa.convert.merge.alignment import ridge, shared_key, shared_value
+from gqa.convert.merge.closed_form import output_roots, position_weights, seen_keys, significance_of
+from gqa.convert.merge.moments import Moments
 
 HEADS, REPEAT, DIM = 3, 2, 6
 OWNER = torch.arange(HEADS).repeat_interleave(REPEAT)

@@ -22,7 +22,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError
 from gqa.checkpoint.hub_errors import quiet
 from gqa.checkpoint.options import ByteSize, Number, Several, Text, Tokens, _types, read, read_count
 from gqa.convert import cli as convert_cli
-from gqa.convert.align.watcher import Bar
+from gqa.convert.merge.watcher import Bar
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.study.study import AblateOptions

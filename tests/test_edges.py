@@ -43,7 +43,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from gqa.checkpoint.write import replacing
-from gqa.convert import RefusedError, merge
+from gqa.convert import RefusedError, rewrite
 from gqa.convert.heads.config import edit_config, read_config
 
 
@@ -175,7 +175,7 @@ def test_what_a_cast_makes_infinite_is_seen_beside_what_was(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_cast(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven numbers at a time, so that a tensor has several pieces and a last one that is shorter."""
-    monkeypatch.setattr(merge, "CAST_CHUNK", 7)
+    monkeypatch.setattr(rewrite, "CAST_CHUNK", 7)
     made = weights() | {"model.count": torch.arange(3), "model.empty": torch.zeros(0)}
     model = llama(tmp_path / "m", tensors=made, torch_dtype="float32")
     out = convert(model, "--dtype", dtype)

@@ -14,12 +14,12 @@ from scrambled import find_maps, on_ids, rearrange, relative
 from test_families import load, write_checkpoint
 from tiny_models import TINY, build, inputs, logits
 
-import gqa.convert.align.grouping as module
+import gqa.convert.merge.grouping as module
 from gqa.convert import RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.align.alignment import procrustes_key, procrustes_value
-from gqa.convert.align.grouping import Group, best_partition, find_order
-from gqa.convert.align.moments import Moments
 from gqa.convert.heads.symmetries import Rotary
+from gqa.convert.merge.alignment import procrustes_key, procrustes_value
+from gqa.convert.merge.grouping import Group, best_partition, find_order
+from gqa.convert.merge.moments import Moments
 from gqa.convert.plan import searches
 
 

@@ -18,15 +18,15 @@ from tiny_models import TINY, build
 from torch import Tensor
 from transformers import AutoTokenizer
 
-import gqa.convert.align.pairs as pairs_module
+import gqa.convert.merge.pairs as pairs_module
 from gqa.checkpoint.read import read_checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.convert import plan_conversion
-from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
-from gqa.convert.align.refine import Calls, Rows
-from gqa.convert.align.watcher import SILENT, Bar
 from gqa.convert.heads.config import transformers_config
+from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.refine import Calls, Rows
+from gqa.convert.merge.watcher import SILENT, Bar
 from gqa.corpus.pairs import PairEncoder, corrupted, read_pairs
 from gqa.corpus.sources import parse_source
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.options import CalibrationText, MapsOptions
-from gqa.convert.align.sampling import samples
+from gqa.convert.merge.options import CalibrationText, MapsOptions
+from gqa.convert.merge.sampling import samples
 
 pytestmark = pytest.mark.real
 

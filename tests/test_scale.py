@@ -133,10 +133,10 @@ def test_dry_run_of_70b(tmp_path: Path) -> None:
 _PEAK = """
 import sys, torch
 from pathlib import Path
-import gqa.convert.align.closed_form as module
+import gqa.convert.merge.closed_form as module
 from gqa.convert import plan_conversion
-from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 
 def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()

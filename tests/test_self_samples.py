@@ -17,15 +17,15 @@ from transformers import LlamaConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import gqa.convert.align.sampling as sampling
-import gqa.convert.align.self_samples as module
+import gqa.convert.merge.sampling as sampling
+import gqa.convert.merge.self_samples as module
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import read_checkpoint
-from gqa.convert.align.options import CalibrationText
-from gqa.convert.align.sampling import Draw, Room, attend_one, samples
-from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks
-from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.convert.merge.options import CalibrationText
+from gqa.convert.merge.sampling import Draw, Room, attend_one, samples
+from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.sources import OwnText, is_self, parse_self
 from gqa.eval.evaluate import SAMPLES, _samples
 from gqa.eval.options import EvaluateOptions

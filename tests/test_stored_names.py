@@ -21,9 +21,9 @@ from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors
 from gqa.checkpoint.read import read_checkpoint
 from gqa.convert import plan_conversion
-from gqa.convert.align.allot import heads_within
-from gqa.convert.align.options import Refinement
-from gqa.convert.align.pair import Pair
+from gqa.convert.merge.allot import heads_within
+from gqa.convert.merge.options import Refinement
+from gqa.convert.merge.pair import Pair
 
 # Whose tensors transformers stores under other names, or in other pieces, than those of the class.
 OTHERWISE = [

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from gqa.convert import plan_conversion
-from gqa.convert.align import aligned
-from gqa.convert.align.stream import Mlp, Stream, gram
+from gqa.convert.merge import aligned
+from gqa.convert.merge.stream import Mlp, Stream, gram
 
 KNOWN = (
     "llama", "phi3", "qwen2", "phi", "starcoder2", "nemotron", "gpt_bigcode", "gqa_gpt2", "gqa_opt", "olmo2", "gemma2",
@@ -70,7 +70,7 @@ def test_the_units_of_a_wide_mlp_are_estimated(monkeypatch: pytest.MonkeyPatch) 
     down = torch.eye(units)
 
     def sizes(probes: int) -> Tensor:
-        monkeypatch.setattr("gqa.convert.align.stream._PROBES", probes)
+        monkeypatch.setattr("gqa.convert.merge.stream._PROBES", probes)
         return gram(Mlp(gate, up, down, ACT2FN["silu"]).root(factor)).diagonal()
 
     exact, off = sizes(width // 2), []

@@ -16,8 +16,7 @@ from torch import Tensor
 from training import Runs
 
 from gqa.checkpoint import write as writer
-from gqa.convert import convert_checkpoint, plan_conversion
-from gqa.convert import merge as rewrite
+from gqa.convert import convert_checkpoint, plan_conversion, rewrite
 from gqa.convert.maps import HeadMaps
 
 MIB = 1 << 20

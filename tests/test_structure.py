@@ -86,7 +86,7 @@ def test_no_circle_among_files() -> None:
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=lambda path: path.name)
 def test_no_arrow_up_inside_a_folder(folder: Path) -> None:
     """Up is what would close a circle between two entries of a folder, files or whole sub-folders: as there is none,
-    they have an order in which each imports only those before it (heads/, recast/, ..., plan, align/, ..., cli).
+    they have an order in which each imports only those before it (heads/, recast/, ..., plan, merge/, ..., cli).
     """
     assert circle(siblings(import_graph(), folder)) is None
 

@@ -22,15 +22,15 @@ from transformers import PreTrainedModel
 
 from gqa.checkpoint.names import parameter_names
 from gqa.convert import Plan, RefusedError, convert_checkpoint, plan_conversion
-from gqa.convert.align.alignment import slow_dims, unturned
-from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.pair import Pair
-from gqa.convert.align.stream import norm_gain
 from gqa.convert.heads.families.table import FAMILIES
 from gqa.convert.heads.family import DEFAULT_KINDS, KINDS
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Rotary, Symmetry
 from gqa.convert.maps import HeadMaps
+from gqa.convert.merge.alignment import slow_dims, unturned
+from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.pair import Pair
+from gqa.convert.merge.stream import norm_gain
 
 SAME = 1e-5  # of the logits' range: the symmetry holds
 RECOVERED = 1e-4

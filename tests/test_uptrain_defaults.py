@@ -49,7 +49,7 @@ def uptrain(*words: object) -> Result:
 def test_nothing_is_said(converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But how much: the base model teaches, on what it writes, and the result is beside the model."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path.with_name("cache")))  # nothing is written yet
-    monkeypatch.setattr("gqa.convert.align.watcher._LOG_SECONDS", 0.0)
+    monkeypatch.setattr("gqa.convert.merge.watcher._LOG_SECONDS", 0.0)
     done = uptrain(converted, "--steps", 2, "--batch-size", 2, "--heldout-tokens", 128)
     assert done.code == 0, done.err
     assert "base writes | 64 tok" in done.err

@@ -13,8 +13,7 @@ from test_edges import save_bin
 from torch import Tensor
 
 from gqa.checkpoint.write import write_tensor
-from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion, verify
-from gqa.convert import merge as rewrite
+from gqa.convert import OutputError, RefusedError, convert_checkpoint, plan_conversion, rewrite, verify
 
 
 @pytest.mark.parametrize(

@@ -442,7 +442,7 @@ def keep_samples(cache: str, batch: int, file: str) -> None:
     """What a model writes is kept there, so many sequences a batch; how many batches a process wrote."""
     import datasets.config
 
-    import gqa.convert.align.self_samples as module
+    import gqa.convert.merge.self_samples as module
 
     datasets.config.HF_DATASETS_CACHE, module.SAMPLED = Path(cache), batch
     plain = module.samples

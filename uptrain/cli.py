@@ -33,7 +33,7 @@ def command(options: TrainOptions) -> None:
     import transformers
 
     from gqa.checkpoint.loading import ranks
-    from gqa.convert.align.watcher import Bar
+    from gqa.convert.merge.watcher import Bar
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.run import uptrain
     from gqa.uptrain.setup import prepare

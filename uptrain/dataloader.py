@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.provenance import without_place
-from gqa.convert.align.self_samples import SampledBlocks
+from gqa.convert.merge.self_samples import SampledBlocks
 from gqa.corpus.alpha import Heldout, hold_back, hold_back_of_each, n_blocks_for, select, shares_of
 from gqa.corpus.pairs import PairBlocks
 from gqa.corpus.repeats import mixed

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert.align.pairs import PairMaker
+from gqa.convert.merge.pairs import PairMaker
 from gqa.corpus.alpha import Heldout, hold_back_of_each, reading_order
 from gqa.corpus.pairs import PairBlocks, PairEncoder, pair_block, tokenise_pairs
 from gqa.corpus.sources import is_self, parse_sources

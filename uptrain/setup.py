@@ -34,9 +34,9 @@ from gqa.checkpoint.processes import main_first
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
-from gqa.convert.align.pairs import PairMaker
-from gqa.convert.align.self_samples import SampledBlocks, sampled_blocks, seed_apart
-from gqa.convert.align.watcher import SILENT, Watcher
+from gqa.convert.merge.pairs import PairMaker
+from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks, seed_apart
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import is_self, parse_self
 from gqa.corpus.tokens import Block

@@ -21,10 +21,10 @@ from gqa.checkpoint.hub import open_model
 from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.provenance import portable, without_place
 from gqa.convert import convert_checkpoint
-from gqa.convert.align.allot import heads_within, uneven
-from gqa.convert.align.cache_bits import quantised_attention
 from gqa.convert.heads.config import ModelConfig
 from gqa.convert.heads.layout import Groups
+from gqa.convert.merge.allot import heads_within, uneven
+from gqa.convert.merge.cache_bits import quantised_attention
 from gqa.convert.methods import AUTO, METHODS
 from gqa.convert.plan import make_plan, searches
 from gqa.corpus.pairs import read_pairs

@@ -24,7 +24,7 @@ from gqa.checkpoint.options import (
     same_as,
 )  # fmt: skip
 from gqa.checkpoint.provenance import request
-from gqa.convert.align.options import CalibrationText, MapsOptions, Refinement
+from gqa.convert.merge.options import CalibrationText, MapsOptions, Refinement
 from gqa.convert.methods import AUTOMATIC, MEASURING, METHODS
 from gqa.convert.options import ConvertOptions, refuse_unused
 from gqa.eval.options import CACHE_BITS

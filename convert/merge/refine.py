@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from gqa.convert.align.attention import watchable
-from gqa.convert.align.closed_form import mean_squares
-from gqa.convert.align.layerwise import Given, Layer, Stream, is_by_block
-from gqa.convert.align.options import AT_ONCE, Refinement
+from gqa.convert.merge.attention import watchable
+from gqa.convert.merge.closed_form import mean_squares
+from gqa.convert.merge.layerwise import Given, Layer, Stream, is_by_block
+from gqa.convert.merge.options import AT_ONCE, Refinement
 
 _CHECKS = 8  # times that the held-out error is looked at
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.convert.align.watcher import Watcher
+from gqa.convert.merge.watcher import Watcher
 from gqa.convert.methods import GROUPINGS
 from gqa.corpus.sources import Source, is_self, parse_self, parse_sources, split_weight, weighted
 
@@ -66,8 +66,8 @@ class CalibrationText:
             ids = self.blocks(checkpoint, device, watcher)
             self._say_fewer(len(ids), "blocks", watcher)
             return {"input_ids": ids}
-        from gqa.convert.align.calibration_text import read_blocks
-        from gqa.convert.align.pairs import PairMaker
+        from gqa.convert.merge.calibration_text import read_blocks
+        from gqa.convert.merge.pairs import PairMaker
 
         self.check(config, checkpoint.name)
         maker, pairs = PairMaker(checkpoint, device, self.length, self.seed, watcher, self.trust_remote_code), []
@@ -94,8 +94,8 @@ class CalibrationText:
         import torch
 
         from gqa.checkpoint.loading import load_model
-        from gqa.convert.align.calibration_text import read_blocks
-        from gqa.convert.align.self_samples import sampled_blocks
+        from gqa.convert.merge.calibration_text import read_blocks
+        from gqa.convert.merge.self_samples import sampled_blocks
 
         if self.target_field:
             raise RefusedError(f"--target-field is for encoder-decoders, {checkpoint.name} is none; leave it out")
@@ -121,7 +121,7 @@ class CalibrationText:
 
     def _seed(self, number: int) -> int:
         """Of what the model writes for the source of that number: for each text of its own."""
-        from gqa.convert.align.self_samples import seed_apart
+        from gqa.convert.merge.self_samples import seed_apart
 
         before = sum(map(is_self, self.sources[:number]))
         return seed_apart(self.seed, f"self {before}") if before else self.seed

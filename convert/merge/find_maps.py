@@ -19,13 +19,13 @@ from gqa.checkpoint.identity import checkpoint_digest
 from gqa.checkpoint.locks import locked
 from gqa.checkpoint.provenance import versions
 from gqa.checkpoint.write import OutputDirectory
-from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.options import MapsOptions
-from gqa.convert.align.pair import Inputs
-from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.modules import attention_modules
 from gqa.convert.maps import HeadMaps
 from gqa.convert.maps_file import StoredMaps, maps_tensors, save_tensors
+from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.pair import Inputs
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.plan import Plan, searches
 
 Maps = list[tuple[str, HeadMaps]]  # of attention modules by their paths

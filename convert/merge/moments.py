@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64
-from gqa.convert.align.alignment import GroupMaps, shared_key, shared_value
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps
+from gqa.convert.merge.alignment import GroupMaps, shared_key, shared_value
 from gqa.convert.methods import first, mean
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gqa.checkpoint.write import write_tensor
-from gqa.convert.align.closed_form import LayerResult, Task, closed_form, position_weights
-from gqa.convert.align.layerwise import Layer
-from gqa.convert.align.options import MapsOptions
-from gqa.convert.align.pair import Inputs, Pair, check_finite
-from gqa.convert.align.refine import Calls, refine, seen_of
+from gqa.convert.merge.closed_form import LayerResult, Task, closed_form, position_weights
+from gqa.convert.merge.layerwise import Layer
+from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.pair import Inputs, Pair, check_finite
+from gqa.convert.merge.refine import Calls, refine, seen_of
 from gqa.convert.plan import Plan
 
 

@@ -29,9 +29,9 @@ from gqa.checkpoint.provenance import versions
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import replacing
-from gqa.convert.align.sampling import samples
-from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import read_config
+from gqa.convert.merge.sampling import samples
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.recast.targets import as_it_is, checkpoint_cache
 from gqa.corpus.repeats import MIX, mixed
 from gqa.corpus.tokens import Block, first_token

@@ -13,9 +13,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from gqa.convert.align.alignment import complex_moments, key_weights, pairs, plain_dims, without_means
-from gqa.convert.align.moments import Moments
 from gqa.convert.heads.symmetries import Rotary
+from gqa.convert.merge.alignment import complex_moments, key_weights, pairs, plain_dims, without_means
+from gqa.convert.merge.moments import Moments
 
 Group = tuple[int, ...]
 Cost = Callable[[Group], float]

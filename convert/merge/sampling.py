@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.loading import cache_name
-from gqa.convert.align.attention import registered
+from gqa.convert.merge.attention import registered
 from gqa.corpus.tokens import first_token
 
 _MORE = 128  # tokens by which a cache grows

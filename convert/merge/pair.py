@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.names import stored_parts, stored_tensors
-from gqa.convert.align.layerwise import Given, Layer, Layerwise, Stream, is_by_block, send
-from gqa.convert.align.options import MapsOptions
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import KINDS
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps
+from gqa.convert.merge.layerwise import Given, Layer, Layerwise, Stream, is_by_block, send
+from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import mean
 from gqa.convert.plan import Plan
 

@@ -27,7 +27,7 @@ from gqa.checkpoint.errors import RefusedError, explain, listing
 from gqa.checkpoint.loading import model_class
 from gqa.checkpoint.names import Loading, shared_names, stored_parts
 from gqa.checkpoint.read import TORCH_DTYPES, Checkpoint
-from gqa.convert.align.attention import WATCHED, attend_eager, attend_sdpa, watchable
+from gqa.convert.merge.attention import WATCHED, attend_eager, attend_sdpa, watchable
 
 # What a layer is called with beside hidden states.
 Given = tuple[tuple[Any, ...], dict[str, Any]]

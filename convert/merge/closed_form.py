@@ -10,15 +10,15 @@ from torch import Tensor
 
 from gqa.checkpoint.devices import as_float64, float64_device
 from gqa.checkpoint.errors import listing
-from gqa.convert.align.aligned import heads_of
-from gqa.convert.align.alignment import CUT, pseudo_inverse, ridge, unturned
-from gqa.convert.align.grouping import find_order
-from gqa.convert.align.layerwise import Layer
-from gqa.convert.align.moments import Moments, head_maps, stack_groups
-from gqa.convert.align.pair import Pair, Streams, check_finite
 from gqa.convert.heads.modules import AttentionModule
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.maps import HeadMaps, query_order
+from gqa.convert.merge.aligned import heads_of
+from gqa.convert.merge.alignment import CUT, pseudo_inverse, ridge, unturned
+from gqa.convert.merge.grouping import find_order
+from gqa.convert.merge.layerwise import Layer
+from gqa.convert.merge.moments import Moments, head_maps, stack_groups
+from gqa.convert.merge.pair import Pair, Streams, check_finite
 from gqa.convert.plan import searches
 
 _LEAST = 1e-2  # attention to all keys but one: below it float32 leaves nothing of v - o

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.alignment import procrustes_key, procrustes_value
-from gqa.convert.align.grouping import find_order
-from gqa.convert.align.moments import Moments, head_maps
-from gqa.convert.align.stream import Stream, gram, norm_gain
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import Change, attention_modules, module_changes
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps, query_order
+from gqa.convert.merge.alignment import procrustes_key, procrustes_value
+from gqa.convert.merge.grouping import find_order
+from gqa.convert.merge.moments import Moments, head_maps
+from gqa.convert.merge.stream import Stream, gram, norm_gain
 from gqa.convert.plan import Plan
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.calibration import Calibrator
-from gqa.convert.align.layerwise import Stream
-from gqa.convert.align.options import MapsOptions
-from gqa.convert.align.watcher import SILENT, Watcher
 from gqa.convert.heads.config import ModelConfig, read_config, valid_groups
+from gqa.convert.merge.calibration import Calibrator
+from gqa.convert.merge.layerwise import Stream
+from gqa.convert.merge.options import MapsOptions
+from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.convert.methods import MEASURING
 from gqa.convert.plan import Plan, make_plan
 from gqa.convert.recast.targets import as_it_is

@@ -19,16 +19,16 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
-from gqa.convert.align.sampling import samples
-from gqa.convert.align.self_samples import (
+from gqa.convert.heads.config import transformers_config
+from gqa.convert.merge.sampling import samples
+from gqa.convert.merge.self_samples import (
     SampledBlocks,
     batch_seed,
     samples_identity,
     seed_apart,
     store_batches,
 )
-from gqa.convert.align.watcher import Watcher
-from gqa.convert.heads.config import transformers_config
+from gqa.convert.merge.watcher import Watcher
 from gqa.corpus.pairs import PairEncoder, read_pairs
 from gqa.corpus.sources import Source, row_digest
 from gqa.corpus.tokens import Ints, check_ids

@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.read import Checkpoint
-from gqa.convert.align.attention import PLAIN, Attend, registered
 from gqa.convert.heads.kv_cache import parts_of
+from gqa.convert.merge.attention import PLAIN, Attend, registered
 from gqa.convert.recast.targets import checkpoint_cache
 
 
