@@ -116,6 +116,7 @@ def run(command: click.Command, program: str, interrupted: str) -> None:
     Exit codes: 0 done, 2 wrong usage or refused, 130 interrupted (143 terminated), 1 anything else.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch dumps its stack where another process has ended
     try:
         command.main(prog_name=program, standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
     except click.ClickException as error:

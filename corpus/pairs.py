@@ -15,7 +15,7 @@ import numpy as np
 
 from gqa.checkpoint.errors import CorpusError, RefusedError
 from gqa.corpus.sources import Source, row_digest
-from gqa.corpus.tokens import Block, Documents, Encoder, Ints, cached_rows, first_token, list_lengths
+from gqa.corpus.tokens import LAYOUT, Block, Documents, Encoder, Ints, cached_rows, first_token, list_lengths
 
 Pair = tuple[list[int], list[int]]  # tokens of a source, and of its target: what the model is to predict
 
@@ -130,7 +130,7 @@ def tokenise_pairs(sources: Sequence[Source], encoder: PairEncoder) -> PairTable
 
     parts = []
     for source in sources:
-        key = f"gqa pairs {source.identify()} {encoder.identify()}"
+        key = f"gqa pairs {LAYOUT} {source.identify()} {encoder.identify()}"
         parts.append(cached_rows(key, partial(rows, source), "source", "target"))
     tables, digests, fingerprints = zip(*parts, strict=True)
     whole = pyarrow.concat_tables([table.replace_schema_metadata() for table in tables])  # each has its own key

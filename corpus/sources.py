@@ -269,8 +269,10 @@ def split_weight(spec: str) -> tuple[str, float | None]:
 
 
 def row_digest(*texts: str) -> bytes:
-    """SHA-256 of a text, or of a source and a target, in UTF-8: 32 bytes."""
-    return hashlib.sha256("\0".join(texts).encode()).digest()
+    """SHA-256 of a text, or of a source and a target, in UTF-8: 32 bytes. A file and a row of the same text differ in
+    the white space around it, which does not count.
+    """
+    return hashlib.sha256("\0".join(text.strip() for text in texts).encode()).digest()
 
 
 def hash_threshold(fraction: float) -> int:
@@ -303,4 +305,4 @@ def _digest_files(files: Sequence[Path], columns: tuple[str, ...], separator: st
 
 
 def _digest(texts: Iterator[str]) -> str:
-    return hashlib.sha256(b"".join(map(row_digest, texts))).hexdigest()
+    return hashlib.sha256(b"".join(hashlib.sha256(text.encode()).digest() for text in texts)).hexdigest()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Block = dict[str, Ints]
 
-_LAYOUT = 2  # of what is cached
+LAYOUT = 3  # of what is cached
 _BATCH = 64  # documents tokenised at a time
 _ROWS = 1024  # of a record batch
 # What a tokenizer remembers that does not decide the tokens of a text.
@@ -99,7 +99,7 @@ def tokenise(source: Source, tokenizer: PreTrainedTokenizerBase) -> TokenisedTex
     Processes that ask for the same at the same time wait for one of them. Raises CorpusError.
     """
     encoder = Encoder(tokenizer)
-    key = f"gqa tokens {_LAYOUT} {source.identify()} {encoder.identify()}"
+    key = f"gqa tokens {LAYOUT} {source.identify()} {encoder.identify()}"
 
     def rows() -> Iterator[dict[str, Any]]:
         for text, tokens in encoder.encode(source.texts()):

@@ -46,6 +46,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(Path("twice.jsonl"), [*texts, *reversed(texts)])
     write(Path("more.jsonl"), [*random_texts(60, 1), *texts[::2], *random_texts(10, 2)])
     write(Path("some.jsonl"), [*texts[5:12], *random_texts(5, 3)])
+    Path("files").mkdir()
+    for number, text in enumerate(texts):
+        Path(f"files/{number}.txt").write_text(f"{text}\n")
+    write(Path("lines.jsonl"), [text + "\n" for text in texts[5:12]])
     Path("one.txt").write_text(random_texts(1, 4, 4000)[0])
     Path("copies").mkdir()
     for number in range(4):
@@ -63,6 +67,10 @@ CASES: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("copies",), {}),
     (("a.jsonl",), {"heldout": "some.jsonl"}),
     (("more.jsonl",), {"heldout": "a.jsonl"}),
+    (("a.jsonl",), {"heldout": "lines.jsonl"}),
+    (("files",), {"heldout": "some.jsonl"}),
+    (("a.jsonl@1", "files@2"), {}),
+    (("a.jsonl@1", "files@2"), STREAM),
     (("a.jsonl",), STREAM),
     (("twice.jsonl",), STREAM),
     (("one.txt",), STREAM),

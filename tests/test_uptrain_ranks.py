@@ -44,6 +44,27 @@ def test_accumulation_and_ranks_change_nothing(runs: Runs, tmp_path: Path, name:
     assert difference(tmp_path / "control", tmp_path / "8x1") > 1e-4
 
 
+DEATHS = {  # where one process is killed, and for what another then waits
+    "gqa.uptrain.dataloader.tokenise": (0, "the text to be tokenised"),
+    "gqa.uptrain.loop._count": (1, "its share of a step"),
+    "gqa.uptrain.state.States._complete": (1, "its share of a step"),
+    "gqa.uptrain.run._export": (0, "the result to be written"),
+}
+
+
+@pytest.mark.parametrize(("place", "how"), DEATHS.items())
+def test_when_a_process_dies_the_others_say_so(runs: Runs, tmp_path: Path, place: str, how: tuple[int, str]) -> None:
+    dead, what = how
+    before = f"os.environ['RANK'] == '{dead}' and die_in({place!r})"
+    words = runs.words(tmp_path / "out", steps=4, save_every=2)
+    processes = runs.begin_ranks(*words, ranks=2, before=before)
+    assert processes[dead].wait() == -signal.SIGKILL
+    assert processes[1 - dead].wait() == 1
+    *_, last = processes[1 - dead].said().splitlines()
+    assert last.startswith("gqa-uptrain: a process of this run has ended or does not answer, and the others wait for")
+    assert f"wait for {what}; see its output" in last
+
+
 def test_sharded_weights_change_nothing(runs: Runs, tmp_path: Path) -> None:
     """FSDP2: losses and exported weights are DDP's; a killed run continues from its shards, also without any, and
     from what was whole.

@@ -184,6 +184,15 @@ class Runs(Forks):
         """`gqa-uptrain WORDS` or another program on so many processes, waited for: what the first says, and its exit
         code or minus the signal that killed it.
         """
+        running = self.begin_ranks(*words, ranks=ranks, before=before, program=program, **environment)
+        codes = [one.wait() for one in running]
+        assert len(set(codes)) == 1, (codes, [one.said()[-1500:] for one in running])
+        return Result(codes[0], running[0].said("out"), running[0].said())
+
+    def begin_ranks(
+        self, *words: object, ranks: int, before: str = "", program: str = "uptrain", **environment: str
+    ) -> list[Running]:
+        """The same, not waited for."""
         port = free_port()
         running = []
         for rank in range(ranks):
@@ -191,9 +200,7 @@ class Runs(Forks):
                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if ranks > 1 else {}  # fmt: skip
             told = {name: str(value) for name, value in place.items()} | environment
             running.append(self.begin(*words, before=before, program=program, **told))
-        codes = [one.wait() for one in running]
-        assert len(set(codes)) == 1, (codes, [one.said()[-1500:] for one in running])
-        return Result(codes[0], running[0].said("out"), running[0].said())
+        return running
 
     def begin(self, *words: object, before: str = "", program: str = "convert", **environment: str) -> Running:
         """`gqa-convert WORDS` or another program on one process, not waited for."""
@@ -270,6 +277,11 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
         return record
 
     Log.step, States.save = step_and_kill, save_and_wait  # type: ignore[method-assign]
+
+
+def die_in(function: str) -> None:
+    """SIGKILL instead of a call of that function."""
+    mock.patch(function, lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
 def at_hub(endpoint: str, home: str, name: str) -> None:

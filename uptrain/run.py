@@ -18,6 +18,7 @@ from gqa.checkpoint.errors import OutputError, RefusedError, listing
 from gqa.checkpoint.headers import TensorSpec
 from gqa.checkpoint.loading import load_model
 from gqa.checkpoint.names import saved_tensors, sources
+from gqa.checkpoint.processes import waiting_for
 from gqa.checkpoint.provenance import UPTRAINING
 from gqa.checkpoint.read import Checkpoint, read_checkpoint, stored_as
 from gqa.checkpoint.shards import new_shard, shard_names, write_index
@@ -47,7 +48,7 @@ def uptrain(
 
     `argv` are the arguments of the command. Raises what `train` raises, and OutputError.
     """
-    with setup.states.held():
+    with waiting_for("its share of a step"), setup.states.held():
         progress, weights = train(setup, quiet=quiet, after_step=after_step)
         record = finite(record_of(setup, progress, argv))
         with gathered(weights) as whole:

@@ -40,7 +40,7 @@ from gqa.checkpoint.devices import out_of_memory
 from gqa.checkpoint.errors import OutputError, RefusedError, explain
 from gqa.checkpoint.loading import ranks
 from gqa.checkpoint.locks import locked
-from gqa.checkpoint.processes import TIMEOUT
+from gqa.checkpoint.processes import TIMEOUT, is_disconnected
 from gqa.checkpoint.write import fsync_directory, write_text
 from gqa.uptrain.options import TrainOptions, differences
 
@@ -164,7 +164,7 @@ class States:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:  # torch writes files with its own errors
             shutil.rmtree(work, ignore_errors=True)
-            if out_of_memory(cause := _cause(error)):
+            if out_of_memory(cause := _cause(error)) or is_disconnected(cause):
                 raise cause from error
             told = "free some space and continue from the last state with --resume"
             raise OutputError(f"{what} could not be saved in {self.directory} ({explain(cause)}); {told}") from error
