@@ -80,7 +80,9 @@ def test_what_is_set_aside_is_never_read(lengths: list[int], sizes: tuple[int, .
 
 
 def test_the_order_is_the_definition(text: TokenisedText) -> None:
-    """Documents by SHA-256(SHA-256(text without white space around it) || "seed:epoch:copy"), copies counted from 0, and nothing else."""
+    """Documents by SHA-256(SHA-256(text) || "seed:epoch:copy"), copies counted from 0, and nothing else; of a text
+    without the white space around it.
+    """
     texts, orders = texts_of(1000), []
     for seed, epoch in ((0, 0), (3, 0), (3, 2)):
         keys = []

@@ -281,7 +281,7 @@ def kill_at(step: int, number: int = signal.SIGKILL) -> None:
 
 def die_in(function: str) -> None:
     """SIGKILL instead of a call of that function."""
-    mock.patch(function, lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)).start()
+    mock.patch(function, side_effect=lambda *given, **options: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
 def at_hub(endpoint: str, home: str, name: str) -> None:
