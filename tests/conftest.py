@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from training import Runs
 
 
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads that transformers reads tiny tensors in take longer
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays, and no collection of garbage need look through it: each would take a quarter of a
     second.
@@ -59,7 +62,7 @@ def _interrupts_arrive() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _disks_are_not_waited_for() -> Iterator[None]:
-    """What a test writes need not survive a power cut; processes that a test starts wait as ever."""
+    """What a test writes need not survive a power cut; nor what `Runs` start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield

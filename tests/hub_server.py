@@ -11,8 +11,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
@@ -264,7 +262,7 @@ def hub_server() -> Iterator[Hub]:
 
 
 class Machine:
-    """A fresh machine: an empty hub cache, a working directory, and this process or one of its own on it."""
+    """A fresh machine: an empty hub cache, a working directory, and this process on it."""
 
     def __init__(self, root: Path, endpoint: str) -> None:
         self.home, self.work, self.endpoint = root / "hf", root / "work", endpoint
@@ -292,14 +290,6 @@ class Machine:
         """`PROGRAM WORDS` in this process."""
         with self.entered(**environment):
             return run(*words, program=program)
-
-    def python(self, *words: object, **environment: str) -> Result:
-        """`python WORDS`, a process of its own."""
-        done = subprocess.run(
-            [sys.executable, *map(str, words)], cwd=self.work, env=self._environment(environment),
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        return Result(done.returncode, done.stdout, done.stderr)
 
     def refused(self, *words: object, code: int = 2, **environment: str) -> str:
         """The one line that a failing command says; nothing is left in the working directory."""

@@ -6,7 +6,7 @@ What may be done is what `gqa.convert.heads.symmetries` says of a model type; ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,15 +130,6 @@ def _rearrange_module(stored: Stored, path: str, heads: LayerHeads, swapped: boo
             before = [stored[name][name] for name in numbered]
             for name, head in zip(numbered, places, strict=True):
                 stored[name][name] = before[head]
-
-
-def scramble_stored(
-    tensors: Mapping[str, Tensor], path: str, heads: LayerHeads, rotary: Rotary, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """The tensors of one attention module at `path`, whose layout is one of NAMES, with its heads moved."""
-    moved = dict(tensors)
-    _scramble_module({name: moved for name in moved}, path, heads, rotary, generator)
-    return moved
 
 
 def _scramble_module(

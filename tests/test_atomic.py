@@ -77,8 +77,8 @@ def test_killed_at_every_change_of_a_name(runs: Runs, tmp_path: Path, overwrite:
             break
         states.append(check_stopped(out, new, old))
         again = words if overwrite or states[-1] == "absent" else [*words, "--overwrite"]
-        following = runs.begin(*again)
-        assert following.wait() == 0, (fatal, following.said())
+        following = run(*again)
+        assert following.code == 0, (fatal, following.err)
         assert check_stopped(out, new) == "new"
         assert leftovers(tmp_path) == []
         assert snapshot(model) == before

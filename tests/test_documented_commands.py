@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import run
+from evaluations import few_questions
 from markdown_it import MarkdownIt
 from training import fresh_accelerator, tiny_checkpoint, write_corpus
 
@@ -30,24 +31,24 @@ MODELS = {
 TEXTS = ("corpus.jsonl", "heldout.jsonl", "wiki.txt", "wikitext2-test.txt")
 # Numbers that take hours become small ones. What is true of the command stays: its options, its order, its names.
 SMALL = [
-    (r"^self(:plain)?(:\w+)?$", r"self\1:2048"),
+    (r"^self(:plain)?(:\w+)?$", r"self\1:1024"),
     (r"^stdlib:\w+$", "corpus.jsonl"),
     (r"^(\d,\d)(,\d)+$", r"\1"),  # heads by layer, of which the stand-ins have two
 ]
 LIMITS = {
-    "--tokens": "512", "--calibration-tokens": "512", "--refine-steps": "2", "--steps": "2",
+    "--tokens": "512", "--calibration-tokens": "256", "--refine-steps": "2", "--steps": "2",
     "--eval-tokens": "200", "--heldout-fraction": "0.2", "--context": "128", "--alphas": "0,0.1",
     "--methods": "refined", "--batch-size": "2", "--kv-budgets": "0.75",
-    "--cache-bits": "4",
+    "--cache-bits": "4", "--skip": "decode,recall",
 }  # fmt: skip
-_TEXT = {"--tokens": "512", "--context": "64"}
+_TEXT = {"--tokens": "256", "--context": "64"}
 # What is said besides, where all words of a key stand in the command.
 ADDED = {
     "gqa-uptrain": {"--steps": "2", "--context": "64", "--batch-size": "2", "--heldout-tokens": "256"},
     "gqa-eval --data": {"--no-recall": "", "--tokens": "400"},
     "gqa-eval --decode": {"--decode-steps": "2"},
     "gqa-ablate": {
-        "--calibration-tokens": "512", "--refine-steps": "2", "--groups": "2",
+        "--calibration-tokens": "256", "--refine-steps": "2", "--groups": "2",
         "--methods": "refined", "--context": "64", "--batch-size": "2", "--skip": "decode,recall",
     },
     "gqa-convert refined": {**_TEXT, "--refine-steps": "2"},
@@ -165,6 +166,8 @@ def test_commands_of_a_page_run_in_order(
     here = tmp_path / "here"
     shutil.copytree(models, here)
     monkeypatch.chdir(here)
+    few_questions(monkeypatch)
+    monkeypatch.setattr("gqa.eval.study.report.no_pictures", lambda: "no pictures")  # drawn by test_tradeoff
     for program, words, whole in commands(page):
         small = made_small(program, words)
         if not whole or not runnable(small, here):

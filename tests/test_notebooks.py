@@ -42,7 +42,8 @@ def test_the_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("gqa.corpus.sources.stdlib_texts", lambda side: islice(stdlib_texts(side), 10))
     names, shown = dict[str, Any](), list[Any]()
     for cell in cells(path):
-        code = "".join(cell["source"]).replace("TOKENS = 4_000", "TOKENS = 1_000").replace("tokens=8192", "tokens=2048")
+        code = "".join(cell["source"]).replace("TOKENS = 4_000", "TOKENS = 1_000")
+        code = code.replace("tokens=8192, context=128", "tokens=1024, context=32")
         shown.append(shown_by(code, names))
     assert any(repr(value).startswith("<") for value in shown)
 

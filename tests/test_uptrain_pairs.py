@@ -138,7 +138,7 @@ DATA: dict[str, tuple[str, dict[str, Any]]] = {
     "denoising": ("bart", {}),
     "pairs": ("marian", PAIRS),
     "self": ("t5", {"data": "self"}),
-    "self without marks": ("marian", {"data": "self:4K"}),
+    "self without marks": ("marian", {"data": "self:1K"}),
     "nothing is said": ("bart", {"data": None, "heldout_tokens": 64}),
 }
 

@@ -169,8 +169,10 @@ class Runs(Forks):
     """The cache of tokens is below `directory` too."""
 
     def __init__(self, directory: Path) -> None:
-        warm = "import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run"
-        more = "import peft, processes, scipy.io, training"
+        warm = (
+            "import os; os.fsync = lambda handle: None; import datasets.io.generator, gqa.uptrain.cli, gqa.uptrain.run"
+        )
+        more = "import os, peft, processes, scipy.io, training; os.fsync = lambda handle: None"
         classes = "from transformers import LlamaForCausalLM, PreTrainedTokenizerFast"
         converted = f"training.warm({str(directory)!r})"
         super().__init__(
