@@ -53,19 +53,18 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: fl
         assert error <= atol * max(1.0, float(tensor.abs().max())), (name, error)
 
 
-def assert_equals(expected: Tensor, model: PreTrainedModel, given: dict[str, Tensor], **options: Any) -> None:
-    """The mean loss as training computes it, and its gradients."""
+def assert_equals(
+    monkeypatch: pytest.MonkeyPatch, expected: Tensor, model: PreTrainedModel, given: dict[str, Tensor], **options: Any
+) -> None:
+    """The mean loss as training computes it, and its gradients, for any number of slices."""
     expected.backward()
     wanted = gradients(model)
-    loss, told = training_model(model, **options)(**given)
-    (loss / told[0]).backward()
-    assert float(loss.detach() / told[0]) == pytest.approx(expected.item(), abs=1e-5)
-    assert_close(gradients(model), wanted)
-
-
-@pytest.fixture(params=[7, 20, 999], ids=["7 rows", "20 rows", "one slice"])
-def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_slices(monkeypatch, request.param)
+    for rows in (7, 20, 999):
+        set_slices(monkeypatch, rows)
+        loss, told = training_model(model, **options)(**given)
+        (loss / told[0]).backward()
+        assert float(loss.detach() / told[0]) == pytest.approx(expected.item(), abs=1e-5)
+        assert_close(gradients(model), wanted)
 
 
 def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
@@ -73,18 +72,17 @@ def set_slices(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(gqa.corpus.likelihood, "LEAST_ROWS", 1)
 
 
-@pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize("name", HEADS)
-def test_equals_the_loss_of_transformers(name: str) -> None:
-    """Value and every gradient, for any number of slices."""
+def test_equals_the_loss_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = made(name), batch()
-    assert_equals(model(**given, labels=given["input_ids"], use_cache=False).loss, model, given)
+    assert_equals(monkeypatch, model(**given, labels=given["input_ids"], use_cache=False).loss, model, given)
 
 
-@pytest.mark.usefixtures("chunk")
 @pytest.mark.parametrize(("weight", "temperature"), [(1.0, 1.0), (0.3, 2.0), (0.0, 3.0), (1.0, 0.5)])
 @pytest.mark.parametrize("name", ["llama+tied", "gemma2"])
-def test_distillation_equals_that_on_whole_logits(name: str, weight: float, temperature: float) -> None:
+def test_distillation_equals_that_on_whole_logits(
+    name: str, weight: float, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (model, teacher), given = pair(name), batch()
     ids = given["input_ids"]
     student = model(ids[:, :-1], use_cache=False).logits.flatten(0, 1)
@@ -94,7 +92,7 @@ def test_distillation_equals_that_on_whole_logits(name: str, weight: float, temp
     divergence = temperature**2 * (p * (p.log() - q)).sum(-1).mean()
     likelihood = cross_entropy(student, ids[:, 1:].flatten())
     expected = weight * divergence + (1 - weight) * likelihood
-    assert_equals(expected, model, given, teacher=teacher, distill=weight, temperature=temperature)
+    assert_equals(monkeypatch, expected, model, given, teacher=teacher, distill=weight, temperature=temperature)
     assert not gradients(teacher)
     _, told = training_model(model, teacher)(**given)
     assert float(told[1] / told[0]) == pytest.approx(float(likelihood), abs=1e-5)
