@@ -38,7 +38,7 @@ class ChunkedHead:
     forward is used instead, in its own dtype.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, compile_backbone: bool = False) -> None:
         self.model = model
         self.backbone = model.base_model
         # T5 has no module that holds encoder and decoder alone; then the encoder runs by itself, before its decoder.
@@ -48,7 +48,7 @@ class ChunkedHead:
         self.split = self.backbone is not model
         self._checked = False
         self._output: Any = None
-        self._run = self.backbone
+        self._run = torch.compile(self.backbone) if compile_backbone and self.split else self.backbone
 
     def hidden(self, **inputs: Tensor) -> Tensor:
         """`input_ids` (B, T) and whatever the model takes beside -> (B, T, D) hidden states of what it predicts from;

@@ -22,6 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from checkpoints import SINGLE, Result, load, run, snapshot
 from safetensors.torch import load_file, save_file
 from training import (
+    difference,
     expert_options,
     fresh_accelerator,
     infinite_gradient,
@@ -335,12 +336,15 @@ def failing(error: Exception) -> Callable[..., Any]:
 
 
 def test_what_a_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package, space: known before anything is trained."""
-    for package, says, given in (
-        ("peft", "--train lora needs peft; install it with: pip install 'gqa[lora]'", {"train": "lora"}),
-    ):
-        monkeypatch.setitem(sys.modules, package, None)
-        check_refused(command(tmp_path / "out", steps=1, **given), says)
+    """A package, a compiler, space: known before anything is trained."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    needs = "--train lora needs peft; install it with: pip install 'gqa[lora]'"
+    check_refused(command(tmp_path / "out", steps=1, train="lora"), needs)
+    monkeypatch.setattr(torch, "compile", lambda function: failing(InvalidCxxCompiler()))
+    done = command(tmp_path / "out", steps=1, compile=True)
+    check_refused(done, "--compile: torch.compile does not work here")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     done = command(tmp_path / "deep" / "out", steps=1)
     check_refused(done, f"bytes, 1,000 are free at {tmp_path}; free some space or give another output", code=1)
@@ -384,6 +388,7 @@ TRAINING = "training, 2 blocks of 64 tokens at a time on cpu; lower --micro-batc
 ASKING = {  # for memory, what is raised and what is told
     "gqa.uptrain.setup.Accelerator": (GPU, "accelerate starts; free some"),
     "transformers.LlamaForCausalLM.from_pretrained": (CPU, PREPARING),
+    "torch.compile": (CPU, PREPARING),
     "torch.allclose": (CPU, TRAINING),  # of the model's outputs, with --mask-documents
     "gqa.uptrain.training_model.next_token_loss": (GPU, TRAINING),
     "torch.save": (CPU, TRAINING),
@@ -392,12 +397,13 @@ ASKING = {  # for memory, what is raised and what is told
 
 @pytest.mark.parametrize("asking", ASKING)
 def test_out_of_memory(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asking: str) -> None:
-    """It is said as what it is, with the batch and what to lower, and not as a fault of a class or disk."""
+    """It is said as what it is, with the batch and what to lower, and not as a fault of a class, disk or compiler."""
     error, says = ASKING[asking]
-    monkeypatch.setattr(asking, failing(error))
+    compiling, fail = asking == "torch.compile", failing(error)
+    monkeypatch.setattr(asking, (lambda function: fail) if compiling else fail)
     done = command(
         tmp_path / "out", steps=1, batch_size=4, micro_batch=2, save_every=1,
-        mask_documents=asking == "torch.allclose",
+        mask_documents=asking == "torch.allclose", compile=compiling,
     )  # fmt: skip
     check_refused(done, f"out of memory while {says}")
     assert not (tmp_path / "out").exists()
@@ -436,6 +442,14 @@ def test_mixtures_and_separators(place: Path, tmp_path: Path, monkeypatch: pytes
         assert done.code == 0, done.err
         found[name] = json.loads(done.out)["heldout_tokens"]
     assert 0 < found["lines"] == found["pieces"] < found["both"]
+
+
+def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without code generation, which takes half a minute; the graph is the compiler's all the same."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for compiled in (False, True):
+        assert command(tmp_path / f"{compiled}", steps=2, compile=compiled, batch_size=4, heldout_tokens=256).code == 0
+    assert difference(tmp_path / "True", tmp_path / "False") < 1e-5
 
 
 def test_the_documented_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,10 +152,15 @@ def state_weights(state: Path) -> dict[str, Any]:
 
 
 def command(job: dict[str, Any]) -> None:
-    """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this module."""
+    """`gqa-uptrain` or another program, after what `job["before"]` says in the names of this module. A word of JSON has
+    the options that are only for Python callers.
+    """
     os.environ.update(job["environment"])
     exec(job["before"], globals())
-    call(f"gqa-{job['program']}", job["words"])
+    words = [word for word in job["words"] if not word.startswith("{")]
+    expert = {name: value for word in {*job["words"]} - {*words} for name, value in json.loads(word).items()}
+    with expert_options(expert):
+        call(f"gqa-{job['program']}", words)
 
 
 def warm(directory: str) -> None:
@@ -215,10 +220,13 @@ class Runs(Forks):
         return done
 
     def words(self, out: Path, *, model: str = "model", **options: Any) -> list[str]:
-        """Words of a run over what `shared_runs` has made."""
+        """Words of a run over what `shared_runs` has made, for `command`."""
         if "teacher" in options:
             options["teacher"] = self.directory / options["teacher"]
-        return words_for(self.directory / model, self.directory / "data.jsonl", out, **options)
+        with expert_options(options) as rest:
+            expert = {name: value for name, value in options.items() if name not in rest}
+        words = words_for(self.directory / model, self.directory / "data.jsonl", out, **rest)
+        return words + ([json.dumps(expert)] if expert else [])
 
 
 @cache

@@ -79,7 +79,6 @@ class TrainOptions(Options):
         None, "What trains. kv: projections to keys and values (where they are fused, to queries too); lora: these, "
         "and adapters elsewhere that are merged at the end.  [default: attention where the conversion aligned heads, "
         "else all]", heading="Basic")
-    lora_rank: int = option(16, "The rank of the adapters of --train lora.", COUNT, heading="Quality")
     optimizer: Literal["adamw", "adafactor"] = option("adamw", "What updates the weights.", heading="Quality")
     learning_rate: float = option(3e-4, "The learning rate at its highest.", POSITIVE, heading="Quality")
     schedule: Schedule = option("linear", "How the learning rate goes on after the warm-up.", heading="Quality")
@@ -91,6 +90,7 @@ class TrainOptions(Options):
         heading="Quality")
     device: str | None = same_as(ConvertOptions, "device", methods="", free=True)
     checkpointing: bool = option(False, "Compute activations twice instead of keeping them.", free=True)
+    compile: bool = option(False, "Compile the model with torch.compile.", free=True)
     attn_implementation: str = option(
         "sdpa", "How transformers computes attention: sdpa, eager, flash_attention_2 ...", metavar="NAME", free=True)
     teacher: str = option(
@@ -113,6 +113,7 @@ class TrainOptions(Options):
     verbose: bool = option(False, "Show where an error comes from.", short="-v", heading="Output", free=True)
     quiet: bool = same_as(ConvertOptions, "quiet", free=True)
     # For Python callers.
+    lora_rank: int = option(16, "", COUNT, expert=True)  # of the adapters of train="lora"
     weight_decay: float = option(0.1, "", FROM_ZERO, expert=True)
     separator: str | None = option(None, expert=True)  # between the documents of a text file
     pretraining_tokens: int | None = option(None, "", Tokens(), expert=True)  # what alpha is a fraction of

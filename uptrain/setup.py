@@ -180,6 +180,8 @@ def build_model(
             enable({"use_reentrant": False})
         except ValueError as error:
             raise RefusedError(f"--checkpointing: {explain(error)}") from error
+    if options.compile:
+        _check_compiler()
     return model
 
 
@@ -319,6 +321,17 @@ def check_exportable(model: PreTrainedModel, source: Checkpoint) -> None:
             f"{type(model).__name__} would store {listing(odd or stored)} otherwise than {source.name} does; load it "
             "with transformers, save it again and train that"
         )
+
+
+def _check_compiler() -> None:
+    """Raise RefusedError where torch.compile does not work: it needs a C++ compiler, or Triton on a GPU."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(2))
+    except Exception as error:  # of any of the layers below
+        if out_of_memory(error):
+            raise
+        reason = explain(error, 200)
+        raise RefusedError(f"--compile: torch.compile does not work here ({reason}); do without") from error
 
 
 def check_finite(model: PreTrainedModel, name: str) -> None:

@@ -29,7 +29,7 @@ class TrainingModel(nn.Module):
         super().__init__()
         self.model = model
         self._options = options
-        self._head = ChunkedHead(model)
+        self._head = ChunkedHead(model, options.compile)
         self._teacher = None if teacher is None else ChunkedHead(teacher)  # no nn.Module: it is not a part of this one
         self._documents_checked = False
         # What FSDP gathers one at a time.
