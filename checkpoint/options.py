@@ -16,14 +16,14 @@ A bool is a flag, a Literal a choice, a tuple takes several values; other types 
 import math
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
 from fractions import Fraction
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import click
 
@@ -202,8 +202,13 @@ def option(
 
 def same_as(kind: type, name: str, **changes: Any) -> Any:
     """The option of another command's dataclass, with some of its arguments changed."""
-    found: Field[Any] = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-    return option(**{"default": found.default, **found.metadata, **changes})
+    original = field_of(kind, name)
+    return option(**{"default": original.default, **original.metadata, **changes})
+
+
+def field_of(kind: type, name: str) -> Field[Any]:
+    """The field of this name of a dataclass."""
+    return cast("Field[Any]", kind.__dataclass_fields__[name])  # type: ignore[attr-defined]
 
 
 class _Flag(click.ParamType[bool]):
@@ -216,17 +221,16 @@ class _Flag(click.ParamType[bool]):
 
 
 @cache
-def _types(kind: Hashable) -> dict[str, tuple[click.ParamType[Any], bool]]:
+def _types(kind: type) -> dict[str, tuple[click.ParamType[Any], bool]]:
     """By field, the type of its values, and whether it has several."""
     found = {}
-    assert isinstance(kind, type)
     for name, hint in get_type_hints(kind).items():
         (one, *others) = [part for part in get_args(hint) if part is not NoneType] or [hint]
         plain = hint if get_origin(hint) in (Literal, tuple) else one
         several = get_origin(plain) is tuple and not others
         several = several or get_origin(hint) is tuple
         value = get_args(plain)[0] if several else plain
-        declared = kind.__dataclass_fields__[name].metadata["kind"]  # type: ignore[attr-defined]
+        declared = field_of(kind, name).metadata["kind"]
         choices = click.Choice(get_args(value)) if get_origin(value) is Literal else None
         own = declared or choices or {bool: _Flag(), str: Text(), Path: Directory()}.get(value)
         assert own is not None, f"{kind.__name__}.{name} needs a type"
@@ -234,41 +238,40 @@ def _types(kind: Hashable) -> dict[str, tuple[click.ParamType[Any], bool]]:
     return found
 
 
+@dataclass(frozen=True)
 class Options:
     """The base of such dataclasses: values are checked and converted, whoever gives them."""
 
     def __post_init__(self) -> None:
         """Raises RefusedError that names the field."""
-        for name, (kind, _) in _types(type(self)).items():
-            value = getattr(self, name)
-            if value is None or (value == self._default(name) and type(value) is type(self._default(name))):
+        command: type = type(self)
+        for name, (kind, _) in _types(command).items():
+            value, default = getattr(self, name), field_of(command, name).default
+            if value is None or (value == default and type(value) is type(default)):
                 continue
             try:
                 object.__setattr__(self, name, kind.convert(value, None, None))
             except click.BadParameter as error:
                 raise RefusedError(f"{name}: {error.message.rstrip('.')}") from error
 
-    def _default(self, name: str) -> Any:
-        return type(self).__dataclass_fields__[name].default  # type: ignore[attr-defined]
-
     def given(self, name: str) -> bool:
         """Whether an option has another value than its default."""
-        return bool(getattr(self, name) != self._default(name))
+        return bool(getattr(self, name) != field_of(type(self), name).default)
 
     def check_needs(self) -> None:
         """Raises RefusedError for an option that is given without any of those that it needs."""
-        for one in fields(self):  # type: ignore[arg-type]
+        for one in fields(self):
             leaders = one.metadata["needs"]
             if leaders and self.given(one.name) and not any(getattr(self, leader) for leader in leaders):
                 give = "both" if len(leaders) == 1 else "one of them"
-                fields_of = type(self).__dataclass_fields__  # type: ignore[attr-defined]
-                names = [fields_of[leader].metadata["argument"].strip("[]") or flag(leader) for leader in leaders]
+                arguments = (field_of(type(self), leader).metadata["argument"] for leader in leaders)
+                names = [word.strip("[]") or flag(leader) for word, leader in zip(arguments, leaders, strict=True)]
                 without = " or ".join(names)
                 raise RefusedError(f"{flag(one.name)} means nothing without {without}: give {give} or none")
 
     def binding(self) -> dict[str, Any]:
         """What a continued run must have in common with the one before, JSON-ready."""
-        bound = {one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]}  # type: ignore[arg-type]
+        bound = {one.name: getattr(self, one.name) for one in fields(self) if not one.metadata["free"]}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in bound.items()}
 
 

@@ -106,7 +106,7 @@ def test_sharded_weights_in_bfloat16_give_the_numbers_of_whole_ones(runs: Runs, 
     """Sums leave the model in float32, and gradients are added in float32, micro-batch by micro-batch into shards:
     accelerate rounds all of that, and keeps whole gradients meanwhile.
     """
-    words = {"steps": 3, "teacher": "teacher", "precision": "bf16", "micro_batch": 2}
+    words = {"steps": 3, "teacher": "teacher", "precision": "bfloat16", "micro_batch": 2}
     runs.finish(*runs.words(tmp_path / "ddp", **words), ranks=2)
     told = f"shard(); tell_gradients({str(tmp_path / 'told')!r})"
     runs.finish(*runs.words(tmp_path / "fsdp", **words), ranks=2, before=told)
