@@ -143,7 +143,7 @@ class ConvertOptions(Options):
 def refuse_unused(options: Options, methods: Iterable[str], where: str) -> None:
     """Raises RefusedError for an option that is given and that none of `methods` uses; `where` names them."""
     known = [METHODS[name] for name in methods]
-    for name, found in type(options).__dataclass_fields__.items():  # type: ignore[attr-defined]
+    for name, found in type(options).__dataclass_fields__.items():
         uses = found.metadata["methods"]
         if uses and options.given(name) and not any(getattr(method, uses) for method in known):
             users = ", ".join(other for other, method in METHODS.items() if getattr(method, uses))
