@@ -101,6 +101,7 @@ class Loading:
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
         self._model, self._rules = model, (renamings, converters, model.base_model_prefix, known)
+        self._tied = shared_names(model)
         self._patterns = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         self.sources, self.whole = defaultdict[str, list[str]](list), dict[str, str]()
         for name in sorted(names, key=dot_natural_key):
@@ -115,10 +116,18 @@ class Loading:
                     first = self._patterns[pattern].target_patterns[0]
                     self.sources.setdefault(into.replace(first, other), self.sources[into])
 
+    def parts(self, name: str) -> list[str]:
+        """The stored tensors that the parameter `name` is made of, also where they load into a name tied to it."""
+        tied = next((self.sources[alias] for alias in (name, *self._tied.get(name, ())) if alias in self.sources), None)
+        return tied or stored_parts(self._model, name)
+
     def assemble(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """The parameter `name` out of tensors by their stored names. Raises KeyError where transformers does not make
         it of just these.
         """
+        first = next(iter(parts))
+        if first in self.whole:
+            return parts[first]
         converter, into = None, name
         for part in sorted(parts, key=dot_natural_key):
             into, pattern = rename_source_key(part, *self._rules)

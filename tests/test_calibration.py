@@ -175,7 +175,7 @@ def test_a_run_on_pairs_goes_on(encoding: Path) -> None:
     plan, given, layers = plan_of(encoding), pairs(TINY["gqa_t5"].tokens, 8), 0
     whole = Calibrator(plan, given, on_ids(batch=12))
     for layer in range(whole.layers):
-        kept = {name: tensor.clone() for name, tensor in whole.keep().items()} if layer else None
+        kept = {name: tensor.clone() for name, tensor in whole.state().items()} if layer else None
         goes_on = Calibrator(plan, given, on_ids(batch=12), kept)
         maps = ([result.maps.output for result in one.run(layer)] for one in (whole, goes_on))
         assert all(torch.equal(*pair) for pair in zip(*maps, strict=True))
@@ -317,13 +317,13 @@ def test_the_refit_is_least_squares(source: Path, monkeypatch: pytest.MonkeyPatc
 
     def compared(task: Task) -> LayerResult:
         streams = task.streams
-        inputs = torch.cat([seen.joined for seen in task.own.observe(streams.source, "joined")])
+        inputs = torch.cat([capture.head_outputs for capture in task.layer.capture(streams.source, "head_outputs")])
         drift = torch.randn(streams.source.hidden.shape) * inputs.std()  # streams are equal before the first layer
         task = replace(task, missed=drift, counts=torch.rand(task.counts.shape))
         result = closed_form(task)
         w_o = task.w_o().double().flatten(0, 1)
         merged = task.merged(replace(result.maps, output=None))
-        given = [seen.joined for seen in merged.observe(streams.converted)]
+        given = [capture.head_outputs for capture in merged.capture(streams.converted, "head_outputs")]
         root = task.counts.double().sqrt().flatten()[:, None]
         rows = torch.cat(given).double().flatten(0, 1) * root
         target = (inputs.double() + drift.double() @ torch.linalg.pinv(w_o)).flatten(0, 1) * root

@@ -10,7 +10,7 @@ from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.symmetries import Rotary
 from gqa.convert.merge import alignment, closed_form
 from gqa.convert.merge.alignment import ridge, shared_key, shared_value
-from gqa.convert.merge.closed_form import output_roots, position_weights, seen_keys, significance_of
+from gqa.convert.merge.closed_form import output_roots, position_weights, significance_of, visible_keys
 from gqa.convert.merge.moments import Moments
 
 HEADS, REPEAT, DIM = 3, 2, 6
@@ -154,14 +154,14 @@ def test_keys_that_nobody_sees_are_padding() -> None:
     mask[1, :, :, 2:] = False
     hidden = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) - 3
     for given in (mask, hidden):
-        assert seen_keys(given, given).tolist() == [[True, True, True, True], [True, True, False, False]]
+        assert visible_keys(given, given).tolist() == [[True, True, True, True], [True, True, False, False]]
     heads, generator = LayerHeads(2, 2, 4, 4), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 4, generator=generator) for n in (3, 4, 4))
     counts, found = torch.ones(2, 2, 3), []
     for padding in (0.0, 100.0):
         k[1, :, 2:] = v[1, :, 2:] = padding
         moments = Moments.zeros(heads, 1)
-        moments.add(q, k, v, counts, seen_keys(mask, k))
+        moments.add(q, k, v, counts, visible_keys(mask, k))
         found.append(moments.averaged(6))
     assert all(torch.equal(one, other) for one, other in zip(*(list(vars(m).values())[:4] for m in found), strict=True))
 

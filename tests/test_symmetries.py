@@ -203,12 +203,12 @@ def check_slow_pairs(pair: Pair, name: str, length: int) -> None:
     turned = symmetry.free_keys(text) and any(rotary.dims for _, rotary in found)
     assert bool(slow) == (turned and name not in FAST)
     for module, rotary in slow[:1]:
-        stream = pair.arrive({"input_ids": torch.full((1, length), 5)}).source
+        stream = pair.start({"input_ids": torch.full((1, length), 5)}).source
         stream.hidden = torch.randn(stream.hidden.shape[-1]).expand(1, length, -1)
-        (seen,) = pair.looking_at(module, pair.original(module.layer)).observe(stream, "heads")
+        (capture,) = pair.with_attention(module, pair.original(module.layer)).capture(stream, "heads")
         pair.source.release(module.layer)
         dims = slow_dims(rotary)
-        for heads in seen.heads[:2]:
+        for heads in capture.heads[:2]:
             back = unturned(heads, rotary)
             before, after = ((h - h[:, :, :1])[..., dims].abs().max() for h in (back, heads))
             assert before < 1e-4 * after

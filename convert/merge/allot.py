@@ -134,7 +134,7 @@ def losses_alone(
     """
     calibrator = Calibrator(plan, blocks, options)
     pair, changed = calibrator.pair, dict[int, Stream]()
-    true = pair.arrive({"input_ids": measured}).source
+    true = pair.start({"input_ids": measured}).source
     for layer in range(calibrator.layers):
         results = calibrator.run(layer)
         calibrator.streams.converted.hidden.copy_(
@@ -153,8 +153,8 @@ def losses_alone(
         done()
     lost = [0.0] * calibrator.layers
     for rows in torch.arange(len(true.hidden)).split(true.batch):
-        base = pair.source.depart(true.hidden[rows]).log_softmax(-1)
+        base = pair.source.logits(true.hidden[rows]).log_softmax(-1)
         for layer, stream in changed.items():
-            other = pair.source.depart(stream.hidden[rows]).log_softmax(-1)
+            other = pair.source.logits(stream.hidden[rows]).log_softmax(-1)
             lost[layer] += float((base.exp() * (base - other)).sum())
     return [nats / measured.numel() for nats in lost]

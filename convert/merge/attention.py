@@ -1,10 +1,11 @@
-"""Attention functions that transformers knows by name for a while, and modules whose attention is looked at."""
+"""Attention functions that transformers knows by name while a context is open."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,14 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # (module, query, key, value, mask, options of transformers) -> (B, T, H, e)
 Attend = Callable[..., Tensor]
 
-# What computes the attention of single modules, of models made with `watchable` functions, while they are looked at.
-WATCHED: dict[nn.Module, Attend] = {}
-
 
 @contextmanager
 def registered(attention: Mapping[str, Any], masks: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Meanwhile transformers finds these functions by their names; afterwards its registries are as they were."""
-    # The tables of the classes: masks are looked up in no other.
+    """Register functions with transformers by name while the context is open; restore its registries afterwards."""
+    # The tables of the classes, not of instances: transformers looks masks up in no other.
     tables = (
         (ALL_ATTENTION_FUNCTIONS._global_mapping, attention),
         (ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, masks or {}),
@@ -45,34 +43,36 @@ def attend_sdpa(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, *
 
 
 def attend_eager(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
-    """The same by the class' own function, which also knows its caps and sinks."""
+    """The same by the module's own eager function, which also applies its caps and sinks."""
     output: Tensor = sys.modules[type(module).__module__].eager_attention_forward(module, q, k, v, mask, **options)[0]
     return output
 
 
-# By their names in transformers, and how these want their masks.
+# By name in transformers: the function, and the function that makes its masks.
 PLAIN: dict[str, tuple[Attend, Any]] = {"sdpa": (attend_sdpa, sdpa_mask), "eager": (attend_eager, eager_mask)}
 
 
-def watchable(always_masked: bool = False) -> Any:
-    """A context in which models may be made and run whose attention is called `gqa_sdpa` or `gqa_eager`;
-    `always_masked`: with a mask also where it hides nothing that attention would see.
+def layer_attention(record: Callable[..., None] | None = None, always_masked: bool = False) -> Any:
+    """A context in which models may be built and run whose attention is named `gqa_sdpa` or `gqa_eager`.
+
+    record: Called before attention is computed, with (module, queries, keys, values, mask, options).
+    always_masked: Make masks also where `is_causal` or no mask at all would do.
     """
-    masks = {f"gqa_{name}": _unskipped(mask) if always_masked else mask for name, (_, mask) in PLAIN.items()}
-    return registered({f"gqa_{name}": _unless_watched(attend) for name, (attend, _) in PLAIN.items()}, masks)
+    functions, masks = {}, {}
+    for name, (attend, mask) in PLAIN.items():
+        functions[f"gqa_{name}"] = partial(_attend_recorded, attend, record)
+        masks[f"gqa_{name}"] = partial(_mask_always, mask) if always_masked else mask
+    return registered(functions, masks)
 
 
-def _unskipped(mask: Callable[..., Any]) -> Callable[..., Any]:
-    def always(*given: Any, **told: Any) -> Any:
-        return mask(*given, **told | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-
-    return always
+def _mask_always(mask: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return mask(*args, **options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
-def _unless_watched(plain: Attend) -> Callable[..., tuple[Tensor, None]]:
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
-    ) -> tuple[Tensor, None]:
-        return WATCHED.get(module, plain)(module, query, key, value, attention_mask, **options), None
-
-    return attention
+def _attend_recorded(
+    attend: Attend, record: Callable[..., None] | None, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    if record:
+        record(module, query, key, value, attention_mask, options)
+    return attend(module, query, key, value, attention_mask, **options), None

@@ -72,7 +72,7 @@ def _of(mask: Tensor, head: int, rows: slice) -> Tensor:
     return mask[:, min(head, mask.shape[1] - 1), rows]
 
 
-def seen_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
+def visible_keys(mask: Tensor | None, keys: Tensor) -> Tensor:
     """(B or 1, S) which of the `keys` (B, Hk, S, d) any query may see: the others are padding."""
     if mask is None:
         return torch.ones(1, keys.shape[2], dtype=torch.bool, device=keys.device)
@@ -121,42 +121,42 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Task:
-    """One attention module whose heads are merged, of N x T positions: the source's layer, `own`, with its weights; the
-    streams before the layer, of which the converted one is what the merged heads will be given; and what attention
-    should compute.
+    """One attention module whose heads are merged: the source's `layer` with its weights, the streams before it (the
+    merged heads will read the converted one), and what attention should compute.
 
-    scale: By what the outputs of the layer's attention modules are multiplied before they are added to the stream;
-        None where that is not all that becomes of them.
+    scale: Scale s in h + s * attention(h), or None if the output of attention is transformed further.
     counts: (N, T) how much an error counts, see `position_weights`.
-    before: Tensors of the converted model's modules that the layer has before this one.
-    missed: (N, T, D) what these do not give of what the source's did.
+    converted: Tensors of the converted model's modules that precede this one in the layer.
+    missed: (N, T, D) attention output of the source's modules before this one that these lack.
     """
 
     pair: Pair
     module: AttentionModule
-    own: Layer
+    layer: Layer
     streams: Streams
     scale: float | None
     counts: Tensor
-    before: Mapping[str, Tensor] = field(default_factory=dict)
+    converted: Mapping[str, Tensor] = field(default_factory=dict)
     missed: Tensor | None = None
 
-    def true(self) -> Layer:
-        """The source's layer with its own weights, also those of modules before this one; `own` is then that, too."""
-        return self.pair.looking_at(self.module, self.pair.original(self.own.index)) if self.before else self.own
+    def source_layer(self) -> Layer:
+        """The source's layer with its original weights in all modules, which `layer` then has, too."""
+        if not self.converted:
+            return self.layer
+        return self.pair.with_attention(self.module, self.pair.original(self.layer.index))
 
     def drift(self, rows: slice) -> Tensor | None:
-        """What attention would have to give of blocks beside its own output, (B, T, D), to put the converted stream
-        right again.
-        """
+        """(B, T, D) that attention would have to add to its output to correct the converted stream."""
         if self.scale is None:
             return None
-        found = (self.streams.source.hidden[rows] - self.streams.converted.hidden[rows]) / self.scale
-        return found if self.missed is None else found + self.missed[rows]
+        drift = (self.streams.source.hidden[rows] - self.streams.converted.hidden[rows]) / self.scale
+        return drift if self.missed is None else drift + self.missed[rows]
 
     def merged(self, maps: HeadMaps) -> Layer:
-        """The converted model's layer, whose module is made by maps."""
-        return self.pair.merged(self.own.index, self.module, {**self.before, **self.pair.mapped(self.module, maps)})
+        """The converted model's layer, with the module that the maps make."""
+        return self.pair.merged(
+            self.layer.index, self.module, {**self.converted, **self.pair.mapped(self.module, maps)}
+        )
 
     def w_o(self) -> Tensor:
         """The source's W_O transposed, (H, e, D)."""
@@ -172,7 +172,7 @@ def closed_form(task: Task) -> LayerResult:
     pair, (heads, groups), w_o, order = task.pair, task.pair.heads(task.module), task.w_o(), None
     text, symmetry, search = pair.plan.config.text, pair.symmetry, searches(pair.plan, pair.options.grouping)
     assert symmetry is not None
-    check_finite(task.own.index, w_o)
+    check_finite(task.layer.index, w_o)
     # On texts of this length, by which some embeddings choose their speeds.
     rotary = symmetry.rotary(text, task.module.layer, heads.key_dim, task.streams.converted.hidden.shape[1])
     rotary = replace(rotary, slow=()) if task.module.kind == "cross" else rotary  # nothing is turned there
@@ -193,15 +193,15 @@ def closed_form(task: Task) -> LayerResult:
 def _watch_source(task: Task, moments: Moments, rotary: Rotary, w_o: Tensor) -> Moments:
     """Moments of the source's heads on the converted stream."""
     roots = output_roots(w_o)
-    for seen in task.own.observe(task.streams.converted, "heads"):
-        q, k, v = seen.heads
-        check_finite(task.own.index, q, k, v)
-        causal = getattr(task.own.attention, "is_causal", True)
-        scaling = seen.options.get("scaling") or q.shape[-1] ** -0.5
-        significance = significance_of(q, k, v, seen.mask, scaling, roots, seen.options.get("position_bias"), causal)
-        significance = significance * task.counts[seen.rows][:, None].to(q.device)
-        counted = task.counts[seen.rows].any(1, keepdim=True).to(q.device)  # blocks
-        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance, seen_keys(seen.mask, k) * counted)
+    for capture in task.layer.capture(task.streams.converted, "heads"):
+        q, k, v = capture.heads
+        check_finite(task.layer.index, q, k, v)
+        causal = getattr(task.layer.attention, "is_causal", True)
+        options, counts = capture.options, task.counts[capture.rows].to(q.device)
+        scaling = options.get("scaling") or q.shape[-1] ** -0.5
+        significance = significance_of(q, k, v, capture.mask, scaling, roots, options.get("position_bias"), causal)
+        visible = visible_keys(capture.mask, k) * counts.any(1, keepdim=True)
+        moments.add(unturned(q, rotary), unturned(k, rotary), v, significance * counts[:, None], visible)
     return moments.averaged(task.counts.numel())
 
 
@@ -213,17 +213,17 @@ def _seen_values(task: Task, maps: HeadMaps) -> Tensor:
     seen_by = torch.zeros(heads.query, width, width, dtype=torch.float64, device=device)
     merged, stream = task.merged(maps), task.streams.converted
     assert merged.attention
-    for source, seen in zip(task.own.observe(stream, "heads"), merged.observe(stream, "heads"), strict=True):
-        q, k, _ = seen.heads
-        own = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]
-        stacked = stack_groups(own, groups).transpose(0, 1)  # (B, G, T, m e)
+    for source, capture in zip(task.layer.capture(stream, "heads"), merged.capture(stream, "heads"), strict=True):
+        q, k, _ = capture.heads
+        values = source.heads[2] if maps.order is None else source.heads[2][:, maps.order]
+        stacked = stack_groups(values, groups).transpose(0, 1)  # (B, G, T, m e)
         width_at_once = width if q[..., 0].numel() * k.shape[2] <= WHOLE else heads.value_dim
         parts = [
-            task.pair.target.attend(merged.attention, q, k, part, seen.mask, **seen.options)
+            task.pair.target.attend(merged.attention, q, k, part, capture.mask, **capture.options)
             for part in stacked.split(width_at_once, -1)
         ]
         rows = torch.cat(parts, -1) if parts[1:] else parts[0]  # (B, T, H, m e)
-        rows = rows * task.counts[seen.rows].sqrt()[..., None, None].to(rows)
+        rows = rows * task.counts[capture.rows].sqrt()[..., None, None].to(rows)
         for head in range(heads.query):  # one by one: m times as wide as what W_O is given
             one = as_float64(rows[:, :, head]).flatten(0, 1)
             seen_by[head] += one.T @ one
@@ -240,20 +240,20 @@ def _refit(task: Task, maps: HeadMaps, w_o: Tensor) -> LayerResult:
     inverse = inverse.float().to(device)
     gram, cross = (torch.zeros(width, width, dtype=torch.float64, device=w_o.device) for _ in range(2))
     asked = torch.zeros((), dtype=torch.float64, device=w_o.device)  # energy of what is wanted
-    joined = task.true().observe(streams.source, "joined")
-    for true, seen in zip(joined, merged.observe(streams.converted, "joined"), strict=True):
-        check_finite(task.own.index, true.joined)
+    sources = task.source_layer().capture(streams.source, "head_outputs")
+    for source, capture in zip(sources, merged.capture(streams.converted, "head_outputs"), strict=True):
+        check_finite(task.layer.index, source.head_outputs)
         inputs, counts = (
-            part.flatten(0, 1).to(device, torch.float32) for part in (true.joined, task.counts[seen.rows])
+            part.flatten(0, 1).to(device, torch.float32) for part in (source.head_outputs, task.counts[capture.rows])
         )
         if maps.order is not None:
             inputs = inputs.unflatten(1, (query, -1))[:, query_order(maps.order, query)].flatten(1)
         root = counts.sqrt()[:, None]
-        if (drift := task.drift(seen.rows)) is not None:
+        if (drift := task.drift(capture.rows)) is not None:
             inputs = inputs + drift.flatten(0, 1).to(device, torch.float32) @ inverse
         target = inputs * root
         asked.add_(as_float64((target @ weight).square().sum(1)).sum())
-        rows = as_float64(seen.joined.flatten(0, 1).float() * root)
+        rows = as_float64(capture.head_outputs.flatten(0, 1).float() * root)
         gram.add_(rows.T @ rows)
         cross.add_(rows.T @ target.to(rows))
     count = int(task.counts.count_nonzero())

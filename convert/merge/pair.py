@@ -16,27 +16,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gqa.checkpoint.errors import RefusedError
-from gqa.checkpoint.names import stored_parts, stored_tensors
+from gqa.checkpoint.names import stored_tensors
 from gqa.convert.heads.config import target_heads, transformers_config
 from gqa.convert.heads.family import KINDS
 from gqa.convert.heads.layout import LayerHeads
 from gqa.convert.heads.modules import AttentionModule, attention_modules
 from gqa.convert.heads.symmetries import Symmetry
 from gqa.convert.maps import HeadMaps
-from gqa.convert.merge.layerwise import Given, Layer, Layerwise, Stream, is_by_block, send
+from gqa.convert.merge.layerwise import Arguments, Layer, Layerwise, Stream, is_by_block, send
 from gqa.convert.merge.options import MapsOptions
 from gqa.convert.methods import mean
 from gqa.convert.plan import Plan
 
-# What a model is given, by the names of its forward's arguments: (N, T) token ids, masks.
+# (N, T) token ids and masks by the names of the arguments of the model's forward.
 Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The source's stream of all blocks, and that of the model whose layers so far are converted.
+    """Hidden states of all blocks in the source and in the model whose layers so far are converted.
 
-    encoded: What the decoders of both read of their encoders (N, S, D), if these are they.
+    encoded: Outputs (N, S, D) of both encoders, in the decoders of an encoder-decoder.
     """
 
     source: Stream
@@ -45,37 +45,34 @@ class Streams:
 
 
 class Pair:
-    """The source and the converted model, one layer at a time, and how to get from one to the other.
-
-    Layers are counted through both stacks of an encoder-decoder, the encoder's first.
-    """
+    """The source and the converted model, one layer at a time. An encoder's layers are counted before the decoder's."""
 
     def __init__(self, plan: Plan, options: MapsOptions) -> None:
         checkpoint, config, dtype = plan.checkpoint, plan.config, getattr(torch, options.dtype)
-        own = transformers_config(config.raw)
-        kinds = KINDS if own.is_encoder_decoder else KINDS[:1]
+        source = transformers_config(config.raw)
+        kinds = KINDS if source.is_encoder_decoder else KINDS[:1]
         modules = [m for m in attention_modules(checkpoint, config) if m.kind == "encoder" or m.layer < config.layers]
         self._modules = sorted((m for m in modules if m.kind in kinds), key=lambda m: KINDS.index(m.kind))
         path = self._modules[0].path
         self.plan, self.options = plan, options
         self.symmetry = config.symmetry if isinstance(config.symmetry, Symmetry) else None
-        how, names = (path, dtype, options.device), [tensor.name for tensor in plan.tensors]
-        self.source = Layerwise(checkpoint, own, *how, checkpoint.tensors)
-        self.target = Layerwise(checkpoint, transformers_config(plan.new_config), *how, names)
+        self.source = Layerwise(checkpoint, source, path, dtype, options.device, checkpoint.tensors)
+        names, target = [tensor.name for tensor in plan.tensors], transformers_config(plan.new_config)
+        self.target = Layerwise(checkpoint, target, path, dtype, options.device, names)
 
     def heads(self, module: AttentionModule) -> tuple[LayerHeads, int]:
-        """Those of the source's module, and how many key/value heads they become."""
+        """The heads of the source's module, and the number of KV heads of the converted one."""
         config, layer = self.plan.config, module.layer
         return config.heads(layer), target_heads(config, layer, self.plan.groups).kv
 
     def modules_of(self, layer: int) -> list[AttentionModule]:
         """The attention modules of a layer whose heads are merged, in the order in which they are run."""
         first = self.source.first
-        places = ((m, m.layer if m.kind == "encoder" else first + m.layer) for m in self._modules)
-        found = [module for module, place in places if place == layer and self.plan.changes_of(module)]
-        if len({module.kind for module in found}) < len(found):
+        indices = ((m, m.layer if m.kind == "encoder" else first + m.layer) for m in self._modules)
+        modules = [module for module, index in indices if index == layer and self.plan.changes_of(module)]
+        if len({module.kind for module in modules}) < len(modules):
             raise RefusedError(f"layer {layer} has several attention modules, which cannot be calibrated apart")
-        return found
+        return modules
 
     def original(self, layer: int, before: Mapping[str, Tensor] | None = None) -> Layer:
         """The source's layer with its weights; `before`: the converted model's tensors of some modules, whose heads are
@@ -91,22 +88,22 @@ class Pair:
 
     def mapped(self, module: AttentionModule, maps: HeadMaps) -> dict[str, Tensor]:
         """The converted model's tensors of a module by their stored names."""
-        read, found = self.plan.checkpoint.read, dict[str, Tensor]()
+        read, outputs = self.plan.checkpoint.read, dict[str, Tensor]()
         for change in self.plan.changes_of(module):
             tensors = change.mapped([read(spec).float() for spec in change.sources], maps.merge)
-            found |= dict(zip(change.outputs, tensors, strict=True))
-        return found
+            outputs |= dict(zip(change.outputs, tensors, strict=True))
+        return outputs
 
     def merged(self, layer: int, module: AttentionModule, changed: Mapping[str, Tensor]) -> Layer:
-        """The converted model's layer, of which `changed` tensors are known, by their stored names. Modules of which
-        none is have the mean of their heads.
+        """The converted model's layer with the tensors `changed`, by their stored names. Modules of which none is
+        given get the mean of their heads.
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for other in self.modules_of(layer):
             if not any(name in changed for change in self.plan.changes_of(other) for name in change.outputs):
-                found |= self.mapped(other, self.mean(other))
-        whole = self.target.load(layer, found | dict(changed))
-        return self.looking_at(module, Layer(layer, whole, self.target.device), self.target)
+                tensors |= self.mapped(other, self.mean(other))
+        loaded = self.target.load(layer, tensors | dict(changed))
+        return self.with_attention(module, Layer(layer, loaded, self.target.device), self.target)
 
     def mean(self, module: AttentionModule) -> HeadMaps:
         """The maps of the plainest method."""
@@ -118,57 +115,55 @@ class Pair:
         changed = {name for change in self.plan.changes_of(module) for name in change.outputs}
         full = {id(parameter): name for name, parameter in self.target.model.named_parameters()}
         names = {name: full[id(parameter)] for name, parameter in attention.named_parameters()}
-        return {name: own for name, own in names.items() if changed & {*self._stored_names(own)}}
+        return {name: path for name, path in names.items() if changed & {*self.target.loading.parts(path)}}
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters of the converted model by their full names -> tensors as they are stored."""
-        whole = {own: name for name, own in self.target.loading.whole.items()}
-        found = {whole[own]: tensor for own, tensor in tensors.items() if own in whole}
-        rest = {own: tensor for own, tensor in tensors.items() if own not in whole}
-        return found | (stored_tensors(self.target.model, rest) if rest else {})
+        whole = {parameter: name for name, parameter in self.target.loading.whole.items()}
+        stored = {whole[name]: tensor for name, tensor in tensors.items() if name in whole}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in whole}
+        return stored | (stored_tensors(self.target.model, rest) if rest else {})
 
-    def _stored_names(self, parameter: str) -> list[str]:
-        """Of the tensors that the converted model's parameter is made of."""
-        return self.target.loading.sources.get(parameter) or stored_parts(self.target.model, parameter)
-
-    def arrive(self, inputs: Inputs) -> Streams:
-        """What the first layer of all is given, which is the encoder's if there is one."""
+    def start(self, inputs: Inputs) -> Streams:
+        """The hidden states that the first layer reads: the encoder's, if there is one."""
         if self.source.first:
-            stream = self._stream(_own(inputs), inputs.get("attention_mask"), stack=0)
+            stream = self._stream(_encoder_inputs(inputs), inputs.get("attention_mask"), stack=0)
         else:
             stream = self._stream({**inputs, "use_cache": False})
         return Streams(stream, stream.clone())
 
     def encode(self, inputs: Inputs, streams: Streams) -> tuple[Tensor, Tensor]:
-        """What leaves both encoders (N, S, D), of the streams that leave their last layers."""
+        """Outputs (N, S, D) of both encoders, from those of their last layers."""
 
-        def left(stream: Stream) -> Tensor:
-            parts = zip(_batches(_own(inputs), stream.batch), stream.hidden.split(stream.batch), strict=True)
-            return torch.cat([self.source.leave(given, hidden) for given, hidden in parts])
+        def output(stream: Stream) -> Tensor:
+            parts = zip(_batches(_encoder_inputs(inputs), stream.batch), stream.hidden.split(stream.batch), strict=True)
+            return torch.cat([self.source.encoder_output(batch, hidden) for batch, hidden in parts])
 
-        return left(streams.source), left(streams.converted)
+        return output(streams.source), output(streams.converted)
 
     def decode(self, inputs: Inputs, encoded: tuple[Tensor, Tensor]) -> Streams:
-        """What the first layer of both decoders is given."""
-        own: dict[str, Any] = {
-            name.removeprefix("decoder_"): of for name, of in inputs.items() if name.startswith("decoder_")
+        """The hidden states that the first layers of both decoders read."""
+        decoder: dict[str, Any] = {
+            name.removeprefix("decoder_"): value for name, value in inputs.items() if name.startswith("decoder_")
         }
-        own |= {f"encoder_{name}": of for name, of in inputs.items() if name == "attention_mask"} | {"use_cache": False}
+        if "attention_mask" in inputs:
+            decoder["encoder_attention_mask"] = inputs["attention_mask"]
+        decoder["use_cache"] = False
         source, converted = (
-            self._stream(own | {"encoder_hidden_states": states}, inputs.get("decoder_attention_mask"))
+            self._stream(decoder | {"encoder_hidden_states": states}, inputs.get("decoder_attention_mask"))
             for states in encoded
         )
         return Streams(source, converted, encoded)
 
-    def _stream(self, inputs: Mapping[str, Any], real: Tensor | None = None, stack: int = -1) -> Stream:
-        """What the first layer of a stack is given. What layers are given beside is kept of each batch where it is not
-        the same for all.
+    def _stream(self, inputs: Mapping[str, Any], is_text: Tensor | None = None, stack: int = -1) -> Stream:
+        """The hidden states that the first layer of a stack reads. Batches share the other arguments of layers where
+        they are equal.
         """
-        batch, hidden, found = self.options.at_once, list[Tensor](), list[dict[int, Given]]()
-        known: dict[int, dict[int, Given]] = {}  # by the number of rows
-        few, other = self.source.arrive(next(_batches(inputs, 1 if batch > 1 else 2)), stack)
+        batch, hidden, arguments = self.options.at_once, list[Tensor](), list[dict[int, Arguments]]()
+        known: dict[int, dict[int, Arguments]] = {}  # by the number of rows
+        few, other = self.source.layer_inputs(next(_batches(inputs, 1 if batch > 1 else 2)), stack)
         for part in _batches(inputs, batch):
-            first, given = self.source.arrive(part, stack)
+            first, given = self.source.layer_inputs(part, stack)
             before = known.setdefault(len(first), given)
             alike = _alike(given, before, len(first), other, len(few))
             if not alike and not self.source.first:
@@ -176,36 +171,37 @@ class Pair:
                     f"layers of {type(self.source.model).__name__} are given more than hidden states of the text; "
                     "it cannot be run layer by layer"
                 )
-            found.append(before if alike else send(given, "cpu"))
+            arguments.append(before if alike else send(given, "cpu"))
             hidden.append(first.cpu())
-        return Stream(torch.cat(hidden), batch, found, (other, len(few)), None if real is None else real.bool())
+        return Stream(
+            torch.cat(hidden), batch, arguments, (other, len(few)), None if is_text is None else is_text.bool()
+        )
 
-    def looking_at(self, module: AttentionModule, layer: Layer, of: Layerwise | None = None) -> Layer:
-        """A layer of the source, or `of` the other, whose attention is that at the end of the module's stored path."""
-        attention, output = layer.whole.get_submodule(module.path.split(f".{module.layer}.", 1)[1]), None
+    def with_attention(self, module: AttentionModule, layer: Layer, model: Layerwise | None = None) -> Layer:
+        """A layer of the source, or of another `model`, with the attention module and projection to capture."""
+        attention, projection = layer.module.get_submodule(module.path.split(f".{module.layer}.", 1)[1]), None
         if self.symmetry:
-            of = of or self.source
-            stored = f"{module.path}.{self.symmetry.output}.weight"
-            output = of.model.get_submodule(of.loading.whole[stored].rpartition(".")[0])
-        return replace(layer, attention=attention, output=output)
+            model = model or self.source
+            weight = model.loading.whole[f"{module.path}.{self.symmetry.output}.weight"]
+            projection = model.model.get_submodule(weight.rpartition(".")[0])
+        return replace(layer, attention=attention, projection=projection)
 
 
 def check_finite(layer: int, *tensors: Tensor) -> None:
-    """Raises RefusedError where a layer computes what is no number."""
+    """Raise RefusedError if a layer computes NaN or Inf."""
     if not all(bool(torch.stack(tensor.aminmax()).isfinite().all()) for tensor in tensors):  # extremes keep NaN
         raise RefusedError(f"layer {layer} computes NaN or Inf on the calibration text; the model is broken there")
 
 
-def _own(inputs: Inputs) -> Inputs:
-    """Those of the encoder."""
-    return {name: of for name, of in inputs.items() if not name.startswith("decoder_")}
+def _encoder_inputs(inputs: Inputs) -> Inputs:
+    return {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
 
 
 def _batches(inputs: Mapping[str, Any], batch: int) -> Iterator[dict[str, Any]]:
-    """So many blocks at a time."""
+    """The inputs of `batch` blocks at a time."""
     for start in range(0, len(next(iter(inputs.values()))), batch):
         rows = slice(start, start + batch)
-        yield {name: of[rows] if isinstance(of, Tensor) else of for name, of in inputs.items()}
+        yield {name: value[rows] if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def _alike(given: Any, before: Any, rows: int, other: Any, others: int) -> bool:

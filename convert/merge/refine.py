@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from gqa.convert.merge.attention import watchable
+from gqa.convert.merge.attention import layer_attention
 from gqa.convert.merge.closed_form import mean_squares
-from gqa.convert.merge.layerwise import Given, Layer, Stream, is_by_block
+from gqa.convert.merge.layerwise import Arguments, Layer, Stream, first_tensor, is_by_block
 from gqa.convert.merge.options import AT_ONCE, Refinement
 
 _CHECKS = 8  # times that the held-out error is looked at
@@ -40,7 +40,7 @@ class Calls:
     hidden: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inside: Callable[[Tensor, Given], Given]
+    inside: Callable[[Tensor, Arguments], Arguments]
 
     @classmethod
     def of(cls, layer: Layer, stream: Stream) -> Calls:
@@ -49,9 +49,9 @@ class Calls:
         other, others = stream.other
         sizes = [rows.stop - rows.start for rows, _ in batches]
         args, kwargs = _by_row([given for _, given in batches], sizes, other[layer.index], others)
-        return cls(stream.hidden, args, kwargs, layer.called)
+        return cls(stream.hidden, args, kwargs, lambda *inputs: layer.capture_blocks(*inputs, "arguments").arguments)
 
-    def given(self, rows: Tensor, device: torch.device) -> Given:
+    def given(self, rows: Tensor, device: torch.device) -> Arguments:
         """What the module is called with for some of the blocks."""
 
         def fit(of: Rows) -> Tensor:
@@ -61,17 +61,17 @@ class Calls:
         return self.inside(self.hidden[rows].to(device), tree_map_only(Rows, fit, (self.args, self.kwargs)))
 
 
-def called(module: nn.Module, weights: Mapping[str, Tensor], given: Given) -> Tensor:
+def called(module: nn.Module, weights: Mapping[str, Tensor], given: Arguments) -> Tensor:
     """The output (B, T, D) of a module with other weights."""
     args, kwargs = given
     hidden = args[0] if args else kwargs["hidden_states"]
     own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
-    with watchable():
+    with layer_attention():
         output = torch.func.functional_call(module, own, args, kwargs)
-    return output if isinstance(output, Tensor) else output[0]
+    return first_tensor(output)
 
 
-def _by_row(values: list[Given], rows: list[int], other: Given, others: int) -> Given:
+def _by_row(values: list[Arguments], rows: list[int], other: Arguments, others: int) -> Arguments:
     """The arguments of all batches, of so many blocks, as one; they are `other` where they are `others`."""
 
     def joined(one: Any, *parts: Any) -> Any:
@@ -82,7 +82,7 @@ def _by_row(values: list[Given], rows: list[int], other: Given, others: int) -> 
         alike = all(bool((found == own[0][:1]).all()) for found in distinct.values())
         return Rows(own[0][:1] if alike else torch.cat([found.cpu() for found in own]))
 
-    made: Given = tree_map(joined, other, *values)
+    made: Arguments = tree_map(joined, other, *values)
     return made
 
 
@@ -144,7 +144,7 @@ def refine(
     return best, first, least
 
 
-def seen_of(counts: Tensor, how: Refinement) -> Tensor:
+def without_heldout(counts: Tensor, how: Refinement) -> Tensor:
     """What positions (N, T) count before `refine` holds some of these out: those count nothing.
     A start that had seen them would be better there than on new text, and hardly any step would be kept.
     """
