@@ -83,11 +83,6 @@ def sources(model: PreTrainedModel) -> dict[str, tuple[tuple[int, ...], list[str
     }
 
 
-def stored_parts(model: PreTrainedModel, name: str) -> list[str]:
-    """Names of the tensors in which a checkpoint stores one parameter: itself, its experts, what it is fused into."""
-    return list(stored_tensors(model, {name: model.get_parameter(name).to("meta")}))
-
-
 class Loading:
     """How transformers loads tensors of `names` into `model`, under whatever names it accepts: as checkpoints of the
     type have them, as the class has them, with the prefix of the base model or without.
@@ -119,7 +114,7 @@ class Loading:
     def parts(self, name: str) -> list[str]:
         """The stored tensors that the parameter `name` is made of, also where they load into a name tied to it."""
         tied = next((self.sources[alias] for alias in (name, *self._tied.get(name, ())) if alias in self.sources), None)
-        return tied or stored_parts(self._model, name)
+        return tied or list(stored_tensors(self._model, {name: self._model.get_parameter(name).to("meta")}))
 
     def assemble(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         """The parameter `name` out of tensors by their stored names. Raises KeyError where transformers does not make

@@ -21,7 +21,7 @@ from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model, ranks
 from gqa.checkpoint.provenance import request, versions
 from gqa.convert.merge.cache_bits import layers_with_cache, quantise_cache, quantised_attention
-from gqa.convert.merge.self_samples import sampled_blocks, seed_apart
+from gqa.convert.merge.self_samples import derive_seed, sampled_blocks
 from gqa.corpus.likelihood import ChunkedHead
 from gqa.corpus.windows import Window
 from gqa.eval.decode import decode_contexts, in_dtype, measure_decode, measured_cache_bytes
@@ -395,7 +395,7 @@ def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[An
     def write(dtype: Any, device: str | None = options.device) -> PreTrainedModel:
         return load(subject, replace(options, precision=dtype, device=device))
 
-    seed = seed_apart(0, "evaluation")
+    seed = derive_seed(0, "evaluation")
     trusted = subject.trust_remote_code
     how = (run_device(options), subject.checkpoint, length, SAMPLES, seed)
     found = sampled_blocks(write, *how, plain=True, trust_remote_code=trusted)

@@ -35,7 +35,7 @@ from gqa.checkpoint.read import Checkpoint
 from gqa.checkpoint.tokenizers import load_tokenizer
 from gqa.checkpoint.write import OutputDirectory, require_space
 from gqa.convert.merge.pairs import PairMaker
-from gqa.convert.merge.self_samples import SampledBlocks, sampled_blocks, seed_apart
+from gqa.convert.merge.self_samples import SampledBlocks, derive_seed, sampled_blocks
 from gqa.convert.merge.watcher import SILENT, Watcher
 from gqa.corpus.pairs import PairEncoder
 from gqa.corpus.sources import is_self, parse_self
@@ -229,7 +229,7 @@ def _written(
     """So many blocks of `size` tokens that the teacher writes."""
     load, plain = partial(_load, teacher, options, device=device), parse_self(options.data[0]).plain
     return sampled_blocks(
-        load, device, teacher, size, count, seed_apart(options.seed, "training"), plain, watcher, write,
+        load, device, teacher, size, count, derive_seed(options.seed, "training"), plain, watcher, write,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 

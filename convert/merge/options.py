@@ -121,10 +121,10 @@ class CalibrationText:
 
     def _seed(self, number: int) -> int:
         """Of what the model writes for the source of that number: for each text of its own."""
-        from gqa.convert.merge.self_samples import seed_apart
+        from gqa.convert.merge.self_samples import derive_seed
 
         before = sum(map(is_self, self.sources[:number]))
-        return seed_apart(self.seed, f"self {before}") if before else self.seed
+        return derive_seed(self.seed, f"self {before}") if before else self.seed
 
     def _say_fewer(self, found: int, what: str, watcher: Watcher) -> None:
         """Warn where they are fewer than are asked for; of several sources each is rounded."""

@@ -23,9 +23,8 @@ from gqa.convert.heads.config import transformers_config
 from gqa.convert.merge.sampling import samples
 from gqa.convert.merge.self_samples import (
     SampledBlocks,
-    batch_seed,
+    derive_seed,
     samples_identity,
-    seed_apart,
     store_batches,
 )
 from gqa.convert.merge.watcher import Watcher
@@ -98,7 +97,7 @@ class PairMaker:
             encoder.corrupt(np.array(text), generator)[0] if encoder.marks else [*text[:-1], encoder.end]
             for text in texts
         ]
-        return list(zip(sources, self._write(sources, seed_apart(seed, "targets")), strict=True))
+        return list(zip(sources, self._write(sources, derive_seed(seed, "targets")), strict=True))
 
     def sampled(self, count: int, write: bool = True) -> SampledBlocks:
         """Blocks of twice `length` tokens: pairs as `write` gives them, each side filled up with -1. They are stored as
@@ -114,7 +113,7 @@ class PairMaker:
 
         def sample(_: Any, numbers: Sequence[int]) -> Tensor:
             rows = torch.full((WRITTEN, 2, self.length), -1)
-            for row, pair in enumerate(self._own(WRITTEN, batch_seed(self._seed, numbers[0]))):
+            for row, pair in enumerate(self._own(WRITTEN, derive_seed(self._seed, numbers[0]))):
                 for side, ids in enumerate(pair):
                     rows[row, side, : len(ids)] = torch.tensor(ids)
             return rows.flatten(1)

@@ -113,7 +113,7 @@ def sampled_blocks(
         return model, max(1, at_once(source, size, dtype, least) // batch)
 
     def sample(model: Any, numbers: Sequence[int]) -> Tensor:
-        seeds = [batch_seed(seed, number) for number in numbers]
+        seeds = [derive_seed(seed, number) for number in numbers]
         return samples(model, size + lead, seed=seeds, batch=batch, progress=watcher.update)[:, lead:]
 
     identity = f"{samples_identity(checkpoint, trust_remote_code)} {start} {lead} {seed} {size} {batch} {dtype}"
@@ -128,16 +128,11 @@ def samples_identity(checkpoint: Checkpoint, trusted: bool) -> str:
     return f"{checkpoint_digest(checkpoint)} {versions('torch', 'transformers')}{' code' * code}"
 
 
-def batch_seed(seed: int, number: int | str) -> int:
-    """A batch has a seed of its own: those before need not be sampled again."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
-
-
-def seed_apart(seed: int, use: str) -> int:
-    """Of what a model writes for another `use` than calibration, which has the text of the seed itself: what weights
-    were fitted to they predict better than any other text, so it would not tell what they are worth.
+def derive_seed(seed: int, label: int | str) -> int:
+    """An independent seed: of a batch by its number, so that batches before it need not be sampled again; of text for
+    another use than calibration, which has the seed itself, since weights predict the text they were fitted to better.
     """
-    return batch_seed(seed, use)
+    return int.from_bytes(hashlib.sha256(f"{seed} {label}".encode()).digest()[:7], "big")
 
 
 def store_batches(
