@@ -303,7 +303,7 @@ def parameter(owner: type, one: Field[Any], name: str) -> click.Parameter:
     else:
         numbers = isinstance(kind, Number), isinstance(kind, Several) and isinstance(kind._kind, Number)
         metavar = how["metavar"] or ("N" if numbers[0] else "N[,...]" if numbers[1] else None)
-        made = _Option(names, type=kind, default=None, required=required, help=text, metavar=metavar, multiple=several)
+        made = _Option(names, type=kind, required=required, help=text, metavar=metavar, multiple=several)
     made.heading = how["heading"]
     return made
 

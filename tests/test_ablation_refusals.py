@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import check_refused, edit_json, snapshot
+from checkpoints import check_refused, edit_json, run, snapshot
 from studies import SAME, ablate, copied, gqa_ablate, measured, rows
 from training import tiny_checkpoint, write_corpus
 
@@ -45,6 +45,10 @@ REFUSED = {
     "the whole cache": ({"kv_budgets": 1}, ["'--kv-budgets': '1' is not a number above 0 below 1"]),
     "less than a head": ({"kv_budgets": 0.2}, ["--kv-budgets 0.2 is not possible for the 4 key", "least is 0.25"]),
 }
+
+
+def test_an_output_is_required() -> None:
+    check_refused(run("nowhere", program="gqa-ablate"), "Missing option '-o'", program="gqa-ablate")
 
 
 @pytest.mark.parametrize("name", REFUSED)
