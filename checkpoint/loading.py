@@ -184,11 +184,17 @@ def read_auto_config(name: str, trust_remote_code: bool = False) -> Any:
     return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
+def _named_class(config: Any) -> str:
+    """The first name in `architectures`, where that is a list of names; else nothing."""
+    names = config.architectures
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def model_class(config: Any, trust_remote_code: bool = False) -> Any:
     """The class that a config names."""
     import transformers
 
-    name = (config.architectures or [""])[0]
+    name = _named_class(config)
     if ours := custom_class(name, config.model_type):
         return ours
     if trust_remote_code and getattr(config, "auto_map", None):
@@ -227,7 +233,7 @@ def concrete_class(config: Any) -> tuple[Any, str]:
     """The class that loads a config without code of others, and the name that the config has for it, which may be
     another's; None where transformers has no class of its model type that predicts tokens.
     """
-    found, name = model_class(config), (config.architectures or [""])[0]
+    found, name = model_class(config), _named_class(config)
     if hasattr(found, "_model_mapping"):
         found = found._model_mapping.get(type(config), None)
     return found, name or getattr(found, "__name__", "")

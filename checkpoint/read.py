@@ -273,9 +273,9 @@ def merge_tables(tables: Mapping[str, list[TensorSpec]], index: Mapping[str, Any
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
     """Stored name -> the parameter's name, without what torch and peft wrap modules in when they train."""
     found = {name: _WRAPPERS.sub("", name) for name in names}
-    for prefix in ("module.", "base_model.model."):  # DistributedDataParallel, peft
-        if all(name.startswith(prefix) for name in found.values()):
-            found = {name: bare.removeprefix(prefix) for name, bare in found.items()}
+    prefixes = ("module.", "base_model.model.")  # DistributedDataParallel, peft; in any order, several times
+    while prefix := next((p for p in prefixes if found and all(bare.startswith(p) for bare in found.values())), ""):
+        found = {name: bare.removeprefix(prefix) for name, bare in found.items()}
     return found
 
 

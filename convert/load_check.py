@@ -9,6 +9,7 @@ from gqa.checkpoint.errors import CorruptError, RefusedError, explain, listing
 from gqa.checkpoint.loading import concrete_class, quiet_transformers
 from gqa.checkpoint.read import TORCH_DTYPES
 from gqa.convert.heads.config import transformers_config, without_quantisation
+from gqa.convert.heads.modules import ZERO_3
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +29,6 @@ def check_loads(
     import transformers
 
     config = transformers_config(without_quantisation(raw))
-    if not (isinstance(config.architectures, list) and all(isinstance(one, str) for one in config.architectures)):
-        config.architectures = None
     made, named = concrete_class(config)
     if made is None:
         yield f"not checked that transformers loads the result: it has no class {named or raw['model_type']}"
@@ -85,10 +84,7 @@ def _shapes(mismatched: set[tuple[str, Any, Any]]) -> str:
         return ""
     key, found, meant = min(mismatched, key=lambda one: one[0])
     more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-    advice = (
-        "DeepSpeed ZeRO-3 leaves such tensors where each process saves its own: write it with zero_to_fp32.py first"
-        if 0 in found else "correct config.json, or give the checkpoint that it belongs to"
-    )  # fmt: skip
+    advice = ZERO_3 if 0 in found else "correct config.json, or give the checkpoint that it belongs to"
     return f"{key} is stored as {list(found)}, by config.json it is {list(meant)}{more}; {advice}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SINGLE, llama, load, weights
+from checkpoints import MERGED, SINGLE, llama, load, run, weights
 from test_edges import save_bin
 from torch import Tensor
 
@@ -75,6 +75,7 @@ def rename(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor
 @pytest.mark.parametrize(
     "wrapped",
     [rename("^", "_orig_mod."), rename("^", "module._orig_mod."), rename("^", "base_model.model."),
+     rename("^", "base_model.model.module.module."),
      rename(r"(layers\.\d+)", r"\1._checkpoint_wrapped_module"), rename("self_attn", "_fsdp_wrapped_module.self_attn")],
 )  # fmt: skip
 @pytest.mark.parametrize("stored", ["safetensors", "bin"])
@@ -102,6 +103,7 @@ def narrow(pattern: str, shape: tuple[int, ...]) -> Callable[[dict[str, Tensor]]
 _UNLOADABLE: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str]] = {
     "another prefix": (rename("^", "student."), {}, r"stored as student\..*; rename its tensors without 'student.'"),
     "ZeRO-3": (narrow("mlp.up_proj", (0,)), {}, r"mlp.up_proj.weight is stored as \[0\], .*zero_to_fp32.py"),
+    "ZeRO-3 of everything": (narrow("", (0,)), {}, r"_proj.weight \[0\] has 0 rows .*zero_to_fp32.py"),
     "ZeRO-3 of queries": (narrow("q_proj", (0,)), {}, r"q_proj.weight is stored as \[0\], by config.json"),
     "a pruned MLP": (
         narrow("mlp.up_proj", (8, 32)),
@@ -125,6 +127,14 @@ def test_what_transformers_would_initialise_at_random_is_refused(case: str, tmp_
     change, settings, says = _UNLOADABLE[case]
     with pytest.raises(RefusedError, match=says):
         plan_conversion(llama(tmp_path / "m", tensors=change(weights()), **settings), 2, method="mean")
+
+
+@pytest.mark.parametrize("odd", [3, [3], [None], [[]], {}, "LlamaModel", [""]])
+def test_what_names_no_class_is_as_if_nothing_were_named(odd: object, tmp_path: Path) -> None:
+    """`architectures` of config.json may be anything: the result is of the class that its model type stands for."""
+    result = run(*MERGED, "-o", tmp_path / "out", llama(tmp_path / "m", architectures=odd))
+    assert (result.code, result.err) == (0, "")
+    assert "next " in result.out
 
 
 @pytest.mark.parametrize(

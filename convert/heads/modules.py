@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # What a list of layers is called; the last three hold layers that predict further tokens and count as one more.
+ZERO_3 = "DeepSpeed ZeRO-3 leaves such tensors where each process saves its own: write it with zero_to_fp32.py first"
 _LAYERS = "layers|blocks?|h|mtp_layers|mtp_block|mtp"
 # Parts of multimodal and speech models that are not the text stack: they have heads of their own, left alone.
 _TOWERS = re.compile(
@@ -59,7 +60,8 @@ class Change:
             return layout.split(torch.stack(list(tensors)) if self.rule.numbered else tensors[0], self.heads)
         except CorruptError as error:
             raise CorruptError(
-                f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; is it of another model?"
+                f"{self.sources[0].name} {list(self.sources[0].shape)} {error}; "
+                + (ZERO_3 if 0 in self.sources[0].shape else "is it of another model?")
             ) from error
 
     def join(self, parts: Mapping[Part, Tensor]) -> list[Tensor]:
@@ -214,7 +216,7 @@ def _check_head_dim(module: AttentionModule, heads: LayerHeads, config: ModelCon
     if "head_dim" in config.stated or not (query and query.shape and key and key.shape):
         return
     dim, rest = divmod(query.shape[0], heads.query)
-    if dim != heads.key_dim and not rest and key.shape[0] == dim * heads.kv:
+    if dim not in (0, heads.key_dim) and not rest and key.shape[0] == dim * heads.kv:
         raise CorruptError(
             f"{query.name} {list(query.shape)} has {heads.query} heads of {dim}, config.json has no head_dim, which "
             f"makes it {heads.key_dim} (hidden_size / num_attention_heads); set head_dim: {dim} if it is right"
