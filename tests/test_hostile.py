@@ -221,7 +221,9 @@ CASES: Cases = {
        for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads") for count in (2**63, 10**12)},
     **{f"{count} in {key} of {model_type}": (settings(model_type=model_type, **{key: count}), (key, str(count)))
        for model_type, key in (("bart", "decoder_layers"), ("bart", "decoder_attention_heads"), ("gpt2", "n_head"),
-                               ("t5", "num_decoder_layers"), ("bart", "encoder_layers"), ("dbrx", "n_heads"))
+                               ("t5", "num_decoder_layers"), ("bart", "encoder_layers"), ("dbrx", "n_heads"),
+                               *(("llama", key) for key in ("num_labels", "depth", "resampler_depth", "num_blocks",
+                                                            "num_codebooks", "num_quantizers", "num_res_blocks")))
        for count in (2**63, 10**12)},
     "no layers": (settings(num_hidden_layers=0), ("config",)),
     "another head_dim": (tensors(widen),

@@ -21,12 +21,13 @@ from gqa.convert.heads.family import Edits, Family
 from gqa.convert.heads.layout import Groups, LayerHeads, groups_text
 from gqa.convert.heads.symmetries import Symmetry
 
-MAX_COUNT = 20_000  # layers or heads
+MAX_COUNT = 20_000  # layers, heads, blocks
 QUANTISATION = {"quantization_config", "compression_config", "quantization"}  # the last is MLX's
 _NUMBERS = (
     "num_kv_shared_layers", "sliding_window", "attention_chunk_size", "max_position_embeddings", "initializer_range",
 )  # fmt: skip
-_COUNTS = re.compile(r"(\w+_)?(layers?|heads?)")  # names of keys that count them
+# Names of keys that count what is made one by one.
+_COUNTS = re.compile(r"(\w+_)?(layers?|heads?|blocks|depth|codebooks|quantizers|labels)")
 
 
 class ConfigEdit(NamedTuple):
