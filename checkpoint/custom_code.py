@@ -6,6 +6,7 @@ beside the weights. Nothing is registered with transformers' Auto classes, here 
 model types asks here for its class.
 """
 
+import re
 import sys
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from gqa.checkpoint import modelling
+from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.modelling.text import BY_LAYER, DECILM, NAMES, auto_classes, class_of, text_of
 from gqa.checkpoint.provenance import version
 
@@ -82,8 +84,11 @@ _USUAL = ("AutoModelForSeq2SeqLM", "AutoModelForCausalLM")
 
 
 def stand_in(architectures: list[str] | None, model_type: str) -> str:
-    """The name of our class for that of a config of the source."""
+    """The name of our class for that of a config of the source. Raises RefusedError where it has another head."""
     source = model_type.removeprefix(PREFIX)
     classes = auto_classes(source)
+    for name in architectures or ():
+        if re.search("For.*(Classification|QuestionAnswering)$", name) and name not in classes.values():
+            raise RefusedError(f"custom modelling code has no class with the head of {name}")
     named = [name for name in architectures or () if name in classes.values()]
     return class_of(source, (named + [classes[auto] for auto in _USUAL if auto in classes])[0])

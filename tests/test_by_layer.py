@@ -384,10 +384,15 @@ def test_the_page_lists_them() -> None:
     assert listed.replace("\n", " ").split(", ") == sorted(BY_LAYER)
 
 
+HEAD = "LlamaForSequenceClassification"
+
+
 def test_a_class_that_is_not_known_to_allow_it(tmp_path: Path) -> None:
     model = write_checkpoint(build(TINY["starcoder2"], QUERY_HEADS), tmp_path / "model")
     edit_json(model / "config.json", lambda raw: raw | {"model_type": "nemotron"})
     assert "as many key/value heads in all layers" in refusal(model, "--groups", "1,4")
+    edit_json(model / "config.json", lambda raw: raw | {"model_type": "llama", "architectures": [HEAD]})
+    assert f"no class with the head of {HEAD}" in refusal(model, "--groups", "1,4")
     different = llama(tmp_path / "llama")
     out = convert_checkpoint(different, (1, 4), method="mean").out
     assert out.name == "llama-kv62-mean"  # of the key/value heads, not of the query heads

@@ -109,6 +109,10 @@ def _below(definitions: dict[str, str], imports: dict[str, str], text: str) -> d
     return {key: own.get(key) or definitions[key] for key in order}
 
 
+# Of Llama-like models these classes build the model below their head by AutoModel, which does not know ours.
+_BUILT_BY_AUTO_MODEL = re.compile(r"AutoModelFor(SequenceClassification|TokenClassification|QuestionAnswering)")
+
+
 @cache
 def auto_classes(model_type: str) -> dict[str, str]:
     """Names of transformers' Auto classes that know a model type of its own, and of the class that each has for it."""
@@ -117,6 +121,8 @@ def auto_classes(model_type: str) -> dict[str, str]:
     found, own = {}, NAMES[model_type].classes  # some also know a class of another model's module
     for name, auto in inspect.getmembers(modeling_auto, inspect.isclass):
         known = getattr(getattr(auto, "_model_mapping", None), "_model_mapping", {})
+        if model_type in BY_LAYER and _BUILT_BY_AUTO_MODEL.fullmatch(name):
+            continue
         if name.startswith("AutoModel") and str(known.get(model_type, "")).startswith(own):
             found[name] = str(known[model_type])
     return found
