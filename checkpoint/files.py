@@ -16,21 +16,23 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_SUFFIXES = frozenset((
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data",
-    ".tflite", ".mlmodel",
+    ".tflite", ".mlmodel", ".litertlm", ".task", ".pte", ".engine", ".nemo", ".npz", ".distcp",
 ))  # fmt: skip
 # A vocabulary, or what names a class that needs none; the special tokens alone (special_tokens_map.json) are neither.
 TOKENIZER_FILES = ("tokenizer*", "tokenization_*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 CHECKPOINT_FILES = (
     "config.json", "generation_config.json", "*processor_config.json", "*.index.json",
     "model*.safetensors", "pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack",
-    *TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template*",
+    "tokenizer*.json", "tokenization_*.py", "vocab*.json", "vocab*.txt", "merges*.txt", "*.model", "*.tiktoken",
+    "tekken.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*",
     "configuration_*.py", "modeling_*.py", "processing_*.py", "README.md", "LICENSE*", ".gitattributes", "gqa_*.json*",
 )  # fmt: skip
-# The same model for other programs (Meta's and Mistral's own, OpenVINO, ONNX, Core ML, MLC, Ollama, llama.cpp), an
-# adapter that was trained on it, and states of its training.
+# The same model for other programs (Meta's and Mistral's own, OpenVINO, ONNX, Core ML, MLC, Ollama, llama.cpp,
+# LitGPT, NeMo, vLLM), an adapter that was trained on it, and states of its training.
 _OLD_MODEL = (
     "params.json", "original/*", "openvino*", "onnx/*", "genai_config.json", "coreml/*", "mlc-chat-config.json",
     "*-cache.json", "Modelfile", "*imatrix*", "adapter_config.json", "checkpoint-*/*", "trainer_state.json",
+    "*.onnx[._]data*", "*.mlpackage/*", "lit_config.json", "model_config.yaml", "kv_cache_scales.json",
 )  # fmt: skip
 
 

@@ -81,11 +81,14 @@ def source_card(source: Checkpoint, whole: bool = False) -> tuple[dict[str, Any]
     """
     from huggingface_hub import ModelCard
 
+    from gqa.checkpoint.hub_errors import quiet
+
     if "README.md" not in source.side_files:
         return {}, ""
     text = source.path("README.md").read_text(encoding="utf-8", errors="replace")
     metadata: dict[str, Any] = {}
-    with suppress(Exception):  # a card that cannot be parsed, or not be written again, is carried along as it is
+    # A card that cannot be parsed, or not be written again, is carried along as it is.
+    with suppress(Exception), quiet("huggingface_hub"):
         loaded = ModelCard(text, ignore_metadata_errors=True)
         found = dict(loaded.data.to_dict())
         found["tags"] = [tag for tag in found.get("tags") or [] if isinstance(tag, str)]

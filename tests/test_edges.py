@@ -273,7 +273,9 @@ OLD_MODEL = (
     "adapter_config.json", "adapter_model.safetensors", "params.json", "consolidated.safetensors", "genai_config.json",
     "checkpoint-5/config.json", "checkpoint-5/model.safetensors", "checkpoint-6/trainer_state.json", "onnx/config.json",
     "openvino/openvino_model.xml", "openvino_model.xml", "original/params.json", "metal/settings.json",
-    "metal/model.bin", "mlc-chat-config.json", "Modelfile", "4_Dense/model.safetensors",
+    "metal/model.bin", "mlc-chat-config.json", "Modelfile", "4_Dense/model.safetensors", "model.onnx.data",
+    "model.onnx_data_1", "executorch/config.json", "executorch/model.pte", "rank0.engine", "lit_config.json",
+    "kv_cache_scales.json", "states/__0_0.distcp", "model.nemo", "weights.npz",
 )  # fmt: skip
 
 
@@ -283,10 +285,12 @@ def test_what_belongs_to_the_old_model_stays_with_it(tmp_path: Path) -> None:
     for name in (*OTHER_MODULES, *OLD_MODEL):
         (model / name).parent.mkdir(parents=True, exist_ok=True)
         (model / name).write_text(f"of {name}")
+    (model / "README.md").write_text("a card without metadata")
     modules = [{"idx": n, "path": path} for n, path in enumerate(("", "2_Dense", "3_More/", "5_Normalize"))]
     (model / "modules.json").write_text(json.dumps(modules))
     result = run(*MERGED, "-o", tmp_path / "out", model)
     assert result.code == 0, result
+    assert all(line.startswith("warning: ") for line in result.err.splitlines())  # nothing of huggingface_hub
     (warning,) = (line for line in result.err.splitlines() if line.startswith("warning: left out"))
     assert set(warning.partition("weights: ")[2].split(", ")) == set(OLD_MODEL)
     found = {p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file()}

@@ -150,7 +150,7 @@ def test_refused_outputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("record", [True, False])
-@pytest.mark.parametrize("name", ["notes.txt", "runs/1.json", "train_config.json", ".env", "optimizer.pt", "link"])
+@pytest.mark.parametrize("name", ["notes.txt", "runs/1.json", "vocab_counts.csv", ".env", "optimizer.pt", "link"])
 def test_overwrite_refuses_what_is_beside_a_checkpoint(model: Path, tmp_path: Path, name: str, record: bool) -> None:
     """In a result and in a checkpoint without a record; a result of a model with such a file holds a copy of it."""
     (model / "runs").mkdir()
