@@ -30,6 +30,7 @@ def anonymous(process: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
+@pytest.mark.scale  # 840 MB are written
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc, which only Linux has")
 def test_memory_is_that_of_the_largest_changed_tensor(tmp_path: Path, runs: Runs) -> None:
     """Of each of two jobs. Two shards of some 400 MB out of one of zeros: whoever reads one, or one embedding of
