@@ -32,7 +32,6 @@ from gqa.convert.merge.attention import attend_eager, attend_sdpa, layer_attenti
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and by keyword, beside hidden states
 Part = Literal["arguments", "heads", "head_outputs", "attention_output", "layer_output"]
-_EAGER = "eager_attention_forward"  # in modules of transformers
 
 
 class _Captured(Exception):  # noqa: N818 - it is no error
@@ -169,7 +168,8 @@ class Layerwise:
             )
         capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
         eager = capped or not cls._supports_sdpa
-        name, has_function = "gqa_eager" if eager else "gqa_sdpa", hasattr(sys.modules[cls.__module__], _EAGER)
+        name = "gqa_eager" if eager else "gqa_sdpa"
+        has_function = hasattr(sys.modules[cls.__module__], "eager_attention_forward")
         refusal = f"{cls.__name__} does not call transformers' attention functions; it cannot be run layer by layer"
         if eager and not has_function:
             raise RefusedError(refusal)

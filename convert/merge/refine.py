@@ -1,7 +1,7 @@
-"""Layer-wise matching: a converted attention module is trained until it gives what the source's gives.
+"""Layer-wise matching: train a converted attention module towards the output of the source's module.
 
-Only the module's own projections move, inputs and targets are fixed, and no other layer is in memory. It works on
-transformers' own modules, so on every architecture, from whatever start (docs/methods.md).
+Only the module's projections are trained, inputs and targets are fixed, and no other layer is in memory. It runs
+transformers' modules, so it works for every architecture and from any start (docs/methods.md).
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from gqa.convert.merge.closed_form import mean_squares
 from gqa.convert.merge.layerwise import Arguments, Layer, Stream, first_tensor, is_by_block
 from gqa.convert.merge.options import AT_ONCE, Refinement
 
-_CHECKS = 8  # times that the held-out error is looked at
+_CHECKS = 8  # of the held-out error in a run
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is of single blocks: (N, n, ...), n rows for each, or (1, n, ...) where all are given the same."""
+    """An argument with n rows for each block: (N, n, ...), or (1, n, ...) where they are equal for all blocks."""
 
     tensor: Tensor
 
 
 @dataclass
 class Calls:
-    """What a module, or the layer that it is in, is called with: hidden states (N, T, D), and the other arguments, in
-    which `Rows` stand for what is of single blocks.
+    """Arguments of a layer for all blocks: hidden states (N, T, D), and the others, with `Rows` for those by block.
 
-    inside: What the layer then calls the module with.
+    inside: Maps arguments of the layer to those that it calls its attention module with.
     """
 
     hidden: Tensor
@@ -44,31 +43,31 @@ class Calls:
 
     @classmethod
     def of(cls, layer: Layer, stream: Stream) -> Calls:
-        """Of the attention of a layer that `stream` is given to."""
+        """The calls of the layer's attention for the blocks of `stream`."""
         batches = list(stream.batches(layer.index))
         other, others = stream.other
         sizes = [rows.stop - rows.start for rows, _ in batches]
         args, kwargs = _by_row([given for _, given in batches], sizes, other[layer.index], others)
         return cls(stream.hidden, args, kwargs, lambda *inputs: layer.capture_blocks(*inputs, "arguments").arguments)
 
-    def given(self, rows: Tensor, device: torch.device) -> Arguments:
-        """What the module is called with for some of the blocks."""
+    def arguments(self, rows: Tensor, device: torch.device) -> Arguments:
+        """Arguments of the attention module for some of the blocks."""
 
-        def fit(of: Rows) -> Tensor:
-            own = of.tensor.expand(len(rows), *of.tensor.shape[1:]) if len(of.tensor) == 1 else of.tensor[rows]
-            return own.flatten(0, 1).to(device)
+        def select(argument: Rows) -> Tensor:
+            tensor = argument.tensor
+            selected = tensor.expand(len(rows), *tensor.shape[1:]) if len(tensor) == 1 else tensor[rows]
+            return selected.flatten(0, 1).to(device)
 
-        return self.inside(self.hidden[rows].to(device), tree_map_only(Rows, fit, (self.args, self.kwargs)))
+        return self.inside(self.hidden[rows].to(device), tree_map_only(Rows, select, (self.args, self.kwargs)))
 
 
-def called(module: nn.Module, weights: Mapping[str, Tensor], given: Arguments) -> Tensor:
+def _module_output(module: nn.Module, weights: Mapping[str, Tensor], arguments: Arguments) -> Tensor:
     """The output (B, T, D) of a module with other weights."""
-    args, kwargs = given
+    args, kwargs = arguments
     hidden = args[0] if args else kwargs["hidden_states"]
-    own = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
+    parameters = {name: tensor.to(hidden.dtype) for name, tensor in weights.items()}
     with layer_attention():
-        output = torch.func.functional_call(module, own, args, kwargs)
-    return first_tensor(output)
+        return first_tensor(torch.func.functional_call(module, parameters, args, kwargs))
 
 
 def _by_row(values: list[Arguments], rows: list[int], other: Arguments, others: int) -> Arguments:
@@ -87,50 +86,44 @@ def _by_row(values: list[Arguments], rows: list[int], other: Arguments, others: 
 
 
 def refine(
-    module: nn.Module,
-    start: Mapping[str, Tensor],
-    calls: Calls,
-    targets: Tensor,
-    counts: Tensor,
-    how: Refinement,
+    module: nn.Module, start: Mapping[str, Tensor], calls: Calls, targets: Tensor, counts: Tensor, settings: Refinement,
     progress: Callable[[int], None] = lambda tokens: None,
-) -> tuple[dict[str, Tensor], float, float]:
+) -> tuple[dict[str, Tensor], float, float]:  # fmt: skip
     """Train the parameters `start` (names below `module`) towards `targets` (N, T, D); an error at a position counts
     `counts` (N, T).
 
-    Returns the best parameters seen (the start among them), and the held-out squared error relative to the targets'
-    energy at the start and at the best.
+    Returns the parameters with the least held-out error, which may be the start, and that error at the start and at
+    the best: squared, relative to the targets' energy.
     """
     device, length = next(iter(start.values())).device, calls.hidden.shape[1]
-    generator = torch.Generator().manual_seed(how.seed)
-    heldout, train = _split(len(calls.hidden), how, generator)
+    generator = torch.Generator().manual_seed(settings.seed)
+    heldout, train = _split(len(calls.hidden), settings, generator)
     weights = {name: tensor.float().clone().requires_grad_() for name, tensor in start.items()}
-    optimizers = _optimizers(list(weights.values()), how.learning_rate)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / how.steps) for each in optimizers]
+    optimizers = _optimizers(list(weights.values()), settings.learning_rate)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 - step / settings.steps) for each in optimizers]
     scale = (mean_squares(targets) * counts).mean().clamp_min(1e-30).to(device)
 
     def losses(rows: Tensor) -> Iterator[Tensor]:
-        """Parts of the mean over blocks, as many at a time as a layer takes."""
+        """The mean over blocks in parts, of as many blocks as fit into a layer at a time."""
         for part in rows.split(max(1, AT_ONCE // length)):
-            given = calls.given(part, device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bool(how.autocast)):
-                output = called(module, weights, given)
-            missed = (output.float() - targets[part].to(device).float()).square().mean(-1)
-            yield (missed * counts[part].to(device)).mean() / scale * (len(part) / len(rows))
+            arguments = calls.arguments(part, device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bool(settings.autocast)):
+                output = _module_output(module, weights, arguments)
+            errors = (output.float() - targets[part].to(device).float()).square().mean(-1)
+            yield (errors * counts[part].to(device)).mean() / scale * (len(part) / len(rows))
 
     def error() -> float:
         with torch.no_grad():
-            found = [loss * len(rows) for rows in heldout.split(how.batch) for loss in losses(rows)]
-        return float(torch.stack(found).sum()) / len(heldout)
+            parts = [loss * len(rows) for rows in heldout.split(settings.batch) for loss in losses(rows)]
+        return float(torch.stack(parts).sum()) / len(heldout)
 
     def copy() -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
     best, first = copy(), error()
-    least = first
-    every = max(1, how.steps // _CHECKS)
-    for step in range(how.steps):
-        rows = train[torch.randperm(len(train), generator=generator)[: how.batch]]
+    least, interval = first, max(1, settings.steps // _CHECKS)
+    for step in range(settings.steps):
+        rows = train[torch.randperm(len(train), generator=generator)[: settings.batch]]
         for optimizer in optimizers:
             optimizer.zero_grad()
         for loss in losses(rows):
@@ -139,32 +132,32 @@ def refine(
             optimizer.step()
             schedule.step()
         progress(len(rows) * length)
-        if ((step + 1) % every == 0 or step + 1 == how.steps) and (found := error()) < least:
-            best, least = copy(), found
+        if ((step + 1) % interval == 0 or step + 1 == settings.steps) and (current := error()) < least:
+            best, least = copy(), current
     return best, first, least
 
 
-def without_heldout(counts: Tensor, how: Refinement) -> Tensor:
-    """What positions (N, T) count before `refine` holds some of these out: those count nothing.
-    A start that had seen them would be better there than on new text, and hardly any step would be kept.
+def without_heldout(counts: Tensor, settings: Refinement) -> Tensor:
+    """(N, T) weights of positions with 0 in the blocks that `refine` holds out. A start fitted to these would be better
+    there than on new text, so that hardly any step would improve on it.
     """
-    heldout, train = _split(len(counts), how, torch.Generator().manual_seed(how.seed))
-    seen = counts.new_empty(len(counts))
-    seen[heldout], seen[train] = 0, 1  # in this order: a single block is both
-    return counts * seen.unsqueeze(1)
+    heldout, train = _split(len(counts), settings, torch.Generator().manual_seed(settings.seed))
+    used = counts.new_empty(len(counts))
+    used[heldout], used[train] = 0, 1  # in this order: a single block is both
+    return counts * used.unsqueeze(1)
 
 
-def _split(blocks: int, how: Refinement, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The numbers of those held out and of the others; a single block is both."""
+def _split(blocks: int, settings: Refinement, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Indices of the held-out blocks and of the others; a single block is both."""
     order = torch.randperm(blocks, generator=generator)
-    kept_out = max(1, round(blocks * how.heldout)) if blocks > 1 else 0
-    return (order[:kept_out], order[kept_out:]) if kept_out else (order, order)
+    count = max(1, round(blocks * settings.heldout)) if blocks > 1 else 0
+    return (order[:count], order[count:]) if count else (order, order)
 
 
 def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al., 2024) for matrices, Adam for the rest. Steps are `rate` of the size that a tensor has at the
-    start, the root mean square of its singular values or of its numbers: layers and models differ in size by tens. What
-    is zero has no size and is given that of the smallest.
+    """Muon (Jordan et al., 2024) for matrices, Adam for the rest. Learning rates are `rate` times the size of a tensor:
+    the root mean square of its singular values or of its numbers, which differs tenfold between layers and models. A
+    tensor of zeros gets the size of the smallest other one.
     """
     sizes = [float(p.detach().norm()) / (min(p.shape) if p.ndim == 2 else p.numel()) ** 0.5 for p in parameters]
     least = min((size for size in sizes if size), default=1.0)
@@ -172,9 +165,9 @@ def _optimizers(parameters: list[Tensor], rate: float) -> list[torch.optim.Optim
     # torch's Muon takes steps that are larger by a root where a matrix has more rows than columns
     matrices = [{"params": [p], "lr": lr / max(1, len(p) / p.shape[1]) ** 0.5} for p, lr in sized if p.ndim == 2]
     others = [{"params": [p], "lr": lr} for p, lr in sized if p.ndim != 2]
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        found.append(torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.9))
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, momentum=0.9))
     if others:
-        found.append(torch.optim.Adam(others, betas=(0.9, 0.99)))
-    return found
+        optimizers.append(torch.optim.Adam(others, betas=(0.9, 0.99)))
+    return optimizers
