@@ -1,7 +1,7 @@
-"""Maps from the weights alone: what heads compute is guessed from their projections and what they are given.
+"""Maps from the weights alone: second moments of keys, queries and values are estimated, not measured on a text.
 
-Nothing is run: the moments of a layer's keys, queries and values are those that its projections give to inputs like
-those that the layers before it write (`Stream`). `calibrated` measures instead.
+Nothing runs: the moments are those of the layer's projections applied to inputs like those that the layers before it
+write (`Stream`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from gqa.convert.plan import Plan
 def from_weights(
     plan: Plan, search: bool = False, device: str = "cpu", done: int = 0, kept: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[str, HeadMaps, dict[str, Tensor]]]:
-    """The maps of one attention module after another; `search` for the best groups. Where the method guesses what
-    layers are given, by the closed form on that; else, on independent inputs, heads are turned to agree and averaged.
-    Large products are made on `device`. Raises RefusedError where weights are no numbers.
+    """Yield path, maps and state of one attention module after another. A method that estimates the inputs of layers
+    uses the closed form on them; another rotates heads onto each other, for independent inputs, and averages them.
+    Raises RefusedError where weights are NaN or Inf.
 
-    With each come the tensors by which another call goes on after it: as `kept`, and how many are `done`.
+    search: For the groups that lose least. device: Of large products.
+    done, kept: Continue after so many modules, from the state of the last of them.
     """
     checkpoint, text, symmetry = plan.checkpoint, plan.config.text, plan.config.symmetry
     assert isinstance(symmetry, Symmetry)
     guess, free_keys, stream = plan.merging.how.guesses, symmetry.free_keys(text), None
     modules = sorted(attention_modules(checkpoint, plan.config), key=lambda module: module.layer)
-    found = [(m, module_changes(m, plan.config, plan.groups, symmetry.rules)) for m in modules]
-    merging = [number for number, (_, changes) in enumerate(found) if changes[0].merges]
+    changed = [(m, module_changes(m, plan.config, plan.groups, symmetry.rules)) for m in modules]
+    merging = [number for number, (_, changes) in enumerate(changed) if changes[0].merges]
     last, first = merging[-1], merging[done - 1] + 1 if done else 0
     before = modules[first - 1].layer + 1 if done else 0
-    for number, (module, changes) in enumerate(found[first : last + 1], first):
+    for number, (module, changes) in enumerate(changed[first : last + 1], first):
         heads, groups, stored = changes[0].heads, changes[0].groups, heads_of(checkpoint, changes)
         if not all(bool(tensor.sum().isfinite()) for tensor in stored.values()):
             raise RefusedError(f"{module.path} of {checkpoint.name} holds NaN or Inf; heads cannot be aligned by it")
@@ -56,14 +57,16 @@ def from_weights(
             stream.add(module, gain, stored["output"], stored["value"])
         if not changes[0].merges:
             continue
-        # Guessed moments do not say which slow frequencies could share: every frequency for itself loses less.
+        # Estimated moments do not tell which slow frequencies could share a subspace: one by one they lose less.
         rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), slow=()), None
         if search:
-            order = find_order(_guessed(stored, heads, 1), stored["output"].double(), groups, rotary, free_keys)
+            order = find_order(
+                _estimated(stored, heads, 1), stored["output"].double(), groups, rotary, free_keys
+            )
         if order:
-            places = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
-            stored = {role: tensor[places[len(tensor)]] for role, tensor in stored.items()}
-        moments, m = _guessed(stored, heads, groups), heads.kv // groups
+            orders = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
+            stored = {role: tensor[orders[len(tensor)]] for role, tensor in stored.items()}
+        moments, m = _estimated(stored, heads, groups), heads.kv // groups
         if guess:
             keys = moments.shared_keys(rotary)
             values = moments.shared_values((of[None] for of in moments.values), stored["output"])
@@ -75,24 +78,24 @@ def from_weights(
 
 def heads_of(checkpoint: Checkpoint, changes: list[Change]) -> dict[str, Tensor]:
     """The stored heads of a module by role, (n, rows, D) float32, and biases (n, rows) as `role.bias`."""
-    found: dict[str, Tensor] = {}
+    by_role: dict[str, Tensor] = {}
     for change in changes:
         if change.rule.projection:
             suffix = ".bias" if change.sources[0].name.endswith(".bias") else ""
             parts = change.split([checkpoint.read(spec) for spec in change.sources])
-            found |= {part + suffix: heads.float() for part, heads in parts.items() if part != "whole"}
-    return found
+            by_role |= {part + suffix: heads.float() for part, heads in parts.items() if part != "whole"}
+    return by_role
 
 
-def _guessed(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Moments:
-    """Of the groups' heads: `rows` (n, w, K) of keys, queries and values whose products are the moments (`Inputs`)."""
+def _estimated(rows: dict[str, Tensor], heads: LayerHeads, groups: int) -> Moments:
+    """Moments of the heads of each group, from factors of them: `rows` (n, w, K) by role (`Inputs.through`)."""
 
-    def of(role: str, parts: int) -> tuple[Tensor, Tensor]:
+    def moments_of(role: str, parts: int) -> tuple[Tensor, Tensor]:
         """(parts, w, w) second moments and (parts, w) means of the heads of `role`, w rows of each part of them."""
         whole = rows[role].unflatten(0, (parts, -1)).flatten(1, 2)  # (parts, w, K)
         bias = rows.get(f"{role}.bias")
         means = whole.new_zeros(whole.shape[:2]).double() if bias is None else bias.reshape(parts, -1).double()
         return torch.stack([gram(part.double()) for part in whole]) + means[:, :, None] * means[:, None, :], means
 
-    queries = of("query", heads.query)[0].unflatten(0, (heads.kv, -1)).sum(1)
-    return Moments(*of("key", groups), queries, of("value", groups)[0])
+    queries = moments_of("query", heads.query)[0].unflatten(0, (heads.kv, -1)).sum(1)
+    return Moments(*moments_of("key", groups), queries, moments_of("value", groups)[0])
