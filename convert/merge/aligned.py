@@ -60,9 +60,7 @@ def from_weights(
         # Estimated moments do not tell which slow frequencies could share a subspace: one by one they lose less.
         rotary, order = replace(symmetry.rotary(text, module.layer, heads.key_dim), slow=()), None
         if search:
-            order = find_order(
-                _estimated(stored, heads, 1), stored["output"].double(), groups, rotary, free_keys
-            )
+            order = find_order(_estimated(stored, heads, 1), stored["output"].double(), groups, rotary, free_keys)
         if order:
             orders = {heads.kv: list(order), heads.query: query_order(order, heads.query)}
             stored = {role: tensor[orders[len(tensor)]] for role, tensor in stored.items()}
