@@ -27,10 +27,9 @@ from gqa.corpus.windows import Window
 from gqa.eval.decode import decode_contexts, in_dtype, measure_decode, measured_cache_bytes
 from gqa.eval.greedy import PROMPTS, agreement, as_text, continued, prompts, sources_of, write
 from gqa.eval.options import EvaluateOptions
-from gqa.eval.positions import by_context, long_windows, runs
 from gqa.eval.recall import DISTANCES, Questions, make_questions, recall
 from gqa.eval.scoring import Scores, score
-from gqa.eval.statistics import kl_statistics, paired_ratio, tokens_per_round
+from gqa.eval.statistics import kl_statistics, paired_ratio
 from gqa.eval.subjects import Subject, fit, open_subjects
 from gqa.eval.text import Text, choose_context, perplexity, read_text
 
@@ -61,7 +60,7 @@ def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str])
     recall_context = find_recall_context(subjects, options)
     contexts = decode_contexts(subjects, options.decode_contexts, options.decode_steps) if options.decode else ()
     if options.memory:
-        context = choose_context(subjects, options.context, options.beyond_positions)
+        context = choose_context(subjects, options.context)
         results["memory"] = fit(subjects, options.memory, options.tensor_parallel, context, options.precision)
     text = read_text(subjects, options) if options.data else None
     if text:
@@ -96,9 +95,9 @@ def compare(subjects: Sequence[Subject], comparison: Comparison) -> dict[str, st
     if comparison.text:
         results[0]["quality"] = comparison.baseline_quality()
     for subject, parts in zip(subjects, results, strict=True):
-        for part in ("quality", "written", "recall"):  # in this order: recall may replace the loss by position
+        for part, values in parts.items():
             if part not in comparison.refused:
-                subject.record.update(parts.get(part, {}))
+                subject.record.update(values)
     return comparison.refused
 
 
@@ -120,13 +119,10 @@ class Comparison:
         self.first_reading: float | None = None  # accuracy of the base model on first copies of text
         self._baseline, self._context, self._options = subjects[0], context, options
         self._writes = bool(writes and text and text.protocol == "pairs")
-        self._positions = min((subject.positions for subject in subjects if subject.positions), default=None)
         self._live: ChunkedHead | None = None  # the base model, kept loaded with --kl
         self._nats: Nats | None = None  # of the base model on the text
-        self._long_nats: Nats | None = None  # of the base model in `_long_windows`
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
         self._questions: Sequence[Questions] = ()
-        self._long_windows: Sequence[Window] = ()  # windows as long as the models' positions
 
     def measure(self, subject: Subject, alone: bool = False) -> dict[str, dict[str, Any]]:
         """Parts of a model's record by name: `quality`, `written`, `recall`. With `options.kl` the base model is scored
@@ -182,10 +178,10 @@ class Comparison:
         return self._live.model if self._live else None
 
     def baseline_quality(self) -> dict[str, Any]:
-        """The base model's perplexity on the text, and its loss by position."""
+        """The base model's perplexity on the text."""
         assert self.text is not None
         assert self._nats is not None
-        return {"quality": perplexity(self._nats, self.text), "by_context": by_context(self._nats, self.text.windows)}
+        return {"quality": perplexity(self._nats, self.text)}
 
     def _write(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
         """Agreement of an encoder-decoder with the greedy texts that the base model writes for the sources."""
@@ -211,20 +207,16 @@ class Comparison:
         plain = {kind: np.concatenate(parts) for kind, parts in streams.items() if len(parts)}
         plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
         self._questions = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
-        if not options.context:
-            self._long_windows = long_windows(plain.get("text", np.array([], int)), self._positions, context, prefix)
 
     def _recall(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
-        """Recall, agreement with the base model's greedy texts, and, without --context and with enough text, the loss
-        by position in windows as long as the models' positions.
-        """
+        """Recall, and agreement with the base model's greedy texts."""
         is_baseline, options, questions = subject is self._baseline, self._options, self._questions
         if is_baseline:
             with _explained(subject.name, options, "greedy texts", "give --no-recall"):
                 self._texts = continued(head.model, self._prompts)
         windows = [*(window for one in questions for window in one.windows), *self._texts]
         tried = f"a batch of {options.batch_size} sequences of {self._context:,} tokens"
-        share = sum(window.scored for window in [*windows, *self._long_windows]) // ranks().num_processes
+        share = sum(window.scored for window in windows) // ranks().num_processes
         with (
             _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"),
             _bar(share, "tok", f"{subject.name}, recall", options) as bar,
@@ -233,16 +225,11 @@ class Comparison:
             samples = self._texts[:SHOWN]
             if not is_baseline:
                 samples = continued(head.model, [window.ids[: -window.scored] for window in samples])
-            values = {
+            return {
                 "recall": recall(questions, scores),
                 "greedy": agreement(scores.hits[-sum(window.scored for window in self._texts) :], self._texts),
                 "samples": as_text(self._baseline.tokenizer, samples),
             }
-            if self._long_windows:
-                nats = score(head, self._long_windows, batch_size=1, progress=bar.update).nats
-                values["by_context"] = by_context(nats, self._long_windows, self._long_nats, runs(self._long_windows))
-                self._long_nats = nats if is_baseline else self._long_nats
-        return values
 
 
 def first_reading(head: ChunkedHead, questions: Sequence[Questions], batch_size: int) -> float | None:
@@ -263,7 +250,7 @@ def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -
     """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
     if not options.asks_recall:
         return None
-    context = choose_context(subjects, options.context, options.beyond_positions)
+    context = choose_context(subjects, options.context)
     try:
         check_recall(subjects, context)
     except RefusedError as error:
@@ -308,11 +295,6 @@ def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> 
     """What options cause while a model is loaded or runs is told as such: `tried` is what may not fit into memory."""
     try:
         yield
-    except IndexError as error:
-        raise RefusedError(
-            f"{name} has a table of positions that ends before the context: beyond_positions needs positions that "
-            "are computed, as rotary ones are"
-        ) from error
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             told = f"{name}: the memory of {run_device(options)} is too small for {tried}; {advice}"
@@ -343,13 +325,11 @@ def _bar(total: int, unit: str, name: str, options: EvaluateOptions) -> Any:
 
 def summary(scores: Scores, text: Text, baseline: Nats) -> dict[str, Any]:
     """What scores say, alone and against the baseline's nats, JSON-ready."""
-    nats, clusters = scores.nats, text.clusters
-    compared: dict[str, Any] = paired_ratio(nats, baseline, clusters)
+    nats = scores.nats
+    compared: dict[str, Any] = paired_ratio(nats, baseline, text.clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
         compared |= kl_statistics(scores.kl, scores.same_top, scores.acceptance)
-        compared["tokens_per_round"] = tokens_per_round(scores.acceptance, clusters)
-    read = by_context(nats, text.windows, baseline, clusters)
-    return {"quality": perplexity(nats, text), "by_context": read, "against_baseline": compared}
+    return {"quality": perplexity(nats, text), "against_baseline": compared}
 
 
 def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, contexts: Sequence[int]) -> None:

@@ -81,7 +81,6 @@ class EvaluateOptions(Options):
     # For Python callers.
     attn_implementation: str | None = option(None, needs=("data", "recall", "decode"), expert=True)
     decode_repeats: int = option(5, "", COUNT, needs=("decode",), expert=True)
-    beyond_positions: bool = option(False, needs=("context",), expert=True)  # a context longer than the model's
     # fmt: on
 
     @property

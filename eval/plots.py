@@ -12,7 +12,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 Results = dict[str, Any]
 
@@ -69,34 +69,6 @@ def _points(axes: Axes, x: list[float], y: list[float], low: list[float], high: 
     axes.errorbar(x, y, np.abs(np.array([low, high]) - y), capsize=3, **style)
 
 
-def _by_context(models: list[Results], axes: Axes) -> None:
-    """Of one model its loss, of several how far they are above the first."""
-    powers_of_two(axes, [b["to"] for b in models[0]["by_context"]])
-    if len(models) == 1:
-        bins = models[0]["by_context"]
-        axes.plot([b["to"] for b in bins], [b["nats"] for b in bins], **look(0))
-        axes.set(xlabel="tokens read before (up to)", ylabel=f"{models[0]['name']}: nats per token")
-        axes.set_ylim(bottom=0)
-        return
-    for index, model in enumerate(models[1:], 1):
-        bins = model["by_context"]
-        above = [[100 * (b.get(key, b["ratio"]) - 1) for b in bins] for key in ("ratio", "ratio_low", "ratio_high")]
-        _points(axes, [b["to"] for b in bins], *above, label=model["name"], **look(index))
-    axes.axhline(0, label=models[0]["name"], color=COLOURS[0], linewidth=1)
-    percents_above(axes)
-    lowest = min(b.get("ratio_low", b["ratio"]) for model in models[1:] for b in model["by_context"])
-    axes.set_ylim(bottom=min(-0.3, 130 * (lowest - 1)))
-    axes.set(xlabel="tokens read before (up to)", ylabel="perplexity above the base model's (%)")
-
-
-def percents_above(axes: Axes) -> None:
-    """A vertical axis in per cent, logarithmic from 1 on, so that what is lost whole does not flatten what is close."""
-    axes.set_yscale("symlog", linthresh=1)
-    axes.yaxis.set_major_locator(FixedLocator([0, *(digit * 10.0**n for n in range(9) for digit in (1, 3))]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: f"{value:,.10g}"))
-
-
 def _recall(models: list[Results], axes: Axes) -> None:
     found = [[one for one in model["recall"] if one["kind"] in ("text", "samples")] for model in models]
     for index, (model, all_of) in enumerate(zip(models, found, strict=True)):
@@ -134,12 +106,6 @@ def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
 
 # By what each is called in a record too.
 _PICTURES = {
-    "by_context": (
-        "Loss by position: does a model fall apart at long range?",
-        "By how much of the context was read before; error bars: 95 % intervals. Level: long text is read as well as "
-        "short.",
-        _by_context,
-    ),
     "recall": (
         "Second copies: what a model finds again in its context",
         "How many tokens of a second copy are the most probable ones; error bars: 95 % intervals. Only the first copy "

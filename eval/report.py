@@ -18,11 +18,11 @@ from gqa.checkpoint.provenance import command_line
 from gqa.checkpoint.write import finite, write_text
 from gqa.convert.summary import size
 from gqa.eval.page import PAGE, Page, made_aside, nearest, no_pictures
-from gqa.eval.tables import Column, Table, cell, not_measured, number, table
+from gqa.eval.tables import Column, Table, not_measured, number, table
 
 Record = dict[str, Any]
 
-PICTURES = ("by_context", "recall", "decode")
+PICTURES = ("recall", "decode")
 
 _KINDS = {
     "text": ("text", "the text twice"), "samples": ("samples", "own samples twice"),
@@ -97,7 +97,6 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _distances(models) if every and "recall" in measured else None,
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
-        _context(models) if every and "by_context" in measured else None,
     ]
     found += [not_measured(title, results[part]["refused"]) for part, title in _REFUSED.items() if part in results]
     return [one if every else one.brief() for one in found if one]
@@ -134,24 +133,21 @@ def what_is_scored(text: Record) -> str:
     )
 
 
-_MEANINGS = {
-    "acceptance": "acceptance: of tokens that the model drafts for the baseline in speculative decoding, sampled at "
-    "temperature 1",
-    "tokens/round": "tokens/round: what it gives where 2, 4 and 8 are drafted",
-}
 _DISTRIBUTIONS: list[Column] = [
     NAME,
     ("mean KL", lambda m: "{mean:.4g} ± {mean_error:.1g}".format_map(m["kl"])),
     ("top-1 agreement", lambda m: f"{m['same_top']:.2%}"),
     ("acceptance", lambda m: f"{m['acceptance']:.2%}"),
-    ("tokens/round", lambda m: "{of_2:.2f}, {of_4:.2f}, {of_8:.2f}".format_map(m["tokens_per_round"])),
 ]
 
 
 def _distributions(models: list[Record]) -> Table:
     compared = [model["against_baseline"] | {"name": model["name"]} for model in models[1:]]
-    title, note = f"Next-token distributions against {models[0]['name']}", "KL(baseline || model) in nats"
-    return table(title, _DISTRIBUTIONS, compared, note, short=4, meanings=_MEANINGS)
+    note = (
+        "KL(baseline || model) in nats; acceptance: share of tokens drafted by the model that the baseline accepts in "
+        "speculative decoding at temperature 1"
+    )
+    return table(f"Next-token distributions against {models[0]['name']}", _DISTRIBUTIONS, compared, note)
 
 
 def _recall(models: list[Record], settings: Record) -> Table:
@@ -267,21 +263,6 @@ def _decode(models: list[Record]) -> Table:
         f"{first['dtype']}"
     )
     return table(_DECODING, columns, records, note, short=5)
-
-
-def _context(models: list[Record]) -> Table:
-    def ratio(one: Record) -> str:
-        bounds = cell(one, lambda b: f" ({b['ratio_low']:.4g} - {b['ratio_high']:.4g})")
-        return f"{one['ratio']:.4g}{bounds}"
-
-    header = ("tokens read before", *(m["name"] for m in models), "tokens scored")
-    rows = [
-        (f"{bins[0]['from']:,} - {bins[0]['to']:,}", f"{bins[0]['nats']:.4f}", *map(ratio, bins[1:]),
-         f"{bins[0]['tokens']:,}")
-        for bins in zip(*(m["by_context"] for m in models), strict=True)
-    ]  # fmt: skip
-    note = f"{models[0]['name']}: nats per token" + ("; others: perplexity, x its (95 %)" if len(models) > 1 else "")
-    return Table("Loss by position", header, tuple(rows), note)
 
 
 def as_json(results: Record, indent: int | None = None) -> str:

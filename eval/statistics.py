@@ -15,7 +15,6 @@ Floats = NDArray[np.floating[Any]]
 
 BOOTSTRAP_SAMPLES = 2000
 BOOTSTRAP_NUMBERS = 1 << 20  # of the samples' weights, held at a time
-DRAFTED = (2, 4, 8)  # tokens that a model drafts in a round
 
 
 def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
@@ -42,25 +41,6 @@ def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -
         "acceptance": accepted,
         "acceptance_error": accepted_error,
     }
-
-
-def tokens_per_round(acceptance: Floats, cluster: NDArray[np.integer[Any]]) -> dict[str, float]:
-    """How many tokens a round of speculative decoding gives on average, by how many (`DRAFTED`) are drafted: `of_4`.
-
-    A round gives the drafted tokens up to the first that is not accepted, and one of the base model. So of k it gives
-    1 + sum over j <= k of E[a(t) ... a(t + j - 1)], for the acceptance a of consecutive tokens of one `cluster`. Where
-    a is the same for all, that is (1 - a^(k + 1)) / (1 - a) (Leviathan et al., arXiv 2211.17192, equation 1). NaN where
-    no cluster has k tokens.
-    """
-    tokens, accepted, found = 1.0, np.ones(len(acceptance)), {}
-    for ahead in range(max(DRAFTED)):
-        here = len(acceptance) - ahead  # starts of rounds that have so many tokens before them
-        accepted = accepted[: max(here, 0)] * acceptance[ahead:].astype(np.float64)
-        inside = accepted[cluster[ahead:] == cluster[: max(here, 0)]]
-        tokens += float(inside.mean()) if len(inside) else math.nan
-        if ahead + 1 in DRAFTED:
-            found[f"of_{ahead + 1}"] = tokens
-    return found
 
 
 def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[Any]]) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gqa.checkpoint.console import WIDTH
@@ -15,22 +15,15 @@ _NAME, _LEAST = 32, 16  # characters of a name in a table that is cut, and the f
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is left-aligned, the others right. `short`: how many columns are enough for a
-    glance, from the left. `meanings`: of columns by their names; they follow the `remark` where the column is there.
+    """Cells as text; the first column is left-aligned, the others right. `short`: number of columns, from the left,
+    that a terminal shows without --verbose.
     """
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    remark: str = ""
+    note: str = ""
     short: int | None = None
-    meanings: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def note(self) -> str:
-        """What stands below: the remark and the meanings of columns that are shown."""
-        meanings = (told for name, told in self.meanings.items() if name in self.header)
-        return "; ".join(filter(None, [self.remark, *meanings]))
 
     def brief(self) -> Table:
         """With the columns that are enough."""
@@ -87,14 +80,14 @@ def cell(record: Any, function: Callable[[Any], str], missing: str = "") -> str:
 
 def table(
     title: str, columns: Iterable[Column], records: Iterable[Any], note: str, missing: str = "",
-    short: int | None = None, meanings: Mapping[str, str] | None = None, filled: bool = False,
+    short: int | None = None, filled: bool = False,
 ) -> Table:  # fmt: skip
     """A line for each record; `filled`: only the columns in which a record has something."""
     columns, records = list(columns), list(records)
     if filled:
         columns = [column for column in columns if any(cell(record, column[1]) for record in records)]
     rows = tuple(tuple(cell(record, function, missing) for _, function in columns) for record in records)
-    return Table(title, tuple(name for name, _ in columns), rows, note, short, meanings or {})
+    return Table(title, tuple(name for name, _ in columns), rows, note, short)
 
 
 def number(value: Any) -> str:

@@ -36,7 +36,7 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
             else f"--target-field is for encoder-decoders, {first.name} is none"
         )
     most = 512 if options.protocol == "llama.cpp" else MAX_CONTEXT
-    context = choose_context(subjects, options.context, options.beyond_positions, most)
+    context = choose_context(subjects, options.context, most)
     source = parse_source(str(options.data), field=options.field, target_field=target, split="test")
     check_models_agree(subjects, next(source.texts())[:2000])
     if (encoder := first.encoder) and target:
@@ -81,17 +81,17 @@ def check_ids(subjects: Sequence[Subject], text: Text) -> None:
             )
 
 
-def choose_context(subjects: Sequence[Subject], asked: int | None, beyond: bool, most: int = MAX_CONTEXT) -> int:
-    """Tokens of a window: what is asked for, or the models' positions but `most` at most. Raises RefusedError."""
+def choose_context(subjects: Sequence[Subject], context: int | None, most: int = MAX_CONTEXT) -> int:
+    """Tokens of a window: `context`, or without one the models' positions, at most `most`. Raises RefusedError."""
     limits = [subject.positions for subject in subjects if subject.positions]
-    if asked is None:
+    if context is None:
         return min([*limits, most])
-    if limits and asked > min(limits) and not beyond:
+    if limits and context > min(limits):
         raise RefusedError(
-            f"--context {asked} is more than the {min(limits)} positions that the model was made for; give at most "
-            f"{min(limits)}, or --beyond-positions to see what happens"
+            f"--context {context} is more than the {min(limits)} positions that the model was made for; give at most "
+            f"{min(limits)}"
         )
-    return asked
+    return context
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -17,11 +16,9 @@ import torch
 import transformers
 from checkpoints import edit_json, run
 from embedded import copy_source
-from evaluations import done, place, refused, with_tokenizer, words
+from evaluations import done, place, refused, words
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY, build
 
-import gqa
 from gqa.checkpoint.errors import RefusedError
 from gqa.checkpoint.loading import load_model
 from gqa.eval import evaluate
@@ -80,16 +77,6 @@ def test_models_that_predict_no_tokens(tmp_path: Path, name: str, line: str) -> 
     for models in (f"{path}", f"SRC {path}"):
         assert f"headless is a {name}, which does not predict the next token" in refused(f"{models} {line}")
     assert "KV/token" in done(f"{path} --memory 1GB -o {tmp_path / 'report'}").out
-
-
-def test_positions_in_a_table_end(tmp_path: Path) -> None:
-    tiny = TINY["gpt_bigcode"]
-    options = dict(tiny.options) | {"vocab_size": 4096}
-    path = with_tokenizer(build(dataclasses.replace(tiny, options=options), 1), tmp_path / "table")
-    assert "perplexity" in done(f"{path} --data TEXT").out
-    text = str(place() / "text.jsonl")
-    with pytest.raises(RefusedError, match="table has a table of positions that ends before the context"):
-        gqa.evaluate(path, data=text, context=100, beyond_positions=True)
 
 
 def damaged(path: Path, damage: str) -> Path:

@@ -29,7 +29,7 @@ from gqa.eval.tables import Table, number
 
 MODEL_KEYS = {
     "name", "path", "revision", "model_type", "parameters", "weight_bytes", "provenance", "training", "heads",
-    "kv_cache", "dtype", "attention", "quality", "by_context", "decode", "recall", "greedy", "samples",
+    "kv_cache", "dtype", "attention", "quality", "decode", "recall", "greedy", "samples",
 }  # fmt: skip
 DECODE = "--decode --decode-batches 1"
 FULL = f"SRC G2 --data TEXT --context 128 --kl {DECODE} --decode-contexts 4,8 --decode-steps 2 --memory 1GB"
@@ -73,11 +73,9 @@ def test_json_has_these_keys(full: tuple[Result, Path]) -> None:
         }),
         (against, {
             "log_ratio", "ratio", "log_ratio_error", "ratio_low", "ratio_high", "kl", "same_top", "same_top_error",
-            "acceptance", "acceptance_error", "tokens_per_round",
+            "acceptance", "acceptance_error",
         }),
         (against["kl"], {"mean", "mean_error"}),
-        (first["by_context"][0], {"from", "to", "nats", "tokens"}),
-        (second["by_context"][0], {"from", "to", "nats", "tokens", "ratio", "ratio_low", "ratio_high"}),
         (second["decode"], {"steps", "repeats", "points"}),
     ):  # fmt: skip
         assert set(part) == keys
@@ -115,7 +113,7 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
 
 def test_report(full: tuple[Result, Path]) -> None:
     result, out = full
-    pictures = ["by_context", "recall", "decode"]
+    pictures = ["recall", "decode"]
     names = ["results.json", "report.html", *(f"{name}.{suffix}" for name in pictures for suffix in ("svg", "png"))]
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     assert result.err.startswith("2 of 8 heads: ")  # tables do not mix with JSON
@@ -145,7 +143,7 @@ def test_a_report_replaces_its_predecessor_and_nothing_else(tmp_path: Path) -> N
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     done("SRC --data TEXT --context 64 --overwrite", "-o", out)
     assert sorted(path.name for path in out.iterdir()) == [
-        "by_context.png", "by_context.svg", "notes.md", "report.html", "results.json"
+        "notes.md", "report.html", "results.json"
     ]  # fmt: skip
     assert (out / "notes.md").read_text() == "mine"
 
@@ -266,17 +264,3 @@ def test_a_table_is_aligned_and_goes_on_below() -> None:
     assert [line.split()[0][-12:] for line in lines[2:4]] == ["base/refined", "se/base/mean"]
     assert [cell for line in lines[2::3] for cell in line.split()[1:]] == list("123456789")
     assert Table("T", table.header, table.rows, "n", short=2).brief().header == ("model", "number 0")
-
-
-def test_only_columns_that_are_shown_are_explained() -> None:
-    table = Table("T", ("a", "b"), (("1", "2"),), "note", 1, {"a": "a: x", "b": "b: y"})
-    assert (table.note, table.brief().note) == ("note; a: x; b: y", "note; a: x")
-    assert {*report._MEANINGS} <= {name for name, _ in report._DISTRIBUTIONS}
-    model = {"name": "m", "against_baseline": {"kl": {"mean": 0.1, "mean_error": 0.01}, "acceptance": 0.5}}
-    whole = report._distributions([{"name": "base"}, model])
-    assert whole.text().endswith("8 are drafted")
-    brief = " ".join(whole.brief().text().split())
-    assert brief.endswith(
-        "KL(baseline || model) in nats; acceptance: of tokens that the model drafts for the baseline in speculative "
-        "decoding, sampled at temperature 1"
-    )

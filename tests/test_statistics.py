@@ -11,7 +11,7 @@ import torch
 
 from gqa.corpus.likelihood import chunks, kl_divergence
 from gqa.eval import statistics
-from gqa.eval.statistics import kl_statistics, paired_ratio, tokens_per_round
+from gqa.eval.statistics import kl_statistics, paired_ratio
 
 
 def test_kl_divergence_where_a_token_is_ruled_out():
@@ -32,30 +32,6 @@ def test_a_comparison_by_hand():
     assert found["same_top"] == 0.5
     assert found["same_top_error"] == pytest.approx(0.5)
     assert (found["acceptance"], found["acceptance_error"]) == (pytest.approx(0.6), pytest.approx(0.1))
-
-
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.885, 1.0])
-def test_a_round_of_equal_tokens(share: float):
-    """Leviathan et al., equation 1; at 1 every drafted token is accepted."""
-    found = tokens_per_round(np.full(50, share), np.arange(50) // 10)
-    for drafted in (2, 4, 8):
-        expected = drafted + 1 if share == 1 else (1 - share ** (drafted + 1)) / (1 - share)
-        assert found[f"of_{drafted}"] == pytest.approx(expected)
-
-
-def test_a_round_as_it_is_drawn():
-    """Rounds that begin at every token and end at the first that is not accepted, drawn; across texts is none."""
-    generator = np.random.default_rng(0)
-    acceptance, texts = np.repeat(generator.choice([0.05, 0.6, 0.99], 120), 10), np.arange(1200) // 400
-    found = tokens_per_round(acceptance, texts)
-    accepted = generator.random((2000, 1200)) < acceptance
-    for drafted in (2, 4, 8):
-        starts = [t for t in range(1201 - drafted) if texts[t] == texts[t + drafted - 1]]
-        run = np.stack([np.cumprod(accepted[:, t : t + drafted], axis=1).sum(1) + 1 for t in starts], axis=1)
-        assert found[f"of_{drafted}"] == pytest.approx(run.mean(), rel=5e-3)
-    # Where what is easy stands together, rounds are longer than if acceptance were the same everywhere.
-    assert found["of_8"] > tokens_per_round(np.full(1200, acceptance.mean()), texts)["of_8"] + 0.5
-    assert math.isnan(tokens_per_round(acceptance[:5], texts[:5])["of_8"])
 
 
 def test_the_paired_error_is_smaller_than_the_unpaired():

@@ -168,7 +168,7 @@ def _text(subject: Subject, options: AblateOptions) -> Text:
             "nothing is held out to measure on: give --heldout SOURCE, or --heldout-fraction of the data's documents"
         )
     spans = encoder is not None and not training.target_field
-    context = choose_context([subject], options.context, beyond=False, most=MAX_PAIR if spans else MAX_CONTEXT)
+    context = choose_context([subject], options.context, most=MAX_PAIR if spans else MAX_CONTEXT)
     if encoder is None:
         texts = sorted((text for source in sources for text in source.texts()), key=row_digest)
         text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)

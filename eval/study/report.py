@@ -145,15 +145,13 @@ def _cells(results: Results) -> Table:
     """One line a cell."""
     source = results.source
     note = f"base model: {source['loss']:.4f} nats per token; {what_is_scored(source['text'])}, held out"
-    meanings = {
-        "KL": "KL from the base model in nats",
-        "accepted": "accepted: share of the tokens that the result drafts for the base model",
-    }
+    if any(row.get("kl") is not None for row in results.rows):
+        note += "; KL from the base model in nats; accepted: share of tokens drafted for the base model"
     if "decode_tokens_before" in source:
         batch = source["options"]["decode_batch"]
-        meanings["tokens/s"] = f"tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
+        note += f"; tokens/s: decoding {batch} sequences after {source['decode_tokens_before']:,} tokens"
     rows = [row | {"loss": "failed"} if row["error"] else row for row in results.rows]
-    return table("Cells", _COLUMNS, rows, note, meanings=meanings, filled=True)
+    return table("Cells", _COLUMNS, rows, note, filled=True)
 
 
 def write_study_report(results: Results, bounds: Bounds) -> list[str]:
