@@ -213,7 +213,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, monkeypatch: pytest.Monk
     out = copied(tmp_path)
     before = snapshot(out)
     with monkeypatch.context() as patched:
-        patched.setattr(ablation._Bench, "_measure", lambda *given: pytest.fail("measured again"))
+        patched.setattr(ablation._Runner, "_measure", lambda *given: pytest.fail("measured again"))
         measured(out, **SAME)
         assert snapshot(out)["results.jsonl"] == before["results.jsonl"]
     more = SAME | {"methods": "mean,random", "groups": "1", "alphas": "0"}

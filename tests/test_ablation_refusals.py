@@ -12,7 +12,7 @@ from checkpoints import check_refused, edit_json, run, snapshot
 from studies import SAME, ablate, copied, gqa_ablate, measured, rows
 from training import tiny_checkpoint, write_corpus
 
-from gqa.eval.study.directory import held
+from gqa.eval.study.directory import locked_work
 
 
 def refused(out: Path, *says: str, code: int = 2, **options: Any) -> None:
@@ -142,10 +142,10 @@ def test_who_only_reads_changes_no_rows(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_study(tmp_path: Path) -> None:
-    with held(tmp_path / "study"):
+    with locked_work(tmp_path / "study"):
         refused(tmp_path / "study", "another run is working on", alphas="0")
     out = copied(tmp_path / "kept")
-    with held(out):
+    with locked_work(out):
         refused(out, "another run is working on", overwrite=True, alphas="0")
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -33,7 +31,7 @@ from gqa.eval import evaluate
 from gqa.eval.decode import decode_contexts
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.report import recalled
-from gqa.eval.study.directory import Row, Rows, UnwrittenError, check_place, held
+from gqa.eval.study.directory import Row, Rows, UnwrittenError, check_directory, locked_work
 from gqa.eval.study.report import CELL_COLUMNS
 from gqa.eval.study.study import UNMERGED, AblateOptions, Cell, Grid
 from gqa.eval.subjects import Subject, open_subjects
@@ -71,8 +69,8 @@ class Study:
         return self.grid.cells(self.config.main.kv)
 
     @property
-    def left(self) -> list[Cell]:
-        """Those that are to be measured: the others have a row without an error."""
+    def unmeasured(self) -> list[Cell]:
+        """Cells without a row, or whose row has an error."""
         done = {Cell.of(row) for row in Rows(self.options.output) if not row["error"]}
         return [cell for cell in self.cells if cell not in done]
 
@@ -112,7 +110,7 @@ def open_study(options: AblateOptions) -> Study:
             repr([window.source + window.ids for window in text.windows])
         ).hex(),
     }))  # fmt: skip
-    check_place(options.output)
+    check_directory(options.output)
     before = next((row["options"] for row in Rows(options.output)), identity)
     if not options.overwrite and (changed := differences(identity, before)):
         raise RefusedError(
@@ -183,32 +181,34 @@ def _text(subject: Subject, options: AblateOptions) -> Text:
 
 
 def run_study(study: Study, *, argv: Sequence[str], report: Callable[[Row], None] = lambda row: None) -> Rows:
-    """Measure all cells that are not measured yet; `report` gets each row as it is written. `argv` are the arguments of
-    the command.
+    """Measure every cell that has no row yet; `report` gets each row as it is written. `argv`: the command's arguments.
 
-    Raises UnwrittenError where rows cannot be kept, StoppedError where a signal came while something was trained: the
-    same call continues.
+    Raises UnwrittenError if rows cannot be written, StoppedError after a signal: the same call continues.
     """
-    with held(study.options.output) as work, quantised_attention(study.grid.cache_bits or ()):
-        rows, left = Rows(study.options.output), study.left
-        if left:
-            bench = _Bench(study, work, rows, argv, report)
-            bench.measure_source([cell for cell in left if cell.is_source])
-            conversions = defaultdict[str, list[Cell]](list)
-            for cell in left:
-                if not cell.is_source:
-                    conversions[cell.conversion].append(cell)
-            for cells in conversions.values():
-                bench.measure_conversion(cells)
-        if not study.left:
+    with locked_work(study.options.output) as work, quantised_attention(study.grid.cache_bits or ()):
+        rows, cells = Rows(study.options.output), study.unmeasured
+        if cells:
+            runner = _Runner(study, work, rows, argv, report)
+            runner.measure_source([cell for cell in cells if cell.is_source])
+            for converted in _groups([cell for cell in cells if not cell.is_source], lambda cell: cell.conversion):
+                runner.measure_conversion(converted)
+        if not study.unmeasured:
             for path in work.iterdir():
                 if path.is_dir():
                     shutil.rmtree(path)
     return rows
 
 
-class _Bench:
-    """Measures cells. The source comes first; it stays in memory where predictions are compared with its own."""
+def _groups(cells: Sequence[Cell], key: Callable[[Cell], Any]) -> list[list[Cell]]:
+    """Cells of equal key together, in the order of the first of each."""
+    groups: dict[Any, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(key(cell), []).append(cell)
+    return list(groups.values())
+
+
+class _Runner:
+    """Measures cells. The source is measured first; with --kl it stays in memory for comparison."""
 
     def __init__(
         self, study: Study, work: Path, rows: Rows, argv: Sequence[str], report: Callable[[Row], None]
@@ -231,7 +231,7 @@ class _Bench:
         self._heads = self._heads_of_budgets()
 
     def _heads_of_budgets(self) -> Mapping[float, tuple[int, ...]]:
-        """The heads of each layer by budget; those that no row has yet are found by measuring each layer."""
+        """KV heads of each layer by budget: from a row that has them, else from measuring each layer."""
         heads = {row["budget"]: tuple(row["kv_heads"]) for row in self._rows if row.get("kv_heads")}
         cells = [cell for cell in self._study.cells if cell.budget]
         if new := list(dict.fromkeys(cell.budget for cell in cells if cell.budget and cell.budget not in heads)):
@@ -245,7 +245,7 @@ class _Bench:
         self._report(row)
 
     def measure_source(self, cells: Sequence[Cell]) -> None:
-        """Measure the source, and add rows of those of its `cells` that are not measured yet."""
+        """Measure the source and add a row for each of `cells`: the source itself and its quantised caches."""
         subject, comparison = self._study.subject, self._comparison
         start, parts = time.perf_counter(), comparison.measure(subject, alone=True)
         row = self._columns(subject, parts) | {"text": self._study.text.record(), "train_tokens": 0}
@@ -259,45 +259,46 @@ class _Bench:
             if cell.bits is None:
                 self._add_row(cell, **row, **self._speed(cell, subject))
             else:
-                self._add_row(cell, **self._measure(subject.quantised(cell.bits)), train_tokens=0)
+                self._add_row(cell, **self._measure(cell, subject), train_tokens=0)
 
     def measure_conversion(self, cells: Sequence[Cell]) -> None:
-        """Convert once, train as each of the cells says, and measure; what goes wrong is a row too.
+        """Convert once, train and measure `cells`; a failure is a row of each cell that needs what failed.
 
-        Raises StoppedError, where a signal asked for the end of a training, and UnwrittenError.
+        Raises StoppedError after a signal during training, and UnwrittenError.
         """
-        left, place, failed = dict.fromkeys(cells), self._work / cells[0].conversion, False
+        directory, complete = self._work / cells[0].conversion, True
+        directory.mkdir(exist_ok=True)
+        conversion = self._attempt(cells, self._convert, cells[0], directory)
+        trainings = _groups(cells, lambda cell: (cell.train, cell.teacher, cell.alpha) if cell.alpha else ())
+        for training in trainings if conversion else ():
+            result = self._attempt(training, self._train, training[0], *conversion)
+            for cell in training if result else ():
+                row = self._attempt([cell], self._measure, cell, result[0])
+                if row:
+                    self._add_row(cell, **row, **result[1])
+                complete &= bool(row)
+            complete &= bool(result)
+            if result and complete and training[0].alpha:
+                shutil.rmtree(result[0].path)
+        if conversion and complete:  # otherwise the next attempt uses the files
+            shutil.rmtree(directory)
 
-        @contextmanager
-        def failing(some: Sequence[Cell]) -> Iterator[None]:
-            nonlocal failed
-            try:
-                yield
-            except (StoppedError, UnwrittenError):
-                raise
-            except Exception as error:  # whatever a conversion, a training or a library raises
-                failed = True
-                for cell in [cell for cell in some if cell in left]:
-                    self._add_row(cell, _reason(error))
-                    del left[cell]
+    def _attempt(self, cells: Sequence[Cell], function: Callable[..., Any], *args: Any) -> Any:
+        """Result of the function; None if it fails, with the error in a row for each of `cells`."""
+        try:
+            return function(*args)
+        except (StoppedError, UnwrittenError):
+            raise
+        except Exception as error:  # whatever a conversion, a training or a library raises
+            for cell in cells:
+                self._add_row(cell, _reason(error))
+            return None
 
-        trainings = defaultdict[tuple[Any, ...], list[Cell]](list)
-        for cell in cells:  # what is untrained is the same whatever would train
-            trainings[(cell.train, cell.teacher, cell.alpha) if cell.alpha else ()].append(cell)
-        with failing(cells):
-            place.mkdir(exist_ok=True)
-            converted, seconds = self._convert(cells[0], place)
-            for some in trainings.values():
-                with failing(some):
-                    self._measure_training(converted, some, left, {"seconds_converting": seconds})
-        if not failed:  # else what is there serves the next attempt
-            shutil.rmtree(place, ignore_errors=True)
-
-    def _convert(self, cell: Cell, place: Path) -> tuple[Path, float]:
-        """The converted checkpoint and the seconds that it took; one that an unfinished study left is taken as it is.
-        What merges no heads is the source itself.
+    def _convert(self, cell: Cell, directory: Path) -> tuple[Path, float]:
+        """Path of the converted checkpoint, and seconds. The conversion of an unfinished run is reused; a cell that
+        merges no heads is the source itself.
         """
-        options, out, start = self._study.options, place / "converted", time.perf_counter()
+        options, out, start = self._study.options, directory / "converted", time.perf_counter()
         groups: Groups = self._heads[cell.budget] if cell.budget else int(cell.groups)
         if groups == self._study.config.main.kv:
             return Path(str(options.model)), 0.0
@@ -308,57 +309,49 @@ class _Bench:
             convert_checkpoint(str(options.model), groups, out, method=method, seed=cell.seed, calibration=calibration)
         return out, time.perf_counter() - start
 
-    def _measure_training(
-        self, converted: Path, cells: Sequence[Cell], left: dict[Cell, None], common: Row
-    ) -> None:  # fmt: skip
-        """Rows of cells that are trained alike, and differ in the bits of their cache."""
-        path, cell, columns = converted, cells[0], common | {"train_tokens": 0, "seconds_training": 0.0}
+    def _train(self, cell: Cell, converted: Path, seconds: float) -> tuple[Subject, Row]:
+        """The model of a cell, and the columns of its conversion and training."""
+        path, columns = converted, {"seconds_converting": seconds, "train_tokens": 0, "seconds_training": 0.0}
         if cell.alpha:
             start, options = time.perf_counter(), self._study.options.training_of(cell, self._work / cell.conversion)
             assert options.output
-            resume = any(options.output.with_name(f"{options.output.name}-state").glob("step-*"))
-            options = replace(options, model=str(converted), resume=resume, overwrite=True)
-            shared = cell.teacher == "source" and self._options.precision == "auto"
-            progress, _ = uptrain(prepare(options, self._comparison.live if shared else None))
-            assert options.output
             path = options.output
+            resume = any(path.with_name(f"{path.name}-state").glob("step-*"))
+            options = replace(options, model=str(converted), resume=resume, overwrite=True)
+            shares_teacher = cell.teacher == "source" and self._options.precision == "auto"
+            progress, _ = uptrain(prepare(options, self._comparison.live if shares_teacher else None))
             columns |= {
                 "train_tokens": progress.tokens, "train_loss": progress.loss,
                 "seconds_training": time.perf_counter() - start,
             }  # fmt: skip
-        subject = open_subjects([str(path)], self._study.options.trust_remote_code)[0]
         if cell.budget:
             columns["kv_heads"] = list(self._heads[cell.budget])
-        for cell in cells:
-            variant = subject.quantised(cell.bits) if cell.bits else subject
-            speed = {} if cell.bits else self._speed(cell, subject)
-            self._add_row(cell, **self._measure(variant), **columns, **speed)
-            del left[cell]
-        if path != converted:
-            shutil.rmtree(path)
+        return open_subjects([str(path)], self._study.options.trust_remote_code)[0], columns
 
-    def _measure(self, subject: Subject) -> Row:
-        """Columns of a model. Raises RefusedError where it cannot be asked what the source was asked."""
+    def _measure(self, cell: Cell, subject: Subject) -> Row:
+        """Measured columns of a cell. Raises RefusedError if its recall cannot be measured and the source's can."""
         start, comparison = time.perf_counter(), self._comparison
-        recalls = "recall" not in comparison.refused
-        parts = comparison.measure(subject)
-        if recalls and (reason := comparison.refused.pop("recall", "")):
+        variant = subject.quantised(cell.bits) if cell.bits else subject
+        has_recall = "recall" not in comparison.refused
+        parts = comparison.measure(variant)
+        if has_recall and (reason := comparison.refused.pop("recall", "")):
             raise RefusedError(reason)
-        return self._columns(subject, parts) | {"seconds_evaluating": time.perf_counter() - start}
+        row = self._columns(variant, parts) | {"seconds_evaluating": time.perf_counter() - start}
+        return row if cell.bits else row | self._speed(cell, subject)
 
     def _columns(self, subject: Subject, parts: Mapping[str, Row]) -> Row:
         """Parts of a model's record as columns."""
-        own, against = parts["quality"]["quality"], parts["quality"].get("against_baseline", {"log_ratio": 0.0})
+        quality, against = parts["quality"]["quality"], parts["quality"].get("against_baseline", {"log_ratio": 0.0})
         cache, source = subject.cache, self._study.subject.cache
         assert cache
         assert source
         row: Row = {
-            "loss": own["nats_per_token"],
+            "loss": quality["nats_per_token"],
             "loss_increase": against["log_ratio"],
             "loss_increase_error": against.get("log_ratio_error"),
-            "perplexity": own["token_perplexity"],
+            "perplexity": quality["token_perplexity"],
             **{f"perplexity_{name}": against.get(name) for name in ("ratio", "ratio_low", "ratio_high")},
-            "bits_per_byte": own["bits_per_byte"],
+            "bits_per_byte": quality["bits_per_byte"],
             "kl": against["kl"]["mean"] if "kl" in against else None,
             "top1_agreement": against.get("same_top"),
             "acceptance": against.get("acceptance"),
@@ -374,8 +367,8 @@ class _Bench:
         return row
 
     def _speed(self, cell: Cell, subject: Subject) -> Row:
-        """The time of decoding, which neither the method nor the weights change: measured once for the heads of a
-        cell, in turns with the source.
+        """Decode timing, which depends on the heads of a cell and not on its method or weights: measured once for each
+        number of heads, interleaved with the source.
         """
         if not self._contexts:
             return {}
@@ -404,8 +397,8 @@ def _reason(error: Exception) -> str:
 
 def plan_table(study: Study) -> Table:
     """The cells, and which of them are measured."""
-    left, cells = {*study.left}, study.cells
-    records = [cell._asdict() | {"state": "" if cell in left else "done"} for cell in cells]
+    unmeasured, cells = {*study.unmeasured}, study.cells
+    records = [cell._asdict() | {"state": "" if cell in unmeasured else "done"} for cell in cells]
     columns = [*CELL_COLUMNS, ("", lambda r: str(r["state"]))]
-    note = f"{len(left)} of {len(cells)} cells to measure"
+    note = f"{len(unmeasured)} of {len(cells)} cells to measure"
     return table(f"Study of {study.subject.name}", columns, records, note, filled=True)

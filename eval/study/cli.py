@@ -81,7 +81,7 @@ def measure(study: Study, quiet: bool, argv: Sequence[str]) -> Rows:
         if not quiet and bar.disable:
             click.echo(text, err=True)
 
-    with progress_bar(len(study.left), "cell", study.subject.name, quiet) as bar:
+    with progress_bar(len(study.unmeasured), "cell", study.subject.name, quiet) as bar:
         return run_study(study, argv=argv, report=show)
 
 

@@ -38,8 +38,10 @@ def writing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        told = f"no space left for {directory}" if full else f"{directory} cannot be written: {error.strerror or error}"
-        raise UnwrittenError(f"{told}; the rows that are there are kept, the same command continues") from error
+        reason = "no space is left" if full else error.strerror or error
+        raise UnwrittenError(
+            f"{directory} cannot be written: {reason}; rows that were measured are kept, the same command continues"
+        ) from error
 
 
 class Rows:
@@ -51,17 +53,17 @@ class Rows:
         try:
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
             rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-            self._found = {Cell.of(row): row for row in rows}
-            _ = [(cell.order, row["error"], row["options"]) for cell, row in self._found.items()]
+            self._rows = {Cell.of(row): row for row in rows}
+            _ = [(cell.order, row["error"], row["options"]) for cell, row in self._rows.items()]
         except (ValueError, KeyError, TypeError) as error:
-            told = f"{self._path} holds something else than rows of a study; give another directory"
-            raise RefusedError(told) from error
+            message = f"{self._path} holds something else than rows of a study; give another directory"
+            raise RefusedError(message) from error
 
     def __iter__(self) -> Iterator[Row]:
-        return iter(row for _, row in sorted(self._found.items(), key=lambda item: item[0].order))
+        return iter(row for _, row in sorted(self._rows.items(), key=lambda item: item[0].order))
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._rows)
 
     def add(self, row: Row) -> None:
         """Durable when this returns; half a line that a killed run left is cut off. Raises UnwrittenError."""
@@ -78,14 +80,14 @@ class Rows:
                 with suppress(OSError):
                     stream.truncate(whole)
                 raise
-        self._found[Cell.of(row)] = finite(row)
+        self._rows[Cell.of(row)] = finite(row)
 
 
 def forget(directory: Path) -> None:
     """Remove a study. Raises RefusedError where the directory holds something else, or another process runs it."""
-    check_place(directory)
+    check_directory(directory)
     if directory.exists():
-        with held(directory) as work:
+        with locked_work(directory) as work:
             for name in FILES:
                 (directory / name).unlink(missing_ok=True)
             for path in work.iterdir():
@@ -93,17 +95,17 @@ def forget(directory: Path) -> None:
                     shutil.rmtree(path)
 
 
-def check_place(directory: Path) -> None:
+def check_directory(directory: Path) -> None:
     """Raise RefusedError where there is something that no study has written."""
-    others = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    if directory.exists() and (not directory.is_dir() or (not {ROWS, WORK} & {*others} and others)):
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    if directory.exists() and (not directory.is_dir() or (not {ROWS, WORK} & {*names} and names)):
         raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")
     Rows(directory)
 
 
 @contextmanager
-def held(directory: Path) -> Iterator[Path]:
-    """The place for work, for this process alone; it goes at the end where nothing is left in it.
+def locked_work(directory: Path) -> Iterator[Path]:
+    """Lock and yield the directory for intermediate files; remove it at the end if it is empty.
 
     Raises RefusedError where another process runs the same study, UnwrittenError where nothing can be written.
     """
