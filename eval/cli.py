@@ -21,7 +21,7 @@ Examples:
 
 
 @command_of(EvaluateOptions, _EPILOG)
-def command(given: EvaluateOptions) -> None:
+def command(options: EvaluateOptions) -> None:
     """Compare checkpoints on the same text: quality, memory and speed side by side.
 
     BASELINE and each MODEL are directories or hub ids; every MODEL is shown with its difference from BASELINE.
@@ -31,24 +31,24 @@ def command(given: EvaluateOptions) -> None:
     from gqa.eval.report import as_json, reserved, tables, verdicts, write_report
     from gqa.eval.tables import wrapped
 
-    options = given.settled()
+    options = options.settled()
     with reserved(options.output, options.overwrite):
         results = measure(options.models, options, sys.argv[1:])
         if not results:  # another rank reports
             return
         if not options.quiet:
             lead = "\n".join(click.style(wrapped(line, "  "), bold=True) for line in verdicts(results))
-            parts = [table.text().partition("\n") for table in tables(results, every=options.verbose)]
-            shown = [f"{click.style(title, bold=True)}\n{rest}" for title, _, rest in parts]
-            click.echo("\n\n".join(filter(None, [lead, *shown])), err=options.json)
+            texts = [table.text().partition("\n") for table in tables(results, every=options.verbose)]
+            styled = [f"{click.style(title, bold=True)}\n{rest}" for title, _, rest in texts]
+            click.echo("\n\n".join(filter(None, [lead, *styled])), err=options.json)
         if options.output:
             files = [*write_report(results, options.output), *filter(None, [no_pictures()])]
             if not options.quiet:
                 click.echo(f"\nwritten to {options.output}: {', '.join(files)}", err=options.json)
     if options.json:
         click.echo(as_json(results))
-    asked = (*(["recall"] if options.recall else []), "written", "decode")
-    if refused := [results[part]["refused"] for part in asked if "refused" in results.get(part, {})]:
+    optional = (*(["recall"] if options.recall else []), "written", "decode")
+    if refused := [results[part]["refused"] for part in optional if "refused" in results.get(part, {})]:
         fail("gqa-eval", f"{'; '.join(refused)}; the rest is measured", 1)
 
 

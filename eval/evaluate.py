@@ -1,4 +1,4 @@
-"""Compare checkpoints: the first is the baseline. What `gqa-eval` runs and the ablation grid calls."""
+"""Measure checkpoints against the first, the baseline: for `gqa-eval` and for the cells of `gqa-ablate`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ from gqa.eval.subjects import Subject, fit, open_subjects
 from gqa.eval.text import Text, choose_context, perplexity, read_text
 
 SCHEMA = 2
-SAMPLE, SAMPLES = 256, 64  # tokens of each, and how many are asked about
+SAMPLE, SAMPLES = 256, 64  # tokens of a self-generated text, and number of texts
 SHOWN = 4  # greedy texts of each model in a report
 Nats = NDArray[np.float32]
 
 
 def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str]) -> dict[str, Any]:
-    """Everything that was asked for, as one JSON-ready object; empty on all ranks but the first.
+    """Run every measurement of `options`; a JSON-ready record on rank 0, empty on the other ranks.
 
-    `argv` are the arguments of the command. What can be refused without running a model is refused first.
-    What keeps recall, texts or decoding from being measured is stored in results[part]["refused"] where something else
-    is measured.
+    Refusals that need no model come first. If recall, greedy texts or decoding cannot be measured and something else
+    can, results[part]["refused"] is the reason.
     """
     transformers.utils.logging.set_verbosity_error()
     device = run_device(options)
@@ -65,32 +64,28 @@ def measure(names: Sequence[str], options: EvaluateOptions, argv: Sequence[str])
     text = read_text(subjects, options) if options.data else None
     if text:
         results["text"] = {"data": options.data, **text.record()}
-    measured = bool(text or options.memory)
+    comparison = Comparison(subjects, text, recall_context, options, bool(options.kl or options.output))
     if text or recall_context:
-        comparison = Comparison(subjects, text, recall_context, options, bool(options.kl or options.output))
         with quantised_attention(options.cache_bits or ()):
-            refused = compare(subjects, comparison)
-        if recall_context:
-            results["recall"] = {"context": recall_context}
-            measured |= "recall" not in refused
-        for part, reason in refused.items():
-            results.setdefault(part, {})["refused"] = reason
-    if not ranks().is_main_process:  # the rest is not split
+            measure_models(subjects, comparison)
+    if recall_context:
+        results["recall"] = {"context": recall_context}
+    for part, reason in comparison.refused.items():
+        results.setdefault(part, {})["refused"] = reason
+    if not ranks().is_main_process:  # decoding is not split
         return {}
     if options.decode:
         try:
             time_decoding(subjects, options, contexts)
         except RefusedError as error:
-            if not measured:
+            if not (text or options.memory or (recall_context and "recall" not in comparison.refused)):
                 raise
             results["decode"] = {"refused": str(error)}
     return results
 
 
-def compare(subjects: Sequence[Subject], comparison: Comparison) -> dict[str, str]:
-    """Add to each record what is measured of it; a part that is refused for one model is left out of all. Returns the
-    reasons, by part.
-    """
+def measure_models(subjects: Sequence[Subject], comparison: Comparison) -> None:
+    """Add the parts of `comparison` to each record; a part that is refused for one model is left out of all."""
     results = [comparison.measure(subject) for subject in subjects]
     if comparison.text:
         results[0]["quality"] = comparison.baseline_quality()
@@ -98,16 +93,16 @@ def compare(subjects: Sequence[Subject], comparison: Comparison) -> dict[str, st
         for part, values in parts.items():
             if part not in comparison.refused:
                 subject.record.update(values)
-    return comparison.refused
 
 
 class Comparison:
-    """Measures models one after the other, each loaded once: the base model first, then those compared with it.
+    """Measures models one after the other, each loaded once: the base model first, then the models compared with it.
 
-    text: whose tokens are scored, if any; refused: why a part (`written`, `recall`) could not be measured.
+    refused: why a part (`written`, `recall`) could not be measured.
 
     Args:
-        context: Tokens of the windows for recall; None to leave recall out.
+        text: Its tokens are scored.
+        context: Tokens of a recall window; None to leave recall out.
         writes: Encoder-decoders write texts for sources.
     """
 
@@ -116,10 +111,10 @@ class Comparison:
         writes: bool = False,
     ) -> None:  # fmt: skip
         self.text, self.refused = text, dict[str, str]()
-        self.first_reading: float | None = None  # accuracy of the base model on first copies of text
+        self.first_copy_accuracy: float | None = None  # accuracy of the base model on first copies of text
         self._baseline, self._context, self._options = subjects[0], context, options
-        self._writes = bool(writes and text and text.protocol == "pairs")
-        self._live: ChunkedHead | None = None  # the base model, kept loaded with --kl
+        self._has_pairs = bool(writes and text and text.protocol == "pairs")
+        self._baseline_head: ChunkedHead | None = None  # the base model, kept loaded with --kl
         self._nats: Nats | None = None  # of the base model on the text
         self._texts: Sequence[Window] = ()  # greedy texts of the base model
         self._questions: Sequence[Questions] = ()
@@ -128,7 +123,7 @@ class Comparison:
         """Parts of a model's record by name: `quality`, `written`, `recall`. With `options.kl` the base model is scored
         in lockstep with the second model (`baseline_quality`), unless it is measured `alone`.
 
-        Raises RefusedError where its quality cannot be measured, or recall where nothing else is asked for.
+        Raises RefusedError if quality cannot be measured, or recall if nothing else is.
         """
         is_baseline, options, parts = subject is self._baseline, self._options, dict[str, dict[str, Any]]()
         if is_baseline and self._context:
@@ -137,19 +132,19 @@ class Comparison:
             return {}
         head = _head(subject, options)
         if self.text and (alone or not (is_baseline and options.kl)):
-            parts["quality"] = self._quality(subject, head, self.text)
-        optional = (("written", self._writes, self._write), ("recall", self._context, self._recall))
+            parts["quality"] = self._measure_quality(subject, head, self.text)
+        optional = (("written", self._has_pairs, self._measure_greedy), ("recall", self._context, self._measure_recall))
         for part, enabled, function in optional:
             if enabled and (values := self._attempt(part, function, subject, head)) is not None:
                 parts[part] = values
         if alone and "recall" in parts:
-            self.first_reading = first_reading(head, self._questions, options.batch_size)
+            self.first_copy_accuracy = first_copy_accuracy(head, self._questions, options.batch_size)
         if is_baseline and options.kl:
-            self._live = head
+            self._baseline_head = head
         return parts
 
     def _attempt(self, part: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Run one optional measurement: a refusal is stored, unless nothing else is measured."""
+        """Run one optional measurement; store a refusal, or raise it if nothing else is measured."""
         if part in self.refused:
             return None
         try:
@@ -160,22 +155,22 @@ class Comparison:
             self.refused[part] = str(error)
             return None
 
-    def _quality(self, subject: Subject, head: ChunkedHead, text: Text) -> dict[str, Any]:
-        scores = _score(subject, head, text, self._options, baseline=self._live)
+    def _measure_quality(self, subject: Subject, head: ChunkedHead, text: Text) -> dict[str, Any]:
+        scores = _score(subject, head, text, self._options, baseline=self._baseline_head)
         if subject is self._baseline:
             self._nats = scores.nats
             return self.baseline_quality()
-        if self._nats is None and self._live and scores.baseline_nats is not None:
+        if self._nats is None and self._baseline_head and scores.baseline_nats is not None:
             self._nats = scores.baseline_nats
             if not np.isfinite(self._nats).all():
-                _score(self._baseline, self._live, text, self._options)  # refuses, and says where
+                _score(self._baseline, self._baseline_head, text, self._options)  # refuses, and says where
         assert self._nats is not None
-        return summary(scores, text, self._nats)
+        return compare_quality(scores, text, self._nats)
 
     @property
     def live(self) -> PreTrainedModel | None:
-        """The base model, where it stays in memory."""
-        return self._live.model if self._live else None
+        """The base model, if it stays in memory."""
+        return self._baseline_head.model if self._baseline_head else None
 
     def baseline_quality(self) -> dict[str, Any]:
         """The base model's perplexity on the text."""
@@ -183,11 +178,11 @@ class Comparison:
         assert self._nats is not None
         return {"quality": perplexity(self._nats, self.text)}
 
-    def _write(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
+    def _measure_greedy(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
         """Agreement of an encoder-decoder with the greedy texts that the base model writes for the sources."""
         assert self.text is not None
         size, pairs = self._options.batch_size, sources_of(self.text.windows)
-        with _explained(subject.name, self._options, "greedy texts", "give a smaller --batch-size or --context"):
+        with _explain_memory(subject.name, self._options, "greedy texts", "give a smaller --batch-size or --context"):
             texts = write(head.model, pairs if subject is self._baseline else pairs[:SHOWN], size)
             self._texts = self._texts or texts
             hits = score(head, self._texts, batch_size=size).hits
@@ -208,17 +203,17 @@ class Comparison:
         plain = {kind: ids[~np.isin(ids, tokenizer.all_special_ids)] for kind, ids in plain.items()}
         self._questions = make_questions(plain, tokenizer, first.vocabulary, context, prefix)
 
-    def _recall(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
+    def _measure_recall(self, subject: Subject, head: ChunkedHead) -> dict[str, Any]:
         """Recall, and agreement with the base model's greedy texts."""
         is_baseline, options, questions = subject is self._baseline, self._options, self._questions
         if is_baseline:
-            with _explained(subject.name, options, "greedy texts", "give --no-recall"):
+            with _explain_memory(subject.name, options, "greedy texts", "give --no-recall"):
                 self._texts = continued(head.model, self._prompts)
         windows = [*(window for one in questions for window in one.windows), *self._texts]
-        tried = f"a batch of {options.batch_size} sequences of {self._context:,} tokens"
+        size = f"a batch of {options.batch_size} sequences of {self._context:,} tokens"
         share = sum(window.scored for window in windows) // ranks().num_processes
         with (
-            _explained(subject.name, options, tried, "give a smaller --batch-size or --context, or --no-recall"),
+            _explain_memory(subject.name, options, size, "give a smaller --batch-size or --context, or --no-recall"),
             _bar(share, "tok", f"{subject.name}, recall", options) as bar,
         ):
             scores = score(head, windows, batch_size=options.batch_size, progress=bar.update)
@@ -232,23 +227,23 @@ class Comparison:
             }
 
 
-def first_reading(head: ChunkedHead, questions: Sequence[Questions], batch_size: int) -> float | None:
-    """Accuracy on the tokens of second copies of text where they stand first, so without recall; None without text."""
-    copies = [window for one in questions if one.kind == "text" for window in one.windows]
+def first_copy_accuracy(head: ChunkedHead, questions: Sequence[Questions], batch_size: int) -> float | None:
+    """Top-1 accuracy on the tokens of second copies of text without the first copy before them; None without text."""
+    copies = [window for question in questions if question.kind == "text" for window in question.windows]
     firsts = [Window(copy.ids[: copy.scored + 2], copy.scored) for copy in copies]
     return float(score(head, firsts, batch_size=batch_size).hits.mean()) if firsts else None
 
 
 def with_bits(subjects: list[Subject], bits: Sequence[int]) -> list[Subject]:
-    """These and, of each number of `bits`, all of them with a KV cache of it. Raises RefusedError for other caches."""
+    """`subjects`, and each once more per cache width of `bits`. Raises RefusedError for unsupported caches."""
     for subject in subjects if bits else ():
         layers_with_cache(subject.checkpoint)  # refuses
-    return [*subjects, *(subject.quantised(each) for each in bits for subject in subjects)]
+    return [*subjects, *(subject.quantised(width) for width in bits for subject in subjects)]
 
 
 def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -> int | None:
-    """Tokens in which recall is measured: where it is asked for, and in reports where it can be and is not declined."""
-    if not options.asks_recall:
+    """Tokens of a recall window; None without recall: it is off, or only the report's default and not possible."""
+    if not options.measures_recall:
         return None
     context = choose_context(subjects, options.context)
     try:
@@ -257,20 +252,21 @@ def find_recall_context(subjects: Sequence[Subject], options: EvaluateOptions) -
         if options.recall:
             raise
         if options.context and not (options.data or options.memory):
-            told = f"--context {options.context} means nothing without --data or --memory: {error}"
-            raise RefusedError(told) from error
+            raise RefusedError(
+                f"--context {options.context} means nothing without --data or --memory: {error}"
+            ) from error
         return None
     return context
 
 
-def usable_device(asked: str | None) -> str:
-    """The device to run on: this rank's, unless another is asked for. Raises RefusedError where it cannot be used."""
-    own = ranks().device
-    return str(own) if asked is None or asked == own.type else find_device(asked)
+def usable_device(name: str | None) -> str:
+    """`name`, or without one this rank's device. Raises RefusedError if it cannot be used."""
+    default = ranks().device
+    return str(default) if name is None or name == default.type else find_device(name)
 
 
 def run_device(options: EvaluateOptions) -> str:
-    """The device of inputs. Raises RefusedError where it cannot be used, or several processes would each use all."""
+    """Device of the inputs. Raises RefusedError if it cannot be used, or if several processes would each use all."""
     if options.device == "auto" and (processes := ranks().num_processes) > 1:
         raise RefusedError(f"--device auto is for one process, and there are {processes}; start it without a launcher")
     return usable_device(None if options.device == "auto" else options.device)
@@ -279,7 +275,7 @@ def run_device(options: EvaluateOptions) -> str:
 def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
     spread = "less --host-memory" if options.device == "auto" else "--device auto"
     advice = f"choose another --precision, {spread} or fewer checkpoints to --decode"
-    with _explained(subject.name, options, "its weights", advice):
+    with _explain_memory(subject.name, options, "its weights", advice):
         model = load_model(
             subject.path, dtype=options.precision, device="auto" if options.device == "auto" else run_device(options),
             attention=options.attn_implementation, trust_remote_code=subject.trust_remote_code,
@@ -291,14 +287,15 @@ def load(subject: Subject, options: EvaluateOptions) -> PreTrainedModel:
 
 
 @contextmanager
-def _explained(name: str, options: EvaluateOptions, tried: str, advice: str) -> Iterator[None]:
-    """What options cause while a model is loaded or runs is told as such: `tried` is what may not fit into memory."""
+def _explain_memory(name: str, options: EvaluateOptions, size: str, advice: str) -> Iterator[None]:
+    """Turn an out-of-memory error into a RefusedError; `size` is what does not fit."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
-            told = f"{name}: the memory of {run_device(options)} is too small for {tried}; {advice}"
-            raise RefusedError(told) from error
+            raise RefusedError(
+                f"{name}: the memory of {run_device(options)} is too small for {size}; {advice}"
+            ) from error
         raise
 
 
@@ -311,9 +308,9 @@ def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:
 
 
 def _score(subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOptions, **more: Any) -> Scores:
-    tried = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
+    size = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
     with (
-        _explained(subject.name, options, tried, "give a smaller --batch-size or --context"),
+        _explain_memory(subject.name, options, size, "give a smaller --batch-size or --context"),
         _bar(text.tokens // ranks().num_processes, "tok", subject.name, options) as bar,
     ):
         return score(head, text.windows, batch_size=options.batch_size, progress=bar.update, **more)
@@ -323,8 +320,8 @@ def _bar(total: int, unit: str, name: str, options: EvaluateOptions) -> Any:
     return progress_bar(total, unit, name, options.quiet or not ranks().is_main_process)
 
 
-def summary(scores: Scores, text: Text, baseline: Nats) -> dict[str, Any]:
-    """What scores say, alone and against the baseline's nats, JSON-ready."""
+def compare_quality(scores: Scores, text: Text, baseline: Nats) -> dict[str, Any]:
+    """Perplexity, and the comparison with the baseline's nats, JSON-ready."""
     nats = scores.nats
     compared: dict[str, Any] = paired_ratio(nats, baseline, text.clusters)
     if scores.kl is not None and scores.same_top is not None and scores.acceptance is not None:
@@ -333,33 +330,33 @@ def summary(scores: Scores, text: Text, baseline: Nats) -> dict[str, Any]:
 
 
 def time_decoding(subjects: Sequence[Subject], options: EvaluateOptions, contexts: Sequence[int]) -> None:
-    """Add to each record how fast its model decodes after prompts of `contexts`, and its cache as it is measured; all
-    models are in memory at once, since they take turns.
+    """Add decode timing after prompts of `contexts`, and the measured cache, to each record. All models are in memory
+    at once: their runs are interleaved.
     """
     models = {subject.name: load(subject, options) for subject in subjects}
     batches, steps, repeats = options.decode_batches, options.decode_steps, options.decode_repeats
-    tried = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
+    size = f"batches of {max(batches)} sequences of {max(contexts):,} tokens"
     advice = "give smaller --decode-batches or --decode-contexts, or fewer checkpoints"
     with (
-        _explained(", ".join(models), options, tried, advice),
+        _explain_memory(", ".join(models), options, size, advice),
         _bar(len(models) * len(batches) * len(contexts) * repeats, "run", "decoding", options) as bar,
     ):
         points = measure_decode(models, batches, contexts, steps, repeats, bar.update)
-        held = {name: measured_cache_bytes(model, contexts[0], 1) for name, model in models.items()}
+        cache_bytes = {name: measured_cache_bytes(model, contexts[0], 1) for name, model in models.items()}
     for subject in subjects:
         name = subject.name
         assert subject.cache
         subject.record["decode"] = {"steps": steps, "repeats": repeats, "points": points[name]}
         subject.record["kv_cache"]["measured"] = {
             "tokens": contexts[0],
-            "bytes": sum(held[name]),
+            "bytes": sum(cache_bytes[name]),
             "formula": in_dtype(subject.cache, models[name]).bytes_at(contexts[0]),
-            "cross_bytes": sum(held[name][1:]),
+            "cross_bytes": sum(cache_bytes[name][1:]),
         }
 
 
 def check_recall(subjects: Sequence[Subject], context: int) -> None:
-    """Raises RefusedError where a model cannot be asked about `context` tokens."""
+    """Raise RefusedError if recall cannot be measured in windows of `context` tokens."""
     first, least = subjects[0], 2 * DISTANCES[0]
     for subject in subjects:
         subject.check_predicts_tokens()
@@ -370,20 +367,20 @@ def check_recall(subjects: Sequence[Subject], context: int) -> None:
 
 
 def _samples(subject: Subject, length: int, options: EvaluateOptions) -> list[Any]:
-    """Blocks that the model writes, that none is calibrated or trained on."""
+    """Self-generated blocks; the seed differs from those of calibration and training."""
 
-    def write(dtype: Any, device: str | None = options.device) -> PreTrainedModel:
+    def load_as(dtype: Any, device: str | None = options.device) -> PreTrainedModel:
         return load(subject, replace(options, precision=dtype, device=device))
 
-    seed = derive_seed(0, "evaluation")
-    trusted = subject.trust_remote_code
-    how = (run_device(options), subject.checkpoint, length, SAMPLES, seed)
-    found = sampled_blocks(write, *how, plain=True, trust_remote_code=trusted)
-    return [found[index]["input_ids"] for index in range(len(found))]
+    blocks = sampled_blocks(
+        load_as, run_device(options), subject.checkpoint, length, SAMPLES, derive_seed(0, "evaluation"), plain=True,
+        trust_remote_code=subject.trust_remote_code,
+    )  # fmt: skip
+    return [blocks[index]["input_ids"] for index in range(len(blocks))]
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What the numbers were measured with."""
+    """Time, versions and hardware of the measurements."""
     names = ("gqa", "torch", "transformers", "accelerate", "datasets", "numpy")
     return {
         "schema": SCHEMA,

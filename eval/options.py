@@ -84,17 +84,17 @@ class EvaluateOptions(Options):
     # fmt: on
 
     @property
-    def asks_recall(self) -> bool:
-        """Whether recall is measured, which reports have by themselves where it can be."""
+    def measures_recall(self) -> bool:
+        """Whether recall is measured: --recall, or by default with a report."""
         return bool(self.output) if self.recall is None else self.recall
 
     def settled(self) -> EvaluateOptions:
-        """With the protocol that is meant. Raises RefusedError where options do not go together."""
+        """Fill in the protocol. Raises RefusedError for options that conflict."""
         if not self.models:
             raise RefusedError("no model is named; give one checkpoint or more, the baseline first")
         if not any((self.data, self.recall, self.decode, self.memory)):
             raise RefusedError("nothing to measure: give text with --data, or --recall, --decode or --memory")
-        replace(self, recall=self.asks_recall).check_needs()
+        replace(self, recall=self.measures_recall).check_needs()
         if self.host_memory and self.device != "auto":
             raise RefusedError("--host-memory means nothing without --device auto: give both or none")
         if self.cache_bits and self.decode:

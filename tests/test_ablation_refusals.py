@@ -125,7 +125,7 @@ def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         result = ablate(tmp_path / "study", alphas="0")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert ("no space left" in result.err) == (number == errno.ENOSPC)
-    assert "the rows that are there are kept, the same command continues" in result.err
+    assert "rows that were measured are kept, the same command continues" in result.err
     kept = rows(tmp_path / "study")
     assert [row["method"] for row in kept] == ["none", "mean"]
     assert measured(tmp_path / "study", alphas="0")[:2] == kept

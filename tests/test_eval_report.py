@@ -161,7 +161,8 @@ def test_files_of_something_else_are_not_overwritten(tmp_path: Path, name: str, 
 def test_names_cannot_break_a_report(tmp_path: Path) -> None:
     name = r"a|b_*<img>`$\frac$"
     shutil.copytree(SOURCE, tmp_path / name)
-    done("SRC --data TEXT --context 64", tmp_path / name, "-o", tmp_path / "report")
+    line = f"SRC --data TEXT --context 64 {DECODE} --decode-contexts 4 --decode-steps 1"
+    done(line, tmp_path / name, "-o", tmp_path / "report")
     found = checked((tmp_path / "report" / "report.html").read_text())
     assert found.tables[0][2][0] == name
     assert "img" in found.tags

@@ -251,8 +251,8 @@ class _Runner:
         row = self._columns(subject, parts) | {"text": self._study.text.record(), "train_tokens": 0}
         if "recall" in comparison.refused:
             row["recall_refused"] = comparison.refused["recall"]
-        elif comparison.first_reading is not None:
-            row["recall_first_reading"] = comparison.first_reading
+        elif comparison.first_copy_accuracy is not None:
+            row["recall_first_reading"] = comparison.first_copy_accuracy
         row["query_heads"] = self._study.config.main.query
         row["seconds_evaluating"] = time.perf_counter() - start
         for cell in cells:
