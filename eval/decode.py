@@ -37,10 +37,10 @@ MAX_DECODE = 4096
 WARM_UP_STEPS = 2
 
 
-def decode_contexts(subjects: Sequence[Subject], asked: Sequence[int] | None, steps: int) -> tuple[int, ...]:
+def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, steps: int) -> tuple[int, ...]:
     """Lengths of the prompts, or sources, to time. Raises RefusedError where a model cannot be timed with them."""
     longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
-    contexts = tuple(asked or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
+    contexts = tuple(lengths or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
     for subject in subjects:
         if not subject.cache:
             raise RefusedError(f"--decode is for models with key/value heads, and {subject.name} is none")
@@ -133,13 +133,13 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
         RefusedError: The model returns no cache to decode with.
     """
     start = clock(model.device)
-    given = _encoded(model, ids)
-    if given:
+    encoder_inputs = _encoded(model, ids)
+    if encoder_inputs:
         ids = ids.new_full((len(ids), 1), first_token(model.config, model.name_or_path))
-    token, cache = _read(model, ids, **given)
+    token, cache = _read(model, ids, **encoder_inputs)
     prefilled, tokens = clock(model.device), [token]
     for _ in range(steps):
-        token, cache = _read(model, token, cache, **given)
+        token, cache = _read(model, token, cache, **encoder_inputs)
         tokens.append(token)
     return Decoded(torch.cat(tokens, dim=1), prefilled - start, (clock(model.device) - prefilled) / steps)
 
@@ -151,15 +151,15 @@ def _encoded(model: PreTrainedModel, sources: Tensor) -> dict[str, Any]:
     return {"encoder_outputs": model.get_encoder()(input_ids=sources, return_dict=True)}
 
 
-def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **given: Any) -> tuple[Tensor, Any]:
+def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inputs: Any) -> tuple[Tensor, Any]:
     """The greedy tokens (batch, 1) after `ids` (batch, T), and the cache that holds them; a decoder is `given` what its
     encoder made. Raises RefusedError.
     """
-    only_last = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
-    given["decoder_input_ids" if given else "input_ids"] = ids
-    more = {"logits_to_keep": 1} if only_last else {}
+    can_skip = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
+    encoder_inputs["decoder_input_ids" if encoder_inputs else "input_ids"] = ids
+    last_only_option = {"logits_to_keep": 1} if can_skip else {}
     name = cache_name(model)
-    output = model(**{name: cache}, use_cache=True, **given, **more)
+    output = model(**{name: cache}, use_cache=True, **encoder_inputs, **last_only_option)
     layers = [getattr(part, "layers", ()) for part in _parts(output.get(name))]
     if not all(any(hasattr(layer, "keys") for layer in half) for half in layers):
         raise RefusedError(f"{type(model).__name__} returns no key/value cache with layers: there is nothing to time")
@@ -184,16 +184,18 @@ def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> lis
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     cache: Any = None
     ids = random_tokens(vocabulary, batch, tokens).to(model.device)
-    given = _encoded(model, ids)
+    encoder_inputs = _encoded(model, ids)
     for part in ids.split([tokens - 1, 1], dim=1):
         if part.shape[1]:
-            _, cache = _read(model, part, cache, **given)
-    found = []
+            _, cache = _read(model, part, cache, **encoder_inputs)
+    sizes = []
     for half in _parts(cache):
-        held = [getattr(layer, name, None) for layer in half.layers for name in ("keys", "values")]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if isinstance(t, Tensor)}
-        found.append(sum(storages.values()))
-    return found
+        tensors = [getattr(layer, name, None) for layer in half.layers for name in ("keys", "values")]
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)
+        }
+        sizes.append(sum(storages.values()))
+    return sizes
 
 
 def random_tokens(vocabulary: int, batch: int, tokens: int) -> Tensor:

@@ -307,13 +307,13 @@ def _head(subject: Subject, options: EvaluateOptions) -> ChunkedHead:
     return ChunkedHead(model)
 
 
-def _score(subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOptions, **more: Any) -> Scores:
+def _score(subject: Subject, head: ChunkedHead, text: Text, options: EvaluateOptions, **arguments: Any) -> Scores:
     size = f"a batch of {options.batch_size} windows of {text.context:,} tokens"
     with (
         _explain_memory(subject.name, options, size, "give a smaller --batch-size or --context"),
         _bar(text.tokens // ranks().num_processes, "tok", subject.name, options) as bar,
     ):
-        return score(head, text.windows, batch_size=options.batch_size, progress=bar.update, **more)
+        return score(head, text.windows, batch_size=options.batch_size, progress=bar.update, **arguments)
 
 
 def _bar(total: int, unit: str, name: str, options: EvaluateOptions) -> Any:

@@ -51,20 +51,20 @@ def sources_of(windows: Sequence[Window]) -> list[Window]:
 
 def write(model: PreTrainedModel, pairs: Sequence[Window], batch_size: int) -> list[Window]:
     """What an encoder-decoder writes for the sources, as many tokens as the longest target has."""
-    steps, found = max(pair.scored for pair in pairs), list[Window]()
+    steps, windows = max(pair.scored for pair in pairs), list[Window]()
     for start in range(0, len(pairs), batch_size):
-        some = pairs[start : start + batch_size]
-        found += continued(model, [pair.ids[: -pair.scored] for pair in some], steps, some)
-    return found
+        batch = pairs[start : start + batch_size]
+        windows += continued(model, [pair.ids[: -pair.scored] for pair in batch], steps, batch)
+    return windows
 
 
 def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]:
     """Questions in the chat template where there is one, else how samples of the model begin."""
     if not getattr(tokenizer, "chat_template", None):
         return [list(sample[:OPENING]) for sample in samples]
-    told = [[{"role": "user", "content": text}] for text in PROMPTS]
-    found = tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=True, return_dict=True)
-    ids: list[list[int]] = found["input_ids"]
+    chats = [[{"role": "user", "content": text}] for text in PROMPTS]
+    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
+    ids: list[list[int]] = encoded["input_ids"]
     return ids
 
 
@@ -80,29 +80,30 @@ def continued(
     """
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ends = {eos} if isinstance(eos, int) else set(eos or ())
-    how = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
-    how.eos_token_id = sorted(ends) or None
-    kept, model.generation_config = model.generation_config, how  # the checkpoint's habits: penalties, sampling
-    given: dict[str, Any] = sources(pairs, model)
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
+    greedy.eos_token_id = sorted(ends) or None
+    checkpoint_config = model.generation_config
+    model.generation_config = greedy  # without the checkpoint's penalties and sampling
+    inputs: dict[str, Any] = sources(pairs, model)
     if pairs:
-        given["decoder_input_ids"] = torch.tensor(openings, device=model.device)
+        inputs["decoder_input_ids"] = torch.tensor(openings, device=model.device)
         # transformers' own has as many layers as T5's encoder.
-        given[cache_name(model)] = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        how.decoder_start_token_id = openings[0][0]
+        inputs[cache_name(model)] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        greedy.decoder_start_token_id = openings[0][0]
     else:
-        given["input_ids"], given["attention_mask"] = (
+        inputs["input_ids"], inputs["attention_mask"] = (
             pad_sequence([torch.tensor(line) for line in lines], batch_first=True, padding_side="left").to(model.device)
             for lines in (openings, [[1] * len(one) for one in openings])
         )
     try:
-        found: Tensor = model.generate(generation_config=how, **given)
+        output: Tensor = model.generate(generation_config=greedy, **inputs)
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         raise RefusedError(f"{model.name_or_path} cannot write text: {explain(error)}; give --no-recall") from error
     finally:
-        model.generation_config = kept
-    windows, first = [], given["decoder_input_ids" if pairs else "input_ids"].shape[1]
-    for number, (opening, written) in enumerate(zip(openings, found[:, first:].tolist(), strict=True)):
-        end = next((place for place, token in enumerate(written, 1) if token in ends), steps)
+        model.generation_config = checkpoint_config
+    windows, first = [], inputs["decoder_input_ids" if pairs else "input_ids"].shape[1]
+    for number, (opening, written) in enumerate(zip(openings, output[:, first:].tolist(), strict=True)):
+        end = next((length for length, token in enumerate(written, 1) if token in ends), steps)
         window = Window((*opening, *written[:end]), end, number)
         windows.append(replace(pairs[number], ids=window.ids, scored=end) if pairs else window)
     return windows
@@ -113,7 +114,7 @@ def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, f
     share of texts that it does not leave. `hits`: of each scored token of `windows`, whether it is the most probable.
     """
     ends = np.cumsum([window.scored for window in windows])[:-1]
-    lengths = np.array([np.append(own, False).argmin() for own in np.split(hits, ends)], float)
+    lengths = np.array([np.append(text_hits, False).argmin() for text_hits in np.split(hits, ends)], float)
     whole = np.array([window.scored for window in windows])
     mean, low, high = mean_interval(lengths, np.arange(len(lengths)))
     return {

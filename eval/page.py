@@ -60,7 +60,7 @@ def made_aside(directory: Path) -> Iterator[Path]:
 def nearest(path: Path) -> Path:
     """The path itself, or the nearest parent that is there: where it would be made."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def no_pictures() -> str:

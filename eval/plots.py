@@ -33,14 +33,14 @@ def look(index: int) -> dict[str, Any]:
 
 @contextmanager
 def panels(
-    directory: Path, name: str, rows: int = 1, columns: int = 1, *, width: float = 8, height: float = 5, **more: Any
+    directory: Path, name: str, columns: int = 1, *, width: float = 8, height: float = 5, sharey: bool = False
 ) -> Iterator[Any]:
-    """(rows, columns) axes, saved as NAME.svg and NAME.png; `more` is for matplotlib's `subplots`. The legend of the
-    first is below them, where it hides no line: in as few lines as the width allows, all of a length.
+    """(1, columns) axes, saved as NAME.svg and NAME.png. The legend of the first is below them, where it hides no line:
+    in as few lines as the width allows, all of a length.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield (axes := figure.subplots(rows, columns, squeeze=False, **more))
+        yield (axes := figure.subplots(1, columns, squeeze=False, sharey=sharey))
         handles, labels = axes[0, 0].get_legend_handles_labels()
         for lines in range(1, 1 + len(handles)):
             legend = figure.legend(handles, labels, loc="outside lower center", ncols=math.ceil(len(handles) / lines))
@@ -70,15 +70,15 @@ def _points(axes: Axes, x: list[float], y: list[float], low: list[float], high: 
 
 
 def _recall(models: list[Results], axes: Axes) -> None:
-    found = [[one for one in model["recall"] if one["kind"] in ("text", "samples")] for model in models]
-    for index, (model, all_of) in enumerate(zip(models, found, strict=True)):
-        natural = [one for one in all_of if one["kind"] == all_of[0]["kind"]]
-        random = [one for one in model["recall"] if one["kind"] == "random"]
+    natural_text = [[point for point in model["recall"] if point["kind"] in ("text", "samples")] for model in models]
+    for index, (model, candidates) in enumerate(zip(models, natural_text, strict=True)):
+        natural = [point for point in candidates if point["kind"] == candidates[0]["kind"]]
+        random = [point for point in model["recall"] if point["kind"] == "random"]
         for kind, line, points in ((natural[0]["kind"], "-", natural), ("random tokens", ":", random)):
-            shares = [[100 * one[f"accuracy{end}"] for one in points] for end in ("", "_low", "_high")]
+            shares = [[100 * point[f"accuracy{end}"] for point in points] for end in ("", "_low", "_high")]
             label = f"{model['name']}, {kind}"
-            _points(axes, [one["distance"] for one in points], *shares, linestyle=line, label=label, **look(index))
-    powers_of_two(axes, [one["distance"] for one in found[0]])
+            _points(axes, [point["distance"] for point in points], *shares, linestyle=line, label=label, **look(index))
+    powers_of_two(axes, [point["distance"] for point in natural_text[0]])
     axes.set(xlabel="tokens between the copies", ylabel="recalled (%)", ylim=(0, 102))
 
 

@@ -62,15 +62,15 @@ def make_questions(
     random = np.random.default_rng(0)
     plain = np.setdiff1d(np.arange(min(vocabulary, len(tokenizer))), tokenizer.all_special_ids)
     words = _words(tokenizer, plain)
-    found: list[Questions] = []
+    questions: list[Questions] = []
     for kind, stream in (streams | {"random": random.choice(plain, 16 * DISTANCES[2])}).items():
         for distance in _distances(context, LONGEST.get(kind, context)):
-            found += _second_copies(kind, stream, distance, prefix)
+            questions += _second_copies(kind, stream, distance, prefix)
     filler = next(iter(streams.values()))
-    for ask in (_look_ups, _passkeys):
+    for make in (_look_ups, _passkeys):
         for length in sorted({min(length, context) for length in (128, 256, context)}):
-            found += ask(tokenizer, words, filler, length, prefix, random)
-    return found
+            questions += make(tokenizer, words, filler, length, prefix, random)
+    return questions
 
 
 def _distances(context: int, longest: int) -> list[int]:
@@ -98,16 +98,18 @@ def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Itera
     passages = [stream[start : start + distance].tolist() for start in starts]
     windows = [Window((prefix, *passage, *passage[:copied]), copied - 1, n) for n, passage in enumerate(passages)]
     answers = np.arange(count * (copied - 1))
-    sequence, place = np.divmod(answers, copied - 1)
+    sequence, position = np.divmod(answers, copied - 1)
     runs = -(-(copied - 1) // RUN)
-    yield Questions(kind, distance, tuple(windows), answers, (place + 1) / distance, sequence * runs + place // RUN)
+    yield Questions(
+        kind, distance, tuple(windows), answers, (position + 1) / distance, sequence * runs + position // RUN
+    )
 
 
 def _look_ups(
     tokenizer: Any, words: Ints, filler: Ints, length: int, prefix: int, random: np.random.Generator
 ) -> Iterable[Questions]:
     """A list of `key: value` lines, text, and all keys again in another order, each to be followed by its value."""
-    colon, newline = _told(tokenizer, ":"), _told(tokenizer, "\n")
+    colon, newline = _tokens(tokenizer, ":"), _tokens(tokenizer, "\n")
     line = 2 + len(colon) + len(newline)
     between = length - 2 * PAIRS * line
     if between < 0 or len(filler) < between:
@@ -117,11 +119,11 @@ def _look_ups(
     for number, start in enumerate(np.linspace(0, len(filler) - between, count).astype(int)):
         drawn = random.permutation(words)[: 2 * PAIRS].reshape(PAIRS, 2)
         order.append(random.permutation(PAIRS))
-        told, asked = (
+        listed, queried = (
             chain.from_iterable((int(key), *colon, int(value), *newline) for key, value in pairs)
             for pairs in (drawn, drawn[order[-1]])
         )
-        ids = (prefix, *told, *filler[start : start + between].tolist(), *asked)
+        ids = (prefix, *listed, *filler[start : start + between].tolist(), *queried)
         windows.append(Window(ids, PAIRS * line - 1 - len(colon), number))  # from the first value that is asked for
     answers = (np.arange(count)[:, None] * windows[0].scored + line * np.arange(PAIRS)).flatten()
     depth = np.concatenate(order) / (PAIRS - 1)
@@ -132,7 +134,7 @@ def _passkeys(
     tokenizer: Any, words: Ints, filler: Ints, length: int, prefix: int, random: np.random.Generator
 ) -> Iterable[Questions]:
     """A passkey of random words that is told at a depth of a text and asked for at its end."""
-    question, newline = _told(tokenizer, _PASSKEY), _told(tokenizer, "\n")
+    question, newline = _tokens(tokenizer, _PASSKEY), _tokens(tokenizer, "\n")
     around = length - 2 * len(question) - 2 * DIGITS - len(newline) - 1
     if around < DEPTHS or len(filler) < around:
         return
@@ -140,15 +142,17 @@ def _passkeys(
     depths = np.linspace(0, 1, DEPTHS)
     for number, depth in enumerate(depths):
         start = int((len(filler) - around) * depth)
-        text, place = filler[start : start + around].tolist(), round(around * depth)
+        text, position = filler[start : start + around].tolist(), round(around * depth)
         key = random.choice(words, DIGITS, replace=False).tolist()
-        told = (*question, *key, *newline)
-        windows.append(Window((prefix, *text[:place], *told, *text[place:], *question, *key), DIGITS, number))
+        statement = (*question, *key, *newline)
+        windows.append(
+            Window((prefix, *text[:position], *statement, *text[position:], *question, *key), DIGITS, number)
+        )
     answers = np.arange(DEPTHS * DIGITS)
     yield Questions("passkey", length, tuple(windows), answers, np.repeat(depths, DIGITS), answers // DIGITS)
 
 
-def _told(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: Any, text: str) -> list[int]:
     """Its tokens; none where the tokenizer does not know them."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return [] if tokenizer.unk_token_id in ids else ids
@@ -165,23 +169,23 @@ def _words(tokenizer: Any, plain: Ints) -> Ints:
     return np.array(words) if len(words) >= 256 else plain
 
 
-def recall(asked: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
+def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
     """One record for each kind and distance, JSON-ready, with 95 % bootstrap intervals.
 
     `scores` are of the windows of all questions in their order; more may follow.
     """
-    found, start = [], 0
-    for one in asked:
-        picks = start + one.answers
-        start += sum(window.scored for window in one.windows)
+    records, start = [], 0
+    for question in questions:
+        picks = start + question.answers
+        start += sum(window.scored for window in question.windows)
         nats, hits = scores.nats[picks].astype(np.float64), scores.hits[picks].astype(np.float64)
-        accuracy, low, high = mean_interval(hits, one.cluster)
-        mean, nats_low, nats_high = mean_interval(nats, one.cluster)
-        thirds = np.minimum((one.depth * 3).astype(int), 2)
-        found.append({
-            "kind": one.kind, "distance": one.distance, "answers": len(picks),
+        accuracy, low, high = mean_interval(hits, question.cluster)
+        mean, nats_low, nats_high = mean_interval(nats, question.cluster)
+        thirds = np.minimum((question.depth * 3).astype(int), 2)
+        records.append({
+            "kind": question.kind, "distance": question.distance, "answers": len(picks),
             "accuracy": accuracy, "accuracy_low": low, "accuracy_high": high,
             "nats": mean, "nats_low": nats_low, "nats_high": nats_high,
             "by_depth": [float(hits[thirds == n].mean()) if (thirds == n).any() else None for n in range(3)],
         })  # fmt: skip
-    return found
+    return records

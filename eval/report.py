@@ -37,8 +37,8 @@ NAME: Column = ("model", lambda m: str(m["name"]))
 
 def verdicts(results: Record) -> list[str]:
     """What was measured of each model but the first, in a line: what it saves and what that costs."""
-    first, *others = results["models"]
-    lines = [(model["name"], verdict(first, model)) for model in others]
+    first, *converted = results["models"]
+    lines = [(model["name"], verdict(first, model)) for model in converted]
     return [line if len(lines) == 1 else f"{name}: {line}" for name, line in lines if line]
 
 
@@ -60,8 +60,8 @@ def verdict(first: Record, model: Record) -> str:
     if "recall" in model:
         kinds = (next(kind for kind in ("text", "samples") if kind in recalled(model)), "random")
         shares = [tuple(recalled(m).get(kind, math.nan) for m in (first, model)) for kind in kinds]
-        told = [f"{before:.0%} -> {after:.0%}" for before, after in shares]
-        parts.append(f"recall {told[0]} (random tokens {told[1]})")
+        changes = [f"{before:.0%} -> {after:.0%}" for before, after in shares]
+        parts.append(f"recall {changes[0]} (random tokens {changes[1]})")
     return heads + ", ".join(parts)
 
 
@@ -77,19 +77,19 @@ def _times(ratio: float) -> str:
 
 def recalled(model: Record) -> dict[str, float]:
     """Of each kind of question, the share of all answers, at whatever distance, that are right."""
-    found: dict[str, float] = {}
-    for kind in dict.fromkeys(one["kind"] for one in model["recall"]):
-        lines = [one for one in model["recall"] if one["kind"] == kind]
-        right = sum(one["accuracy"] * one["answers"] for one in lines)
-        found[kind] = right / sum(one["answers"] for one in lines)
-    return found
+    shares: dict[str, float] = {}
+    for kind in dict.fromkeys(line["kind"] for line in model["recall"]):
+        lines = [line for line in model["recall"] if line["kind"] == kind]
+        right = sum(line["accuracy"] * line["answers"] for line in lines)
+        shares[kind] = right / sum(line["answers"] for line in lines)
+    return shares
 
 
 def tables(results: Record, every: bool = False) -> list[Table]:
     """What was measured: the columns and tables for a glance, or `every` one."""
     models: list[Record] = results["models"]
     measured = {name for model in models for name, value in model.items() if value}
-    found = [
+    built = [
         _quality(models, results["text"]) if "text" in results else None,
         _distributions(models) if any("kl" in m.get("against_baseline", {}) for m in models) else None,
         _recall(models, results["recall"]) if "recall" in results else None,
@@ -98,8 +98,8 @@ def tables(results: Record, every: bool = False) -> list[Table]:
         _cache(models, results.get("memory")),
         _decode(models) if "decode" in measured else None,
     ]
-    found += [not_measured(title, results[part]["refused"]) for part, title in _REFUSED.items() if part in results]
-    return [one if every else one.brief() for one in found if one]
+    built += [not_measured(title, results[part]["refused"]) for part, title in _REFUSED.items() if part in results]
+    return [part if every else part.brief() for part in built if part]
 
 
 def _quality(models: list[Record], text: Record) -> Table:
@@ -199,8 +199,8 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
     remarks = [cache["remark"] for cache in caches if cache["remark"]]
 
     def share(model: Record) -> str:
-        own = cache_bytes(model)
-        return f"{own / first:.3g}" if first else ""
+        model_bytes = cache_bytes(model)
+        return f"{model_bytes / first:.3g}" if first else ""
 
     columns: list[Column] = [
         NAME,
@@ -280,13 +280,13 @@ def check_output(directory: Path, overwrite: bool) -> None:
         tempfile.TemporaryFile(dir=nearest(directory)).close()
     except OSError as error:
         raise OutputError(f"no report can be written to {directory}: {error.strerror}") from error
-    found = None
+    earlier = None
     with suppress(OSError, ValueError):
-        found = json.loads((directory / _FILES[0]).read_text(encoding="utf-8"))
-    taken = [name for name in _FILES if (directory / name).exists()]
-    if taken and not (isinstance(found, dict) and {"schema", "argv", "models"} <= found.keys()):
-        raise RefusedError(f"{directory} holds {listing(taken)} of something else; give another directory")
-    if taken and not overwrite:
+        earlier = json.loads((directory / _FILES[0]).read_text(encoding="utf-8"))
+    existing = [name for name in _FILES if (directory / name).exists()]
+    if existing and not (isinstance(earlier, dict) and {"schema", "argv", "models"} <= earlier.keys()):
+        raise RefusedError(f"{directory} holds {listing(existing)} of something else; give another directory")
+    if existing and not overwrite:
         raise RefusedError(f"{directory} holds an earlier report; give --overwrite to replace it, or another directory")
 
 
@@ -299,8 +299,8 @@ def reserved(directory: Path | None, overwrite: bool) -> Iterator[None]:
         yield
         return
     check_output(directory, overwrite)
-    place = directory.absolute()
-    lock = nearest(place.parent) / f".{place.name}.gqa-eval.lock"
+    path = directory.absolute()
+    lock = nearest(path.parent) / f".{path.name}.gqa-eval.lock"
     refusal = f"another run writes a report to {directory}; wait for it, or give another directory"
     with locked(lock, refusal) if ranks().is_main_process else nullcontext():
         check_output(directory, overwrite)  # it may have finished meanwhile
@@ -324,12 +324,12 @@ def write_report(results: Record, directory: Path) -> list[str]:
     """
     try:
         with made_aside(directory) as aside:
-            made = _make_report(results, aside)
+            names = _make_report(results, aside)
     except OSError as error:
         raise OutputError(f"no report was written to {directory}: {error.strerror or error}") from error
-    for name in set(_FILES) - set(made):  # of an earlier report, and not of this one
+    for name in set(_FILES) - set(names):  # of an earlier report, and not of this one
         (directory / name).unlink(missing_ok=True)
-    return made
+    return names
 
 
 def texts_beside(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
@@ -337,8 +337,8 @@ def texts_beside(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, st
     for lines in zip(*(model.get("samples", []) for model in models), strict=True):
         texts = [line["text"] for line in lines]
         same = [len(os.path.commonprefix([text, texts[0]])) for text in texts]  # noqa: RUF071 - of characters
-        told = zip(models, texts, same, strict=True)
-        yield lines[0]["prompt"], [(model["name"], text[:end], text[end:]) for model, text, end in told]
+        rows = zip(models, texts, same, strict=True)
+        yield lines[0]["prompt"], [(model["name"], text[:end], text[end:]) for model, text, end in rows]
 
 
 def _make_report(results: Record, directory: Path) -> list[str]:
@@ -347,9 +347,9 @@ def _make_report(results: Record, directory: Path) -> list[str]:
         from gqa.eval import plots
 
         pictures = plots.draw(results, directory)
-    first, *others = results["models"]
+    first, *converted = results["models"]
     Page(
-        title=" against ".join(filter(None, (", ".join(m["name"] for m in others), first["name"]))),
+        title=" against ".join(filter(None, (", ".join(m["name"] for m in converted), first["name"]))),
         verdicts=verdicts(results),
         pictures=pictures,
         tables=tables(results, every=True),

@@ -48,9 +48,9 @@ class Scores:
     baseline_nats: NDArray[np.float32] | None = None
 
 
-def _logits(head: ChunkedHead, inputs: dict[str, Tensor], places: Tensor) -> Callable[[slice], Tensor]:
+def _logits(head: ChunkedHead, inputs: dict[str, Tensor], positions: Tensor) -> Callable[[slice], Tensor]:
     hidden = head.hidden(**inputs).flatten(0, 1)
-    return lambda piece: head.logits(hidden[places[piece]]).float()
+    return lambda piece: head.logits(hidden[positions[piece]]).float()
 
 
 @torch.inference_mode()
@@ -73,40 +73,40 @@ def score(
     """
     state = ranks()
     ends = np.cumsum([0, *(window.scored for window in windows)]).tolist()
-    places = [range(start, end) for start, end in pairwise(ends)]  # of each window's predictions in the scores
+    ranges = [range(start, end) for start, end in pairwise(ends)]  # of each window's predictions in the scores
     parts = []
     for indices in list(batches(windows, batch_size))[state.process_index :: state.num_processes]:
-        rows = np.concatenate([places[i] for i in indices])
-        found = _score_batch(head, [windows[i] for i in indices], baseline)
-        if (bad := ~np.isfinite(found["nats"])).any():
+        rows = np.concatenate([ranges[i] for i in indices])
+        values = _score_batch(head, [windows[i] for i in indices], baseline)
+        if (bad := ~np.isfinite(values["nats"])).any():
             number = np.repeat(indices, [windows[i].scored for i in indices])[bad].min()
             raise RefusedError(_not_finite(head.model, windows, number))
-        parts.append((rows, found))
+        parts.append((rows, values))
         progress(len(rows))
     parts = gather_object(parts)  # every rank's
     order = np.concatenate([rows for rows, _ in parts]).argsort()
-    return Scores(**{key: np.concatenate([found[key] for _, found in parts])[order] for key in parts[0][1]})
+    return Scores(**{key: np.concatenate([values[key] for _, values in parts])[order] for key in parts[0][1]})
 
 
 def padded(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
     """What a model reads of windows, each (B, T), padded on the right: with causal attention no scored position sees
     padding, so no mask is needed. An encoder reads both directions: its padding is masked.
     """
-    ids = _side_by_side((window.ids[:-1] for window in windows), model.device)
-    given = sources(windows, model)
-    return given | {"decoder_input_ids": ids} if given else {"input_ids": ids}
+    ids = _pad((window.ids[:-1] for window in windows), model.device)
+    encoder_inputs = sources(windows, model)
+    return encoder_inputs | {"decoder_input_ids": ids} if encoder_inputs else {"input_ids": ids}
 
 
 def sources(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
     """What an encoder reads of windows, by the names of the model's arguments; nothing where there is none."""
     if not any(window.source for window in windows):
         return {}
-    source = _side_by_side((window.source for window in windows), model.device)
-    mask = _side_by_side(([1] * len(window.source) for window in windows), model.device)
+    source = _pad((window.source for window in windows), model.device)
+    mask = _pad(([1] * len(window.source) for window in windows), model.device)
     return {"input_ids": source, "attention_mask": mask}
 
 
-def _side_by_side(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
+def _pad(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
     return pad_sequence([torch.tensor(line, dtype=torch.long) for line in lines], batch_first=True).to(device)
 
 
@@ -114,21 +114,21 @@ def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: Chunked
     """What `Scores` holds, of these windows' predictions."""
     device, parts = head.model.device, []
     inputs = padded(windows, head.model)
-    scored = _side_by_side(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
-    places = scored.flatten().nonzero().squeeze(1)
+    scored = _pad(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)
+    positions = scored.flatten().nonzero().squeeze(1)
     targets = torch.tensor([token for window in windows for token in window.ids[-window.scored :]], device=device)
-    ours, theirs = _logits(head, inputs, places), _logits(baseline, inputs, places) if baseline else None
+    ours, theirs = _logits(head, inputs, positions), _logits(baseline, inputs, positions) if baseline else None
     for piece in chunks(len(targets), head.vocabulary, device, free_memory(device)):
         true, logits = targets[piece], ours(piece)
         parts.append({"hits": logits.argmax(-1) == true})
         if theirs:
-            parts[-1] |= _beside(theirs(piece).log_softmax(-1), logits.log_softmax(-1), true)
+            parts[-1] |= _compare(theirs(piece).log_softmax(-1), logits.log_softmax(-1), true)
         else:
             parts[-1]["nats"] = nats(logits, true)
     return {key: torch.cat([part[key] for part in parts]).cpu().numpy() for key in parts[0]}
 
 
-def _beside(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
+def _compare(p: Tensor, q: Tensor, true: Tensor) -> dict[str, Tensor]:
     return {
         "nats": nll_loss(q, true, reduction="none"),
         "kl": kl_divergence(p, q),
@@ -147,13 +147,13 @@ def _not_finite(model: Any, windows: Sequence[Window], bad: int) -> str:
 
 def first_not_finite(model: nn.Module, inputs: dict[str, Tensor]) -> str | None:
     """The first module, in the order of execution, that turns finite inputs into NaN or Inf."""
-    names, found = {module: name for name, module in model.named_modules() if name}, list[str]()
+    names, not_finite = {module: name for name, module in model.named_modules() if name}, list[str]()
 
-    def see(module: nn.Module, args: Any, output: Any) -> None:
+    def check(module: nn.Module, args: Any, output: Any) -> None:
         tensors = (part for part in tree_leaves(output) if isinstance(part, Tensor) and part.is_floating_point())
         if module in names and not all(bool(tensor.isfinite().all()) for tensor in tensors):
-            found.append(names[module])
+            not_finite.append(names[module])
 
-    with register_module_forward_hook(see):
+    with register_module_forward_hook(check):
         model(**inputs, use_cache=False)
-    return found[0] if found else None
+    return not_finite[0] if not_finite else None

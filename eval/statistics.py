@@ -70,12 +70,12 @@ def _by_cluster(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[NDAr
 
 
 def _interval(
-    sums: NDArray[Any], counts: NDArray[Any], of: Callable[[Floats], Floats] = np.asarray
+    sums: NDArray[Any], counts: NDArray[Any], function: Callable[[Floats], Floats] = np.asarray
 ) -> tuple[float, float]:  # fmt: skip
     """The bounds of a function of the mean."""
     if len(sums) < 2:
         return math.nan, math.nan
-    low, high = np.percentile(of(_resampled_means(sums, counts)), (2.5, 97.5))
+    low, high = np.percentile(function(_resampled_means(sums, counts)), (2.5, 97.5))
     return float(low), float(high)
 
 
@@ -85,9 +85,9 @@ def _resampled_means(sums: NDArray[Any], counts: NDArray[Any]) -> Floats:
     """
     generator, n = np.random.default_rng(0), len(sums)
     at_once = max(1, BOOTSTRAP_NUMBERS // n)
-    found = []
+    means = []
     for start in range(0, BOOTSTRAP_SAMPLES, at_once):
         size = min(at_once, BOOTSTRAP_SAMPLES - start)
         weights = generator.multinomial(n, np.full(n, 1 / n), size=size)
-        found.append(weights @ sums / (weights @ counts))
-    return np.concatenate(found)
+        means.append(weights @ sums / (weights @ counts))
+    return np.concatenate(means)

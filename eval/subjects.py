@@ -79,25 +79,25 @@ class Subject:
     def cache(self) -> KVCache | None:
         """By formula; None for an architecture whose key/value heads are not known."""
         try:
-            found = checkpoint_cache(self.checkpoint)
+            formula = checkpoint_cache(self.checkpoint)
         except RefusedError:
             return None
-        return found.quantised(self.cache_bits) if self.cache_bits else found
+        return formula.quantised(self.cache_bits) if self.cache_bits else formula
 
-    def held_in(self, precision: str) -> tuple[KVCache, int]:
+    def cache_and_weights(self, precision: str) -> tuple[KVCache, int]:
         """Its cache, and the bytes of its weights, where the model computes in it; `auto`: as stored."""
         assert self.cache
         if precision == "auto":
             return self.cache, self.checkpoint.nbytes
         number = 4 if precision == "float32" else 2
         floats = [spec for spec in self.checkpoint.tensors.values() if spec.dtype in ("F64", "F32", "F16", "BF16")]
-        more = sum(number * spec.numel - spec.nbytes for spec in floats)
-        return replace(self.cache, bytes_per_number=number), self.checkpoint.nbytes + more
+        extra_bytes = sum(number * spec.numel - spec.nbytes for spec in floats)
+        return replace(self.cache, bytes_per_number=number), self.checkpoint.nbytes + extra_bytes
 
     @cached_property
     def record(self) -> dict[str, Any]:
         """What is known without running the model, JSON-ready; whoever measures adds to it."""
-        found: dict[str, Any] = {
+        record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
             "revision": self.checkpoint.revision,
@@ -110,8 +110,8 @@ class Subject:
         if self.cache:
             config = read_config(as_it_is(self.checkpoint).config, self.name)
             context = self.cache.context
-            found["heads"] = {"query": config.main.query, "kv": config.average_kv}
-            found["kv_cache"] = {
+            record["heads"] = {"query": config.main.query, "kv": config.average_kv}
+            record["kv_cache"] = {
                 "bytes_per_token": self.cache.bytes_per_token,
                 "cross_bytes_per_token": self.cache.cross_bytes_per_token,
                 "context": context,
@@ -119,7 +119,7 @@ class Subject:
                 "remark": self.cache.remark,
                 "bits": self.cache_bits or 8 * self.cache.bytes_per_number,
             }
-        return found
+        return record
 
 
 def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None) -> list[Subject]:
@@ -127,23 +127,25 @@ def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revisi
     local = [os.path.lexists(model) for model in models]
     if revision is not None and all(local):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
-    checkpoints = [open_model(model, None if here else revision) for model, here in zip(models, local, strict=True)]
-    places = [(c.hub_id,) if c.hub_id else Path(os.path.abspath(c.directory or "")).parts for c in checkpoints]
+    checkpoints = [
+        open_model(model, None if is_local else revision) for model, is_local in zip(models, local, strict=True)
+    ]
+    paths = [(c.hub_id,) if c.hub_id else Path(os.path.abspath(c.directory or "")).parts for c in checkpoints]
     return [
         Subject(name, str(checkpoint.directory), checkpoint, trust_remote_code)
-        for name, checkpoint in zip(distinct_names(places), checkpoints, strict=True)
+        for name, checkpoint in zip(distinct_names(paths), checkpoints, strict=True)
     ]
 
 
-def distinct_names(places: Sequence[tuple[str, ...]]) -> list[str]:
+def distinct_names(paths: Sequence[tuple[str, ...]]) -> list[str]:
     """The last part of each path, with the parts before it that tell it from others; numbered where it is the same."""
     names: list[str] = []
-    for parts in places:
-        others = [other for other in places if other != parts]
-        enough = (n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others))
-        name = one_line("/".join(parts[-next(enough, len(parts)) :]))
-        again = sum(other == name or other.startswith(f"{name} (") for other in names)
-        names.append(f"{name} ({again + 1})" if again else name)
+    for parts in paths:
+        different = [other for other in paths if other != parts]
+        lengths = (n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in different))
+        name = one_line("/".join(parts[-next(lengths, len(parts)) :]))
+        repeats = sum(other == name or other.startswith(f"{name} (") for other in names)
+        names.append(f"{name} ({repeats + 1})" if repeats else name)
     return names
 
 
@@ -156,7 +158,7 @@ def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int, prec
         try:
             if (query := subject.record["heads"]["query"]) % ranks:
                 raise RefusedError(f"{ranks} ranks are not possible for {query} query heads: they must divide them")
-            batch, longest = what_fits(*subject.held_in(precision), memory, context, ranks)
+            batch, longest = what_fits(*subject.cache_and_weights(precision), memory, context, ranks)
         except RefusedError as error:  # of this conversion; the ranks may suit another
             refused = {"impossible": str(error)}
         subject.record["kv_cache"]["fits"] = {"batch": batch, "longest": longest, **refused}
@@ -175,9 +177,9 @@ def rank_cache(cache: KVCache, ranks: int) -> KVCache:
             raise RefusedError(
                 f"{ranks} ranks are not possible for {layer.heads} key/value heads: one must be a multiple of the other"
             )
-    own, cross = (tuple(replace(layer, heads=max(layer.heads // ranks, 1)) for layer in kind) for kind in
+    self_layers, cross_layers = (tuple(replace(layer, heads=max(layer.heads // ranks, 1)) for layer in kind) for kind in
                   (cache.layers, cache.cross))  # fmt: skip
-    return replace(cache, layers=own, cross=cross)
+    return replace(cache, layers=self_layers, cross=cross_layers)
 
 
 def what_fits(
@@ -196,11 +198,11 @@ def what_fits(
     Raises:
         RefusedError: The ranks cannot share the KV heads.
     """
-    held = rank_cache(cache, ranks)
+    local = rank_cache(cache, ranks)
     free = max(memory_bytes - -(-weights_bytes // ranks), 0)
-    batch = free // held.bytes_at(context)
-    window = max((layer.window or 0 for layer in held.layers), default=0)  # from here on the cache grows linearly
-    growth = held.bytes_at(window + 1) - held.bytes_at(window)
-    if not growth and held.bytes_at(window) <= free:
+    batch = free // local.bytes_at(context)
+    window = max((layer.window or 0 for layer in local.layers), default=0)  # from here on the cache grows linearly
+    growth = local.bytes_at(window + 1) - local.bytes_at(window)
+    if not growth and local.bytes_at(window) <= free:
         return batch, None
-    return batch, bisect_right(range(free // max(growth, 1) + 1), free, key=held.bytes_at) - 1  # it grows no slower
+    return batch, bisect_right(range(free // max(growth, 1) + 1), free, key=local.bytes_at) - 1  # it grows no slower

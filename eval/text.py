@@ -156,7 +156,7 @@ def make_text(
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if rolling and prefix is None:
         raise RefusedError("the tokenizer has neither BOS nor EOS to start a text with; use --stride")
-    taken = _taken(((text, encode(tokenizer, text) if rolling or max_tokens else []) for text in texts), max_tokens)
+    taken = _take(((text, encode(tokenizer, text) if rolling or max_tokens else []) for text in texts), max_tokens)
     documents = len(taken)
     if not rolling:
         joined = "\n\n".join(text for text, _ in taken)
@@ -177,12 +177,12 @@ def make_text(
     return Text(tuple(windows), protocol, context, documents, *_sizes(text for text, _ in taken), stride)
 
 
-def _taken(found: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:
+def _take(documents: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:
     """Texts with their token ids (and what goes with them), up to the text that reaches `max_tokens`."""
     taken, tokens = [], 0
-    for one in found:
-        taken.append(one)
-        tokens += len(one[1])
+    for document in documents:
+        taken.append(document)
+        tokens += len(document[1])
         if max_tokens and tokens >= max_tokens:
             break
     return taken
@@ -210,15 +210,15 @@ def make_pairs(
     CorpusError.
     """
 
-    def found() -> Iterator[tuple[str, list[int], list[int], bool]]:
+    def scored_pairs() -> Iterator[tuple[str, list[int], list[int], bool]]:
         for source, target in pairs:
             ids = encoder.encode([source])[0], encoder.encode([target], target=True)[0]
             if ids[1]:
-                given, asked = encoder.framed(*ids, context)
-                yield target, asked, given, encoder.cuts(*ids, context)
+                source_ids, target_ids = encoder.framed(*ids, context)
+                yield target, target_ids, source_ids, encoder.cuts(*ids, context)
 
-    taken = _taken(found(), max_tokens)
-    windows = [_pair_window(encoder, given, asked, number) for number, (_, asked, given, _) in enumerate(taken)]
+    taken = _take(scored_pairs(), max_tokens)
+    windows = [_pair_window(encoder, source, target, n) for n, (_, target, source, _) in enumerate(taken)]
     if not windows:
         raise RefusedError("there is no pair of a source and a target text; give more with --data")
     cut = sum(row[3] for row in taken)
@@ -229,16 +229,16 @@ def make_spans(blocks: Iterable[Block], encoder: PairEncoder, tokenizer: Any, co
     """Plain text, in blocks of at most `context` tokens, of which spans are left out as gqa-uptrain leaves them out of
     what is held out: those are scored, with their marks. Raises RefusedError where the tokenizer has no marks.
     """
-    windows, told = list[Window](), list[str]()
+    windows, spans = list[Window](), list[str]()
     for number, block in enumerate(blocks):
-        given, asked = encoder.corrupt(block["input_ids"], np.random.default_rng([number]))
-        windows.append(_pair_window(encoder, given, asked, number))
-        told.append(tokenizer.decode(asked, skip_special_tokens=True))
-    return Text(tuple(windows), "spans", context, len(windows), *_sizes(told))
+        source_ids, target_ids = encoder.corrupt(block["input_ids"], np.random.default_rng([number]))
+        windows.append(_pair_window(encoder, source_ids, target_ids, number))
+        spans.append(tokenizer.decode(target_ids, skip_special_tokens=True))
+    return Text(tuple(windows), "spans", context, len(windows), *_sizes(spans))
 
 
-def _pair_window(encoder: PairEncoder, given: Sequence[int], asked: Sequence[int], number: int) -> Window:
-    return Window((encoder.start, *asked), len(asked), number, tuple(given))
+def _pair_window(encoder: PairEncoder, source_ids: Sequence[int], target_ids: Sequence[int], number: int) -> Window:
+    return Window((encoder.start, *target_ids), len(target_ids), number, tuple(source_ids))
 
 
 def count_words(text: str) -> int:

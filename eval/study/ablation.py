@@ -133,7 +133,7 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
     grid = replace(grid, methods=methods, groups=grid.settled(config.main.kv))
     sizes: list[Groups] = [
         *(grid.groups or ()),
-        *(uneven(subject.checkpoint, one, option="--kv-budgets") for one in grid.kv_budgets or ()),
+        *(uneven(subject.checkpoint, budget, option="--kv-budgets") for budget in grid.kv_budgets or ()),
     ]
     for method, groups in product(grid.methods, sizes):
         try:
@@ -171,8 +171,8 @@ def _text(subject: Subject, options: AblateOptions) -> Text:
         texts = sorted((text for source in sources for text in source.texts()), key=row_digest)
         text = make_text(texts, subject.tokenizer, protocol="rolling", context=context, max_tokens=options.eval_tokens)
     elif spans:
-        wanted = replace(training, context=context, heldout_tokens=options.eval_tokens or ALL)
-        text = make_spans(open_heldout(wanted, subject.tokenizer), encoder, subject.tokenizer, context)
+        heldout_options = replace(training, context=context, heldout_tokens=options.eval_tokens or ALL)
+        text = make_spans(open_heldout(heldout_options, subject.tokenizer), encoder, subject.tokenizer, context)
     else:
         pairs = sorted((pair for source in sources for pair in read_pairs(source)), key=lambda pair: row_digest(*pair))
         text = make_pairs(pairs, encoder, context, options.eval_tokens)

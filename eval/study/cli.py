@@ -62,8 +62,8 @@ def command(options: AblateOptions) -> None:
         failed = sum(bool(row["error"]) for row in rows)
     _report(options)
     if failed:
-        told = f"{failed} of {len(rows)} cells failed, as {options.output}/report.html says"
-        fail("gqa-ablate", f"{told}; the same command tries them again", 1)
+        message = f"{failed} of {len(rows)} cells failed, as {options.output}/report.html says"
+        fail("gqa-ablate", f"{message}; the same command tries them again", 1)
 
 
 def measure(study: Study, quiet: bool, argv: Sequence[str]) -> Rows:

@@ -25,29 +25,29 @@ _GREY, _BLACK = "#777777", "#000000"
 _TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)  # nats per token above the base model
 
 
-def draw_study(found: pandas.DataFrame, source: Row, directory: Path) -> list[tuple[str, str]]:
+def draw_study(points: pandas.DataFrame, source: Row, directory: Path) -> list[tuple[str, str]]:
     """All pictures that there are numbers for, as (name, caption), of the `points` of a study."""
     pictures = {"tradeoff": draw_tradeoff, "alphas": draw_alphas}
-    return [(name, caption) for name, draw in pictures.items() if (caption := draw(found, source, directory))]
+    return [(name, caption) for name, draw in pictures.items() if (caption := draw(points, source, directory))]
 
 
-def draw_tradeoff(found: pandas.DataFrame, source: Row, directory: Path) -> str:
+def draw_tradeoff(points: pandas.DataFrame, source: Row, directory: Path) -> str:
     """Figure 3 of the paper: what is lost for the bytes that are saved, by heads and bits."""
-    smaller = found[found.kv_bytes_per_token < source["kv_bytes_per_token"]]
+    smaller = points[points.kv_bytes_per_token < source["kv_bytes_per_token"]]
     if smaller.empty:
         return ""
     best, looks, recalled = _best(smaller, "loss"), _looks(smaller), "recall_text" in source
-    kept = source["kv_bytes_per_token"] / 1024
-    with panels(directory, "tradeoff", 1, 1 + recalled, width=6.5 * (1 + recalled), height=6) as axes:
+    source_kib, smallest_kib = source["kv_bytes_per_token"] / 1024, best.kv_bytes_per_token.min() / 1024
+    with panels(directory, "tradeoff", 1 + recalled, width=6.5 * (1 + recalled), height=6) as axes:
         for axis, column, unit in zip(axes[0], ("loss_increase", "recall_text"), (1, 100), strict=False):
             for series, style in looks.items():
-                own = best[best.series == series]
-                axis.plot(own.kv_bytes_per_token / 1024, own[column] * unit, label=series, **style)
+                line = best[best.series == series]
+                axis.plot(line.kv_bytes_per_token / 1024, line[column] * unit, label=series, **style)
             base = unit * source[column]
-            axis.plot(kept, base, "*", color=_BLACK, markersize=14, clip_on=False, label=BASE)
-            powers_of_two(axis, [kept / 2**n for n in range(12) if kept / 2**n >= best.kv_bytes_per_token.min() / 1024])
+            axis.plot(source_kib, base, "*", color=_BLACK, markersize=14, clip_on=False, label=BASE)
+            powers_of_two(axis, [x for n in range(12) if (x := source_kib / 2**n) >= smallest_kib])
             axis.set_xlabel("KV cache per token (KiB)")
-        pairs = [*zip(best.kv_bytes_per_token / 1024, best.loss_increase, strict=True), (kept, 0.0)]
+        pairs = [*zip(best.kv_bytes_per_token / 1024, best.loss_increase, strict=True), (source_kib, 0.0)]
         front = np.array([pairs[index] for index in pareto_front(pairs)])
         axes[0, 0].step(*front.T, where="post", color=_GREY, linewidth=1.5, zorder=0, label="Pareto front")
         _above_base(axes[0, :1], best.loss_increase)
@@ -56,22 +56,22 @@ def draw_tradeoff(found: pandas.DataFrame, source: Row, directory: Path) -> str:
     return "Quality against the KV cache (figure 3 of the GQA paper), each method as it is trained best"
 
 
-def draw_alphas(found: pandas.DataFrame, source: Row, directory: Path) -> str:
+def draw_alphas(points: pandas.DataFrame, source: Row, directory: Path) -> str:
     """Figure 5: a panel for each number of heads, a line for each method."""
-    found = found[found.bits == 0]
-    merged = found[~found.method.isin(UNMERGED)]
+    points = points[points.bits == 0]
+    merged = points[~points.method.isin(UNMERGED)]
     if merged.alpha.nunique() < 2:
         return ""
-    alphas, counts = sorted(found.alpha.unique()), sorted(merged.groups.unique())
-    control, looks = found[found.series == BASE].sort_values("alpha"), _looks(merged)
-    with panels(directory, "alphas", 1, len(counts), width=max(6, 3.6 * len(counts) + 1), sharey=True) as axes:
+    alphas, counts = sorted(points.alpha.unique()), sorted(merged.groups.unique())
+    control, looks = points[points.series == BASE].sort_values("alpha"), _looks(merged)
+    with panels(directory, "alphas", len(counts), width=max(6, 3.6 * len(counts) + 1), sharey=True) as axes:
         for axis, count in zip(axes[0], counts, strict=True):
             for series, style in looks.items():
                 line = merged[(merged.series == series) & (merged.groups == count)].sort_values("alpha")
                 axis.errorbar(line.alpha, line.loss_increase, yerr=_error_bars(line), capsize=3, label=series, **style)
             if len(control) > 1:
-                told = "base model, trained further"
-                axis.plot(control.alpha, control.loss_increase, ":", color=_BLACK, linewidth=1.5, label=told)
+                label = "base model, trained further"
+                axis.plot(control.alpha, control.loss_increase, ":", color=_BLACK, linewidth=1.5, label=label)
             # Alphas are chosen in ratios, and 0 is one of them.
             axis.set_xscale("function", functions=(lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: x * abs(x)))
             axis.xaxis.set_major_locator(FixedLocator(alphas))
@@ -79,13 +79,13 @@ def draw_alphas(found: pandas.DataFrame, source: Row, directory: Path) -> str:
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{100 * value:g} %"))
             axis.set_xlim(-alphas[-1] / 300, alphas[-1] * 1.2)
             axis.set(title=heads(count), xlabel="of the text trained on (alpha)")
-        _above_base(axes[0], found.loss_increase)
+        _above_base(axes[0], points.loss_increase)
     return "Loss by length of training (figures 4 and 5); error bars: lowest and highest seed"
 
 
-def _best(found: pandas.DataFrame, column: str) -> pandas.DataFrame:
+def _best(points: pandas.DataFrame, column: str) -> pandas.DataFrame:
     """Of each series and number of heads what has the least of a column."""
-    return found.loc[found.groupby(["groups", "series"], sort=False)[column].idxmin()]
+    return points.loc[points.groupby(["groups", "series"], sort=False)[column].idxmin()]
 
 
 def _above_base(axes: Sequence[Axes], increases: pandas.Series) -> None:
@@ -114,19 +114,19 @@ def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
     """Of each series: a colour and marker of its method, the same in every study; dashed, and hollow or half so, where
     it is not the first way to train it or to keep its cache.
     """
-    methods, found = list(dict.fromkeys([*_METHODS, *METHODS])), {}
-    several = merged.drop_duplicates("series")
-    for point, way in zip(several.itertuples(), several.groupby("method").cumcount(), strict=True):
+    methods, styles = list(dict.fromkeys([*_METHODS, *METHODS])), {}
+    first_points = merged.drop_duplicates("series")
+    for point, variant in zip(first_points.itertuples(), first_points.groupby("method").cumcount(), strict=True):
         base = point.method in UNMERGED
         style: Row = {"color": _BLACK, "marker": "*"} if base else _method_look(methods.index(point.method))
-        if way >= 4:  # the same again, darker
-            style["color"] = tuple(part * 0.5 ** (way // 4) for part in to_rgb(style["color"]))
-        found[point.series] = style | {
-            "linestyle": ("-", "--", ":", "-.")[way % 4], "markeredgecolor": "#333333", "markeredgewidth": 0.8,
-            "markerfacecolor": "#ffffff" if way % 4 == 1 else style["color"], "markerfacecoloralt": "#ffffff",
-            "fillstyle": ("full", "full", "left", "bottom")[way % 4],
+        if variant >= 4:  # the same again, darker
+            style["color"] = tuple(part * 0.5 ** (variant // 4) for part in to_rgb(style["color"]))
+        styles[point.series] = style | {
+            "linestyle": ("-", "--", ":", "-.")[variant % 4], "markeredgecolor": "#333333", "markeredgewidth": 0.8,
+            "markerfacecolor": "#ffffff" if variant % 4 == 1 else style["color"], "markerfacecoloralt": "#ffffff",
+            "fillstyle": ("full", "full", "left", "bottom")[variant % 4],
         }  # fmt: skip
-    return found
+    return styles
 
 
 def _method_look(index: int) -> Row:
@@ -134,8 +134,8 @@ def _method_look(index: int) -> Row:
     return {"color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[(index + 1) % len(MARKERS)]}
 
 
-def _error_bars(found: pandas.DataFrame) -> Any:
+def _error_bars(line: pandas.DataFrame) -> Any:
     """From the mean down to the lowest seed and up to the highest; no bar where there is one seed."""
-    if (found.seeds == 1).all():
+    if (line.seeds == 1).all():
         return None
-    return np.where(found.seeds > 1, [found.loss - found.lowest, found.highest - found.loss], np.nan)
+    return np.where(line.seeds > 1, [line.loss - line.lowest, line.highest - line.loss], np.nan)

@@ -107,8 +107,8 @@ def short_table(results: Results) -> Table:
     note = "nats per token on held-out text, means over seeds ± half of their range"
     if failed := len(results.failed):
         note += f"; {failed} of {len(results.rows)} cells failed, as the report says"
-    more = [column for column in _COLUMNS if column[0] in ("KV bytes/token", "tokens/s")]
-    return _by_alpha(results, f"Study of {results.name}", _loss, more, note)
+    columns = [column for column in _COLUMNS if column[0] in ("KV bytes/token", "tokens/s")]
+    return _by_alpha(results, f"Study of {results.name}", _loss, columns, note)
 
 
 def _recall(results: Results) -> Table:
@@ -124,15 +124,15 @@ def _recall(results: Results) -> Table:
 
 
 def _by_alpha(
-    results: Results, title: str, shown: Callable[[Any], str], more: list[Column], note: str
+    results: Results, title: str, format_point: Callable[[Any], str], extra: list[Column], note: str
 ) -> Table:  # fmt: skip
-    found = results.points
+    points = results.points
     records = [
-        some.iloc[0].dropna().to_dict() | {"at": {point.alpha: shown(point) for point in some.itertuples()}}
-        for _, some in found.groupby(["groups", "series"], sort=False)
+        group.iloc[0].dropna().to_dict() | {"at": {point.alpha: format_point(point) for point in group.itertuples()}}
+        for _, group in points.groupby(["groups", "series"], sort=False)
     ]
-    columns: list[Column] = [("method", lambda r: r["series"]), CELL_COLUMNS[1], *more]
-    for alpha in sorted(found.alpha.unique()):
+    columns: list[Column] = [("method", lambda r: r["series"]), CELL_COLUMNS[1], *extra]
+    for alpha in sorted(points.alpha.unique()):
         columns.append((f"alpha {alpha:g}", lambda r, alpha=alpha: r["at"][alpha]))  # type: ignore[misc]
     return table(title, columns, records, note, filled=True)
 
@@ -189,11 +189,11 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
 
 def _texts(results: Results) -> list[Any]:
     """What the base model writes and, of each smaller number of heads, the result of the least loss."""
-    source, found = results.source, results.points
-    if "samples" not in source or "samples" not in found.columns:
+    source, points = results.source, results.points
+    if "samples" not in source or "samples" not in points.columns:
         return []
-    shown = found[(found.groups < source["groups"]) & found.samples.notna()]
-    best = shown.sort_values("loss").drop_duplicates("groups")
+    converted = points[(points.groups < source["groups"]) & points.samples.notna()]
+    best = converted.sort_values("loss").drop_duplicates("groups")
     models = [{"name": name(point), "samples": point.samples} for point in best.itertuples()]
     return list(texts_beside([{"name": BASE, **source}, *models]))
 
@@ -206,13 +206,13 @@ def _verdicts(results: Results, advised: Recommendation) -> list[str]:
     if chosen is None:
         return lines
 
-    def record(of: Any, groups: float, **more: Any) -> Row:
-        recalls = {"recall": of["recall_by_distance"]} if "recall_by_distance" in source else {}
-        cache = {"bytes_per_token": of["kv_bytes_per_token"]}
-        return {"heads": {"kv": f"{groups:.3g}"}, "kv_cache": cache, **recalls, **more}
+    def record(row: Any, groups: float, **parts: Any) -> Row:
+        recalls = {"recall": row["recall_by_distance"]} if "recall_by_distance" in source else {}
+        cache = {"bytes_per_token": row["kv_bytes_per_token"]}
+        return {"heads": {"kv": f"{groups:.3g}"}, "kv_cache": cache, **recalls, **parts}
 
     ratio = {name: chosen[f"perplexity_{name}"] for name in ("ratio", "ratio_low", "ratio_high")}
     ratio = {name: value for name, value in ratio.items() if pandas.notna(value)}  # one window has no bounds
-    told = verdict(record(source, source["groups"]), record(chosen, chosen.groups, quality={}, against_baseline=ratio))
+    costs = verdict(record(source, source["groups"]), record(chosen, chosen.groups, quality={}, against_baseline=ratio))
     trained = f"trained on {100 * chosen.alpha:g} % of the text" if chosen.alpha else "untrained"
-    return [f"Recommended: {chosen.series}, {trained}. {told}.", *lines[1:]]
+    return [f"Recommended: {chosen.series}, {trained}. {costs}.", *lines[1:]]

@@ -112,15 +112,15 @@ class Grid:
         """
         bits = self.cache_bits or ()
         scope = self.train[0] if self.train[0] != AUTO else "all"
-        found = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, each) for each in (None, *bits)}
+        cells = {Cell(UNMERGED[0], heads, 0, scope, self.teachers[0], 0.0, width) for width in (None, *bits)}
         whole: list[tuple[float, float | None]] = [(groups, None) for groups in self.settled(heads)]
         for groups, budget in [*whole, *((share * heads, share) for share in self.kv_budgets or ())]:
             for method in self.methods if groups < heads else [UNMERGED[groups > heads]]:
                 usual = "attention" if method in METHODS and METHODS[method].aligns else "all"
                 trains = [usual if name == AUTO else name for name in self.train]
                 variants = product(range(self.seeds), trains, self.teachers, self.alphas, (None, *bits))
-                found |= {Cell(method, groups, *variant, budget) for variant in variants}
-        return sorted(found, key=lambda cell: (not cell.is_source, cell.order))
+                cells |= {Cell(method, groups, *variant, budget) for variant in variants}
+        return sorted(cells, key=lambda cell: (not cell.is_source, cell.order))
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,10 @@ class AblateOptions(Options):
     def check(self) -> None:
         """Raises RefusedError where options do not go together, or no method uses one."""
         self.check_needs()
-        if self.kv_bytes and (given := [one for one in ("max_loss_increase", "max_recall_loss") if self.given(one)]):
+        bounds = [name for name in ("max_loss_increase", "max_recall_loss") if self.given(name)]
+        if self.kv_bytes and bounds:
             raise RefusedError(
-                f"--kv-bytes asks for what loses least within it, {flag(given[0])} for the smallest cache: give one"
+                f"--kv-bytes asks for what loses least within it, {flag(bounds[0])} for the smallest cache: give one"
             )
         methods = {*self.methods} - {AUTO} | ({*AUTOMATIC} if AUTO in self.methods else set())
         methods |= {MEASURING} if self.kv_budgets else set()
@@ -259,10 +260,10 @@ class AblateOptions(Options):
         options, bound = request(self, ())["options"], self.binding()
         return {name: value for name, value in options.items() if name in bound}
 
-    def training_of(self, cell: Cell, place: Path) -> TrainOptions:
+    def training_of(self, cell: Cell, directory: Path) -> TrainOptions:
         """Of a conversion, up to the alpha of `cell`, with its result in `place`."""
         return replace(
-            self.training, output=place / f"{cell.train}-{cell.teacher}-{cell.alpha:g}", alpha=cell.alpha,
+            self.training, output=directory / f"{cell.train}-{cell.teacher}-{cell.alpha:g}", alpha=cell.alpha,
             train=cast(Scope, cell.train),
             teacher=self.model if self.model and cell.teacher == "source" else NO_TEACHER,
             seed=cell.seed,

@@ -20,10 +20,10 @@ _NUMBERS = ("loss", "loss_increase", "kl", "recall_text", "kv_bytes_per_token")
 
 def _series(cell: Cell, cells: Sequence[Cell]) -> str:
     """The method, its training where it is trained in several ways, and what is unusual about its cache."""
-    own = [other for other in cells if other.method == cell.method]
+    same_method = [other for other in cells if other.method == cell.method]
     parts = [BASE if cell.method == "none" else cell.method]
-    parts += [cell.train] * (len({other.train for other in own}) > 1)
-    parts += ["taught"] * (cell.teacher != "none" and len({other.teacher for other in own}) > 1)
+    parts += [cell.train] * (len({other.train for other in same_method}) > 1)
+    parts += ["taught"] * (cell.teacher != "none" and len({other.teacher for other in same_method}) > 1)
     parts += ["heads by layer"] if cell.budget else []
     parts += [f"int{cell.bits} cache"] if cell.bits else []
     return ", ".join(parts)
@@ -37,10 +37,10 @@ def points(rows: Iterable[Row]) -> pandas.DataFrame:
     `highest`, `worst` (of the increases) and `recall_worst` extremes. `series`: the method, and what is unusual about
     its training and its KV cache. `bits` are 0 where it is not quantised, `budget` where all layers are alike.
     """
-    found = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
-    cells = [Cell.of(row) for row in found]
-    more = [{"series": _series(cell, cells), "bits": cell.bits or 0, "budget": cell.budget or 0} for cell in cells]
-    frame = pandas.DataFrame([row | own for row, own in zip(found, more, strict=True)])
+    measured = sorted((row for row in rows if not row["error"]), key=lambda row: Cell.of(row).order)
+    cells = [Cell.of(row) for row in measured]
+    extra = [{"series": _series(cell, cells), "bits": cell.bits or 0, "budget": cell.budget or 0} for cell in cells]
+    frame = pandas.DataFrame([row | columns for row, columns in zip(measured, extra, strict=True)])
     columns = list(dict.fromkeys([*_POINT, "series", *_NUMBERS, *frame.columns]))  # though nothing was measured
     frame = frame.reindex(columns=columns).astype({"kl": float})
     seeds = frame.groupby(_POINT, sort=False)
@@ -103,28 +103,31 @@ def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
     if share is None:
         refused = source.get("recall_refused")
         return 0.0, f"not measured: {refused}" if refused else "not measured"
-    told = f"the base model gets {share:.1%} of second copies of the text right, and {first:.1%} where they stand first"
+    reason = (
+        f"the base model gets {share:.1%} of second copies of the text right, and {first:.1%} where they stand first"
+    )
     if share - first < (1 - first) / 2:
-        return 0.0, f"{told}: it recalls too little for a bound"
-    return share - bounds.recall / 100, told
+        return 0.0, f"{reason}: it recalls too little for a bound"
+    return share - bounds.recall / 100, reason
 
 
-def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommendation:
+def recommend(measured: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommendation:
     """The smallest KV cache of which every seed is within the bounds; of those with the same cache what trains on the
     fewest tokens, and then what loses least. Of a bound in bytes, what loses least (its worst seed) within it.
     """
-    kept, most = source["kv_bytes_per_token"], bounds.kv_bytes
-    smaller = found[found.kv_bytes_per_token < kept]
+    source_bytes, limit_bytes = source["kv_bytes_per_token"], bounds.kv_bytes
+    smaller = measured[measured.kv_bytes_per_token < source_bytes]
     if smaller.empty:
         return Recommendation(
             None, [("recommended", "nothing: no KV cache smaller than the base model's was measured")]
         )
     recalls = list[tuple[str, str]]()
-    if most:
-        limit, order = f"a KV cache of at most {size(most)} a token", ["worst", "train_tokens", "kv_bytes_per_token"]
-        if kept <= most:
-            return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(kept)}")])
-        within, none = smaller[smaller.kv_bytes_per_token <= most], f"none has {limit}"
+    if limit_bytes:
+        limit = f"a KV cache of at most {size(limit_bytes)} a token"
+        order = ["worst", "train_tokens", "kv_bytes_per_token"]
+        if source_bytes <= limit_bytes:
+            return Recommendation(None, [("recommended", f"nothing: the base model has {limit}, {size(source_bytes)}")])
+        within, none = smaller[smaller.kv_bytes_per_token <= limit_bytes], f"none has {limit}"
         closest = _best(smaller, "kv_bytes_per_token", "worst")
         advice = "allow more with --kv-bytes, or add smaller --groups or --cache-bits to the study"
     else:
@@ -141,14 +144,14 @@ def recommend(found: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommend
         advice = f"allow more with {option}, or add longer training, a teacher or methods to the study"
     if within.empty:
         lines = [("recommended", f"nothing: of {len(smaller)} combinations {none}")]
-        return Recommendation(None, [*lines, ("closest", _with_cache(closest, kept)), *recalls, ("", advice)])
+        return Recommendation(None, [*lines, ("closest", _with_cache(closest, source_bytes)), *recalls, ("", advice)])
     chosen = _best(within, *order)
-    lines = [("recommended", _with_cache(chosen, kept))]
-    if most:
+    lines = [("recommended", _with_cache(chosen, source_bytes))]
+    if limit_bytes:
         lines.append(("why", f"it loses least of {len(within)} combinations with {limit}"))
     else:
         lines += _why_smallest(chosen, within, smaller, limit)
-    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, kept), *recalls])
+    return Recommendation(chosen, [*lines, *_bits_alone(chosen, within, order, source_bytes), *recalls])
 
 
 def _why_smallest(
@@ -167,7 +170,7 @@ def _why_smallest(
     return lines
 
 
-def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], kept: int) -> list[tuple[str, str]]:
+def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], source_bytes: int) -> list[tuple[str, str]]:
     """How far the base model comes whose KV cache is quantised, where that was measured and is within the bound."""
     alone = within[(within.method == UNMERGED[0]) & (within.alpha == 0)]
     if alone.empty:
@@ -175,17 +178,17 @@ def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], kept:
     best = _best(alone, *order)
     if best.series == chosen.series and not chosen.alpha:
         return [("", "a quantised cache alone does it: no heads need to be merged")]
-    return [("", f"a quantised cache alone: {_with_cache(best, kept)}")]
+    return [("", f"a quantised cache alone: {_with_cache(best, source_bytes)}")]
 
 
-def _best(found: pandas.DataFrame, *by: str, highest: bool = False) -> Point:
-    return found.sort_values(list(by), ascending=not highest, kind="stable").iloc[0]
+def _best(candidates: pandas.DataFrame, *by: str, highest: bool = False) -> Point:
+    return candidates.sort_values(list(by), ascending=not highest, kind="stable").iloc[0]
 
 
 def _with_cache(point: Point, source_bytes: int) -> str:
-    kept = point.kv_bytes_per_token
-    share = f"{kept / source_bytes:.0%} of the base model's"
-    return f"{_named(point)}, with {size(kept)} of KV cache a token ({share})"
+    cache_bytes = point.kv_bytes_per_token
+    share = f"{cache_bytes / source_bytes:.0%} of the base model's"
+    return f"{_named(point)}, with {size(cache_bytes)} of KV cache a token ({share})"
 
 
 def _named(point: Point) -> str:
