@@ -1,8 +1,7 @@
-"""How long a model says what the baseline says: both write by always taking the most probable token, decoders after
-prompts, encoder-decoders for sources.
+"""Greedy agreement: for how many tokens a model's greedy text equals the baseline's, after prompts or for sources.
 
-Two greedy texts from one prompt are the same up to the first token that differs, so it is enough that the baseline
-writes: read along its text, a model leaves it where another token is the most probable one.
+Two greedy texts are equal up to the first difference, so only the baseline generates. A model scores that text and
+leaves it at the first token that is not its most probable one.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ PROMPTS = (
 
 
 def sources_of(windows: Sequence[Window]) -> list[Window]:
-    """Pairs whose sources are written for, spread evenly over all."""
+    """At most SOURCES pairs, spread evenly over all."""
     picks = np.linspace(0, len(windows) - 1, min(SOURCES, len(windows))).astype(int)
     return [windows[pick] for pick in picks]
 
 
 def write(model: PreTrainedModel, pairs: Sequence[Window], batch_size: int) -> list[Window]:
-    """What an encoder-decoder writes for the sources, as many tokens as the longest target has."""
+    """Greedy texts of an encoder-decoder for the sources, at most as long as the longest target."""
     steps, windows = max(pair.scored for pair in pairs), list[Window]()
     for start in range(0, len(pairs), batch_size):
         batch = pairs[start : start + batch_size]
@@ -59,7 +58,7 @@ def write(model: PreTrainedModel, pairs: Sequence[Window], batch_size: int) -> l
 
 
 def prompts(tokenizer: Any, samples: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Questions in the chat template where there is one, else how samples of the model begin."""
+    """PROMPTS in the chat template if there is one, else the beginnings of `samples`."""
     if not getattr(tokenizer, "chat_template", None):
         return [list(sample[:OPENING]) for sample in samples]
     chats = [[{"role": "user", "content": text}] for text in PROMPTS]
@@ -73,8 +72,8 @@ def continued(
     model: PreTrainedModel, openings: Sequence[Sequence[int]], steps: int = STEPS,
     pairs: Sequence[Window] = (),
 ) -> list[Window]:  # fmt: skip
-    """What the model writes after each opening, EOS at most `steps` tokens later, as windows that score it; of an
-    encoder-decoder for the sources of `pairs`, openings all of a length.
+    """Greedy texts after each opening, up to EOS or `steps` tokens, as windows that score them. An encoder-decoder
+    generates for the sources of `pairs`; its openings have equal lengths.
 
     Raises RefusedError for a model that transformers cannot generate with.
     """
@@ -110,8 +109,8 @@ def continued(
 
 
 def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, float]:
-    """Tokens until the model leaves the baseline's text, on average over texts, with a 95 % bootstrap interval, and the
-    share of texts that it does not leave. `hits`: of each scored token of `windows`, whether it is the most probable.
+    """Mean number of tokens before the model leaves the baseline's text, with a 95 % bootstrap interval, and the share
+    of texts that are equal to their end. `hits`: for each scored token of `windows`, whether it is the most probable.
     """
     ends = np.cumsum([window.scored for window in windows])[:-1]
     lengths = np.array([np.append(text_hits, False).argmin() for text_hits in np.split(hits, ends)], float)
@@ -124,7 +123,7 @@ def agreement(hits: NDArray[np.bool_], windows: Sequence[Window]) -> dict[str, f
 
 
 def as_text(tokenizer: Any, windows: Sequence[Window]) -> list[dict[str, str]]:
-    """Prompts and what is written after them, as a report shows them."""
+    """Prompts and greedy texts, decoded for a report."""
 
     def decoded(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))

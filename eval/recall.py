@@ -1,8 +1,8 @@
-"""What a model finds again in its context, which perplexity hardly shows: passages that stand twice, values by their
-keys, passkeys. Nothing of it needs data: passages are of any text, of what the model writes, or random tokens.
+"""Recall of the context, which perplexity hardly shows: repeated passages, values by their keys, passkeys. No data is
+needed: passages are from text, from self-generated text, or random tokens.
 
-Every question is a window (`gqa.corpus.windows`) of which some predictions are answers: tokens that the context tells.
-An answer is right where it is the most probable token.
+A question is a window (`gqa.corpus.windows`). Its answers are the predictions that the context determines; an answer is
+right if it is the most probable token.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PASSKEY = "\nThe pass key is"
 
 @dataclass(frozen=True)
 class Questions:
-    """Windows of one kind in which what was read `distance` tokens before (or at most) is asked for.
+    """Windows of one kind whose answers stand `distance` tokens (or at most as many) before.
 
-    answers: Of all windows' scored predictions, one after the other, those that count; depth: for each of these, where
-    in the context it is told, from 0 to 1; cluster: which of them are not independent.
+    answers: indices into the scored predictions of all windows; depth: position of each answer in the context, 0 to 1;
+    cluster: answers that are resampled together.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Questions:
 def make_questions(
     streams: dict[str, Ints], tokenizer: Any, vocabulary: int, context: int, prefix: int
 ) -> list[Questions]:
-    """All kinds at all distances up to `context` tokens.
+    """Questions of all kinds at all distances up to `context` tokens.
 
     Args:
         streams: Token ids of `text`, of `samples` or of both, without special tokens: the passages, and what stands
@@ -74,7 +74,7 @@ def make_questions(
 
 
 def _distances(context: int, longest: int) -> list[int]:
-    """Those of DISTANCES that fit into the context with the second copy behind, and the largest of all that fits."""
+    """DISTANCES that fit into the context with the second copy, and the largest possible one."""
     fitting = [d for d in DISTANCES if d + min(d, COPIED) <= context and d <= longest]
     last = context - COPIED
     if fitting and fitting[-1] * 1.25 <= last <= longest:
@@ -87,8 +87,8 @@ def _sequences(length: int) -> int:
 
 
 def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Iterable[Questions]:
-    """Passages of `distance` tokens with their beginning once more behind them. The first token of a second copy is
-    not told by the context and does not count.
+    """Passages of `distance` tokens followed by a copy of their beginning. The context does not determine the first
+    token of the copy: it is no answer.
     """
     copied = min(distance, COPIED)
     count = min(_sequences(distance + copied), len(stream) // distance)
@@ -108,7 +108,7 @@ def _second_copies(kind: str, stream: Ints, distance: int, prefix: int) -> Itera
 def _look_ups(
     tokenizer: Any, words: Ints, filler: Ints, length: int, prefix: int, random: np.random.Generator
 ) -> Iterable[Questions]:
-    """A list of `key: value` lines, text, and all keys again in another order, each to be followed by its value."""
+    """`key: value` lines, text, and the same lines in another order, whose values are the answers."""
     colon, newline = _tokens(tokenizer, ":"), _tokens(tokenizer, "\n")
     line = 2 + len(colon) + len(newline)
     between = length - 2 * PAIRS * line
@@ -133,7 +133,7 @@ def _look_ups(
 def _passkeys(
     tokenizer: Any, words: Ints, filler: Ints, length: int, prefix: int, random: np.random.Generator
 ) -> Iterable[Questions]:
-    """A passkey of random words that is told at a depth of a text and asked for at its end."""
+    """A passkey of random words at some depth of a text, repeated at its end."""
     question, newline = _tokens(tokenizer, _PASSKEY), _tokens(tokenizer, "\n")
     around = length - 2 * len(question) - 2 * DIGITS - len(newline) - 1
     if around < DEPTHS or len(filler) < around:
@@ -153,13 +153,13 @@ def _passkeys(
 
 
 def _tokens(tokenizer: Any, text: str) -> list[int]:
-    """Its tokens; none where the tokenizer does not know them."""
+    """Token ids of `text`; empty if the tokenizer has an unknown token for it."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return [] if tokenizer.unk_token_id in ids else ids
 
 
 def _words(tokenizer: Any, plain: Ints) -> Ints:
-    """Tokens that are a word with a space before it; all tokens where there are few of them."""
+    """Tokens that are a lower-case word after a space; all of `plain` if there are fewer than 256."""
     texts = tokenizer.batch_decode([[int(token)] for token in plain])
     raw = tokenizer.convert_ids_to_tokens(plain.tolist())
     words = [
@@ -170,9 +170,9 @@ def _words(tokenizer: Any, plain: Ints) -> Ints:
 
 
 def recall(questions: Sequence[Questions], scores: Scores) -> list[dict[str, Any]]:
-    """One record for each kind and distance, JSON-ready, with 95 % bootstrap intervals.
+    """A JSON-ready record for each kind and distance, with 95 % bootstrap intervals.
 
-    `scores` are of the windows of all questions in their order; more may follow.
+    `scores` begin with the windows of all questions, in their order.
     """
     records, start = [], 0
     for question in questions:

@@ -1,7 +1,6 @@
 """Score windows of text with a model: nats per token, and how its predictions differ from a baseline's.
 
-Everything is kept per token in the order of the text, so that sums, percentiles and positions are computed from the
-same numbers whatever the batch size or the number of ranks was.
+Scores are one number per token in the order of the text, whatever the batch size and the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from gqa.corpus.windows import Window, batches
 
 @dataclass(frozen=True)
 class Scores:
-    """One number per scored token, window by window. From `kl` on they are against a baseline, where there is one.
+    """One number per scored token, window by window; from `kl` on only with a baseline.
 
-    nats: -ln p(token); hits: the token is the most probable one.
-    kl: KL(baseline || model) in nats; same_top: both find the same token the most probable.
-    acceptance: sum over tokens x of min(p(x), q(x)): how probable it is that speculative sampling from the baseline's p
-        accepts a token that the model drafts from its q (Leviathan et al., arXiv 2211.17192, section 3.2).
+    nats: -ln q(token); hits: the token is the most probable one.
+    kl: KL(baseline || model) in nats; same_top: the most probable tokens of both are equal.
+    acceptance: sum over tokens x of min(p(x), q(x)), the probability that speculative sampling from the baseline's p
+        accepts a token drafted from the model's q (Leviathan et al., arXiv 2211.17192, section 3.2).
     """
 
     nats: NDArray[np.float32]
@@ -89,8 +88,8 @@ def score(
 
 
 def padded(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model reads of windows, each (B, T), padded on the right: with causal attention no scored position sees
-    padding, so no mask is needed. An encoder reads both directions: its padding is masked.
+    """Model inputs of windows, each (B, T), padded on the right: with causal attention no scored position attends to
+    padding, so no mask is needed. The bidirectional encoder gets a mask.
     """
     ids = _pad((window.ids[:-1] for window in windows), model.device)
     encoder_inputs = sources(windows, model)
@@ -98,7 +97,7 @@ def padded(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tenso
 
 
 def sources(windows: Sequence[Window], model: PreTrainedModel) -> dict[str, Tensor]:
-    """What an encoder reads of windows, by the names of the model's arguments; nothing where there is none."""
+    """Encoder inputs of windows by argument name; empty for a decoder."""
     if not any(window.source for window in windows):
         return {}
     source = _pad((window.source for window in windows), model.device)
@@ -111,7 +110,7 @@ def _pad(lines: Iterable[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _score_batch(head: ChunkedHead, windows: Sequence[Window], baseline: ChunkedHead | None) -> dict[str, NDArray[Any]]:
-    """What `Scores` holds, of these windows' predictions."""
+    """Fields of `Scores` for the predictions of these windows."""
     device, parts = head.model.device, []
     inputs = padded(windows, head.model)
     scored = _pad(([0] * (len(w.ids) - 1 - w.scored) + [1] * w.scored for w in windows), device)

@@ -1,5 +1,5 @@
-"""Statistics of a comparison, from arrays with one number per scored token. Definitions are those of
-llama.cpp's `llama-perplexity --kl-divergence`, where it has them: numbers can be set beside those of its tables.
+"""Statistics of a comparison, from arrays with one number per scored token. KL, agreement and standard errors are
+defined as in llama.cpp's `llama-perplexity --kl-divergence`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def mean_and_error(values: NDArray[Any]) -> tuple[float, float]:
 
 
 def kl_statistics(kl: Floats, same_top: NDArray[np.bool_], acceptance: Floats) -> dict[str, Any]:
-    """How a model's next-token distributions Q differ from the baseline's P.
+    """Mean differences between a model's next-token distributions Q and the baseline's P.
 
     Args:
         kl: KL(P || Q) in nats; same_top: argmax P == argmax Q; acceptance: sum min(P, Q), which is 1 less half of the
@@ -59,7 +59,7 @@ def paired_ratio(model: Floats, baseline: Floats, cluster: NDArray[np.integer[An
 
 
 def mean_interval(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[float, float, float]:
-    """Mean, and its 95 % bootstrap interval from whole clusters; NaN bounds where there is but one."""
+    """Mean and its 95 % bootstrap interval over clusters; NaN bounds for a single cluster."""
     return (float(values.mean(dtype=np.float64)), *_interval(*_by_cluster(values, cluster)))
 
 
@@ -72,7 +72,7 @@ def _by_cluster(values: Floats, cluster: NDArray[np.integer[Any]]) -> tuple[NDAr
 def _interval(
     sums: NDArray[Any], counts: NDArray[Any], function: Callable[[Floats], Floats] = np.asarray
 ) -> tuple[float, float]:  # fmt: skip
-    """The bounds of a function of the mean."""
+    """95 % bounds of a function of the mean."""
     if len(sums) < 2:
         return math.nan, math.nan
     low, high = np.percentile(function(_resampled_means(sums, counts)), (2.5, 97.5))
@@ -80,8 +80,8 @@ def _interval(
 
 
 def _resampled_means(sums: NDArray[Any], counts: NDArray[Any]) -> Floats:
-    """Means over tokens of samples of (n,) clusters drawn with replacement, always the same; a few samples at a time,
-    so that their weights take the same memory whatever the number of clusters is.
+    """Token means of bootstrap samples of n clusters, drawn with a fixed seed. Samples are drawn a few at a time, so
+    that memory does not grow with the number of clusters.
     """
     generator, n = np.random.default_rng(0), len(sums)
     at_once = max(1, BOOTSTRAP_NUMBERS // n)

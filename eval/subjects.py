@@ -1,8 +1,7 @@
-"""What is evaluated: checkpoints by name, and what config and headers tell of each before any weights are loaded, also
-what fits into a given memory (by the formula of `gqa.convert.heads.kv_cache`).
+"""The checkpoints to evaluate, their records from config and headers, and the batch and context that fit into memory.
 
-Budgets count weights and KV cache alone: activations, an engine's blocks and the allocator's losses are not modelled,
-so what fits is an upper bound.
+Memory counts weights and KV cache (`gqa.convert.heads.kv_cache`). Activations, an engine's blocks and fragmentation are
+not modelled: the result is an upper bound.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gqa.corpus.pairs import PairEncoder
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint to evaluate. `path` is what transformers loads, `name` what a table calls it."""
+    """A checkpoint to evaluate. transformers loads `path`; tables show `name`."""
 
     name: str
     path: str
@@ -38,7 +37,7 @@ class Subject:
     cache_bits: int | None = None
 
     def quantised(self, bits: int) -> Subject:
-        """The same with a KV cache of `bits`."""
+        """The same checkpoint with a KV cache of `bits`."""
         return replace(self, name=f"{self.name} (int{bits})", cache_bits=bits)
 
     @cached_property
@@ -63,21 +62,21 @@ class Subject:
 
     @property
     def positions(self) -> int | None:
-        """Positions that the model was made for; None where its config states none."""
+        """Positions in the model's config, or None."""
         return positions(self.config)
 
     @cached_property
     def encoder(self) -> PairEncoder | None:
-        """What makes pairs for it, if it is an encoder-decoder."""
+        """Encoder of pairs for an encoder-decoder, else None."""
         return PairEncoder(self.config, self.tokenizer, self.name) if self.config.is_encoder_decoder else None
 
     def check_predicts_tokens(self) -> None:
-        """Raises RefusedError for a model that can be neither scored nor decoded with."""
+        """Raise RefusedError for a model that predicts no tokens."""
         check_predicts_tokens(self.config, self.name, self.trust_remote_code)
 
     @cached_property
     def cache(self) -> KVCache | None:
-        """By formula; None for an architecture whose key/value heads are not known."""
+        """KV cache by formula; None for an architecture whose KV heads are unknown."""
         try:
             formula = checkpoint_cache(self.checkpoint)
         except RefusedError:
@@ -85,7 +84,7 @@ class Subject:
         return formula.quantised(self.cache_bits) if self.cache_bits else formula
 
     def cache_and_weights(self, precision: str) -> tuple[KVCache, int]:
-        """Its cache, and the bytes of its weights, where the model computes in it; `auto`: as stored."""
+        """KV cache, and bytes of the weights, in `precision`; `auto`: as stored."""
         assert self.cache
         if precision == "auto":
             return self.cache, self.checkpoint.nbytes
@@ -96,7 +95,7 @@ class Subject:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """What is known without running the model, JSON-ready; whoever measures adds to it."""
+        """JSON-ready record from config and headers; measurements are added to it."""
         record: dict[str, Any] = {
             "name": self.name,
             "path": self.path,
@@ -123,7 +122,7 @@ class Subject:
 
 
 def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revision: str | None = None) -> list[Subject]:
-    """Directories or hub ids; a hub id is fetched. Every name is another, though it be the same checkpoint."""
+    """Open directories and hub ids, each with a distinct name; hub ids are downloaded."""
     local = [os.path.lexists(model) for model in models]
     if revision is not None and all(local):
         raise RefusedError("--revision is for hub ids, and all of these are local paths")
@@ -138,7 +137,7 @@ def open_subjects(models: Sequence[str], trust_remote_code: bool = False, revisi
 
 
 def distinct_names(paths: Sequence[tuple[str, ...]]) -> list[str]:
-    """The last part of each path, with the parts before it that tell it from others; numbered where it is the same."""
+    """The shortest distinct end of each path; repeated paths are numbered."""
     names: list[str] = []
     for parts in paths:
         different = [other for other in paths if other != parts]
@@ -150,7 +149,7 @@ def distinct_names(paths: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int, precision: str) -> dict[str, Any]:
-    """Add to each record the largest batch and context that fit into the memory of each of `ranks` that share it."""
+    """Add the largest batch and context that fit into the `memory` of each tensor-parallel rank to each record."""
     for subject in subjects:
         if not subject.cache:
             continue
@@ -166,11 +165,10 @@ def fit(subjects: Sequence[Subject], memory: int, ranks: int, context: int, prec
 
 
 def rank_cache(cache: KVCache, ranks: int) -> KVCache:
-    """What one of `ranks` tensor-parallel ranks holds of a KV cache.
+    """The part of a KV cache on one of `ranks` tensor-parallel ranks.
 
-    Every layer's KV heads are split where `ranks` divides them and replicated, one a rank, where they divide `ranks`
-    (as vLLM does it). That `ranks` divides the query heads is for `fit` to say.
-    Raises RefusedError where neither holds.
+    As in vLLM, KV heads are split if `ranks` divides them, and replicated, one a rank, if they divide `ranks`. Raises
+    RefusedError otherwise. `fit` checks the query heads.
     """
     for layer in (*cache.layers, *cache.cross):
         if ranks < 1 or (layer.heads % ranks and ranks % layer.heads):
@@ -185,10 +183,10 @@ def rank_cache(cache: KVCache, ranks: int) -> KVCache:
 def what_fits(
     cache: KVCache, weights_bytes: int, memory_bytes: int, context: int, ranks: int = 1
 ) -> tuple[int, int | None]:
-    """How many sequences of `context` tokens fit beside the weights, and how long a single one may be, in tokens.
+    """Number of sequences of `context` tokens that fit beside the weights, and tokens of the longest single sequence.
 
-    0 where the weights alone do not fit. None tokens where memory is no limit: every layer has a window and all of them
-    fit. What the model can use of it is another limit (`KVCache.context`).
+    Both are 0 if the weights alone do not fit. The second is None if memory is no limit: every layer has a window and
+    all windows fit. `KVCache.context` limits what the model can use.
 
     Args:
         weights_bytes: Of the whole model; a rank holds its share, rounded up.

@@ -26,7 +26,7 @@ class Table:
     short: int | None = None
 
     def brief(self) -> Table:
-        """With the columns that are enough."""
+        """The table with its `short` columns."""
         rows = tuple(row[: self.short] for row in self.rows)
         return replace(self, header=self.header[: self.short], rows=rows)
 
@@ -51,18 +51,18 @@ class Table:
 
 
 def not_measured(title: str, why: str) -> Table:
-    """In the place of a table of numbers."""
+    """A table with the reason in place of numbers."""
     return Table(title, ("not measured",), ((why,),))
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """In lines of a terminal, those after the first indented; what is in per cent stays on one line."""
+    """Wrap at the terminal's width, indenting all lines but the first; "95 %" is not split."""
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), WIDTH, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(lines).replace("\xa0", " ")
 
 
 def _cut(text: str, length: int) -> str:
-    """Without its middle, where it is longer; more of the end is left, where names of conversions differ."""
+    """Shorten a long text in its middle; names of conversions differ at the end, of which more stays."""
     tail = (length - 2) * 2 // 3
     return text if len(text) <= length else f"{text[: length - 2 - tail]}..{text[-tail:]}"
 
@@ -71,7 +71,7 @@ Column = tuple[str, Callable[[Any], str]]  # a title, and the cell of a record
 
 
 def cell(record: Any, function: Callable[[Any], str], missing: str = "") -> str:
-    """`missing` where the record has no such number."""
+    """Cell of a record; `missing` if the record lacks the number."""
     try:
         return function(record)
     except (KeyError, TypeError):  # not measured, or null
@@ -82,7 +82,7 @@ def table(
     title: str, columns: Iterable[Column], records: Iterable[Any], note: str, missing: str = "",
     short: int | None = None, filled: bool = False,
 ) -> Table:  # fmt: skip
-    """A line for each record; `filled`: only the columns in which a record has something."""
+    """A row for each record; `filled` leaves out columns that are empty in all rows."""
     columns, records = list(columns), list(records)
     if filled:
         columns = [column for column in columns if any(cell(record, column[1]) for record in records)]
@@ -91,7 +91,7 @@ def table(
 
 
 def number(value: Any) -> str:
-    """Five digits: more are not the same in every batch size. Words stay as they are."""
+    """Five significant digits: more depend on the batch size. Strings are returned as they are."""
     if isinstance(value, str):
         return value
     if not 1 <= value < 1e5:

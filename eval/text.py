@@ -1,6 +1,4 @@
-"""Which text is scored, in which windows, and whether all checkpoints can be compared on it; and from scores to
-perplexities: sums first, one division at the end.
-"""
+"""The text to score, cut into windows; checks that all checkpoints read it as the same tokens; perplexity."""
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ from gqa.eval.options import EvaluateOptions, Protocol
 from gqa.eval.statistics import Floats
 from gqa.eval.subjects import Subject
 
-MAX_CONTEXT = 2048  # longer only when asked for: a model of 128k positions would be scored in windows of 128k
+MAX_CONTEXT = 2048  # by default: windows of 128k tokens for a model of 128k positions would take hours
 
 
 def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
-    """The text that gqa-eval's options name, as tokens of the first checkpoint. Raises RefusedError and CorpusError."""
-
+    """The text of `options`, tokenised for the first checkpoint. Raises RefusedError and CorpusError."""
     first, target = subjects[0], options.target_field
     if first.config.is_encoder_decoder != bool(target):
         raise RefusedError(
@@ -51,7 +48,7 @@ def read_text(subjects: Sequence[Subject], options: EvaluateOptions) -> Text:
 
 
 def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
-    """Raise RefusedError where two checkpoints do not read text as the same tokens: their losses would not compare."""
+    """Raise RefusedError if two checkpoints tokenise differently: their losses per token do not compare."""
     first = subjects[0]
     vocabulary, ids = first.tokenizer.get_vocab(), first.tokenizer(sample, verbose=False)["input_ids"]
     for other in subjects[1:]:
@@ -71,7 +68,7 @@ def check_models_agree(subjects: Sequence[Subject], sample: str) -> None:
 
 
 def check_ids(subjects: Sequence[Subject], text: Text) -> None:
-    """Raise RefusedError where the text has tokens that a model does not know: its tokenizer is another's."""
+    """Raise RefusedError if a token id is outside a model's vocabulary: the tokenizer belongs to another model."""
     largest = max(max(*window.ids, *window.source) for window in text.windows)
     for subject in subjects:
         if largest >= subject.vocabulary:
@@ -96,7 +93,7 @@ def choose_context(subjects: Sequence[Subject], context: int | None, most: int =
 
 @dataclass(frozen=True)
 class Text:
-    """What is scored: windows of token ids, and the size of what they were made of."""
+    """Windows of token ids to score, and the size of the text they come from."""
 
     windows: tuple[Window, ...]
     protocol: Protocol | Literal["pairs", "spans"]
@@ -178,7 +175,7 @@ def make_text(
 
 
 def _take(documents: Iterable[tuple[Any, ...]], max_tokens: int | None) -> list[tuple[Any, ...]]:
-    """Texts with their token ids (and what goes with them), up to the text that reaches `max_tokens`."""
+    """Documents (text, token ids, ...) up to the one that reaches `max_tokens`."""
     taken, tokens = [], 0
     for document in documents:
         taken.append(document)
@@ -195,7 +192,7 @@ def _sizes(texts: Iterable[str]) -> tuple[int, int]:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """With the special tokens that the tokenizer adds, but no second BOS where the text itself has one in front."""
+    """Token ids with the tokenizer's special tokens, but without a second BOS if the text begins with one."""
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids: list[int] = tokenizer(text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
     return ids
@@ -204,10 +201,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def make_pairs(
     pairs: Iterable[tuple[str, str]], encoder: PairEncoder, context: int, max_tokens: int | None = None
 ) -> Text:
-    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder's first one.
+    """Source and target texts for an encoder-decoder: every target token is scored, after the decoder start token.
 
-    What is longer than the context is cut to it. `max_tokens` is as in `make_text`, of targets. Raises RefusedError and
-    CorpusError.
+    Pairs are cut to the context; `max_tokens` counts targets. Raises RefusedError and CorpusError.
     """
 
     def scored_pairs() -> Iterator[tuple[str, list[int], list[int], bool]]:
@@ -226,8 +222,8 @@ def make_pairs(
 
 
 def make_spans(blocks: Iterable[Block], encoder: PairEncoder, tokenizer: Any, context: int) -> Text:
-    """Plain text, in blocks of at most `context` tokens, of which spans are left out as gqa-uptrain leaves them out of
-    what is held out: those are scored, with their marks. Raises RefusedError where the tokenizer has no marks.
+    """Span corruption of plain text, in blocks of at most `context` tokens, as gqa-uptrain corrupts held-out text: the
+    removed spans and their sentinels are scored. Raises RefusedError if the tokenizer has no sentinels.
     """
     windows, spans = list[Window](), list[str]()
     for number, block in enumerate(blocks):
@@ -242,13 +238,13 @@ def _pair_window(encoder: PairEncoder, source_ids: Sequence[int], target_ids: Se
 
 
 def count_words(text: str) -> int:
-    """As lm-evaluation-harness counts them: the parts between runs of white space, empty ones at the ends included."""
+    """Words as lm-evaluation-harness counts them: parts between white space, with empty ones at the ends."""
     return len(re.split(r"\s+", text))
 
 
 def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
-    """Of the nats of scored tokens, sums divided once: exp(nats / tokens), exp(nats / words), exp(nats / bytes), nats /
-    (ln 2 bytes); per word and per byte only where every token of the text is scored.
+    """exp(nats / tokens), exp(nats / words), exp(nats / bytes) and nats / (ln 2 bytes), each from sums over all tokens;
+    per word and per byte only if every token of the text is scored.
 
     The error of the token perplexity is llama-perplexity's: PPL sqrt((mean(l^2) - mean(l)^2) / (n - 1)).
     """
@@ -268,5 +264,5 @@ def perplexity(nats: Floats, text: Text) -> dict[str, float | None]:
 
 
 def exp(value: float) -> float:
-    """Infinity where the number is too large to say."""
+    """e^value, or infinity beyond the range of floats."""
     return math.exp(value) if value < 700 else math.inf

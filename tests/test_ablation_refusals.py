@@ -124,7 +124,7 @@ def test_no_space_left(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patched.setattr(os, "fsync", full)
         result = ablate(tmp_path / "study", alphas="0")
     assert (result.code, result.err.count("\n")) == (1, 1)
-    assert ("no space left" in result.err) == (number == errno.ENOSPC)
+    assert ("No space left" in result.err) == (number == errno.ENOSPC)
     assert "rows that were measured are kept, the same command continues" in result.err
     kept = rows(tmp_path / "study")
     assert [row["method"] for row in kept] == ["none", "mean"]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -37,8 +36,7 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "no space is left" if full else error.strerror or error
+        reason = error.strerror or error
         raise UnwrittenError(
             f"{directory} cannot be written: {reason}; rows that were measured are kept, the same command continues"
         ) from error
