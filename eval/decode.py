@@ -1,14 +1,14 @@
 """Time per generated token.
 
 A decode step reads all weights once and the keys and values of every sequence (GQA, arXiv 2305.13245, section 1): at
-batch 1 and a short context the weights dominate and fewer KV heads cannot be much faster; the gain grows with batch x
-context. Of an encoder-decoder the context is the source; the encoder is part of the prefill, and a step reads the keys
-and values that cross-attention keeps of it.
+batch 1 and a short context the weights dominate and fewer KV heads gain little; the gain grows with batch x context.
+The context of an encoder-decoder is the source: the encoder is part of the prefill, and a step reads the
+cross-attention cache.
 
-What is timed is a plain loop over transformers' model with its default cache, which appends by copying: a step reads
-and writes every layer's keys and values once more than it needs to. Small models are bound by the loop itself.
-Without a mask transformers' sdpa uses torch's grouped kernel; on processors that may be bound by arithmetic in bfloat16
-and then no faster with fewer heads; float32 is bound by memory.
+The timed code is a plain loop over transformers' model with its default cache, which appends by copying: a step reads
+and writes all keys and values once more than necessary. Small models are bound by the loop. Without a mask
+transformers' sdpa uses torch's grouped kernel, which on CPUs may be bound by bfloat16 arithmetic and then gains nothing
+from fewer heads; float32 is bound by memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_UP_STEPS = 2
 
 
 def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, steps: int) -> tuple[int, ...]:
-    """Lengths of the prompts, or sources, to time. Raises RefusedError where a model cannot be timed with them."""
+    """Tokens of the prompts, or sources, to time. Raises RefusedError if a model cannot be timed with them."""
     longest = min([subject.positions or MAX_DECODE for subject in subjects] + [MAX_DECODE])
     contexts = tuple(lengths or dict.fromkeys(max(1, share - steps) for share in (longest // 2, longest)))
     for subject in subjects:
@@ -54,7 +54,7 @@ def decode_contexts(subjects: Sequence[Subject], lengths: Sequence[int] | None, 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One run: the greedy tokens (batch, steps + 1), and the seconds of the prefill and of one decode step."""
+    """One run: greedy tokens (batch, steps + 1), seconds of the prefill and of one decode step."""
 
     tokens: Tensor
     prefill_seconds: float
@@ -71,9 +71,8 @@ def measure_decode(
 ) -> dict[str, list[dict[str, Any]]]:
     """Time prefill and greedy decoding of every model at every batch size and context length.
 
-    The models take turns (A, B, A, B ...) after a warm-up of each, so that noise hits all alike, on the same random
-    prompts. They are used as they are loaded: device, dtype and attention implementation are theirs. What they cannot
-    do is for `decode_contexts` to refuse.
+    Runs are interleaved (A, B, A, B ...) after a warm-up of each model, so that noise affects all alike. All models
+    read the same random prompts. `decode_contexts` refuses contexts that a model cannot have.
 
     Args:
         models: By name; all of them stay loaded.
@@ -106,7 +105,7 @@ def measure_decode(
 
 
 def _point(model: PreTrainedModel, runs: Mapping[int, Decoded]) -> dict[str, Any]:
-    """What its `runs` say of a model at one batch size and context length, seconds being medians of them."""
+    """Record of a model's `runs` at one batch size and context length; seconds are medians."""
     seconds = [run.seconds_per_token for run in runs.values()]
     return {
         "prefill_seconds": statistics.median(run.prefill_seconds for run in runs.values()),  # to the first token (TTFT)
@@ -145,16 +144,14 @@ def greedy_decode(model: PreTrainedModel, ids: Tensor, steps: int) -> Decoded:
 
 
 def _encoded(model: PreTrainedModel, sources: Tensor) -> dict[str, Any]:
-    """What a decoder is given of sources (batch, T) by its encoder; nothing where there is none."""
+    """Encoder outputs of sources (batch, T) as arguments of the model; empty for a decoder."""
     if not model.config.is_encoder_decoder:
         return {}
     return {"encoder_outputs": model.get_encoder()(input_ids=sources, return_dict=True)}
 
 
 def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inputs: Any) -> tuple[Tensor, Any]:
-    """The greedy tokens (batch, 1) after `ids` (batch, T), and the cache that holds them; a decoder is `given` what its
-    encoder made. Raises RefusedError.
-    """
+    """Greedy tokens (batch, 1) after `ids` (batch, T), and the cache. Raises RefusedError if there is none."""
     can_skip = ids.shape[1] > 1 and "logits_to_keep" in inspect.signature(model.forward).parameters
     encoder_inputs["decoder_input_ids" if encoder_inputs else "input_ids"] = ids
     last_only_option = {"logits_to_keep": 1} if can_skip else {}
@@ -167,19 +164,18 @@ def _read(model: PreTrainedModel, ids: Tensor, cache: Any = None, **encoder_inpu
 
 
 def _parts(cache: Any) -> list[Any]:
-    """Of an encoder-decoder the cache of self-attention and that of cross-attention."""
+    """The cache; for an encoder-decoder those of self-attention and of cross-attention."""
     both = isinstance(cache, EncoderDecoderCache)
     return [cache.self_attention_cache, cache.cross_attention_cache] if both else [cache]
 
 
 @torch.inference_mode()
 def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> list[int]:
-    """Bytes of memory that transformers' own cache object holds for `batch` sequences of `tokens`; of an
-    encoder-decoder those of self- and of cross-attention, the sources as long as the targets.
+    """Bytes of transformers' cache object for `batch` sequences of `tokens`; for an encoder-decoder those of self- and
+    of cross-attention, with sources as long as the targets.
 
-    All tokens but the last are a prefill and the last is a decode step: right after a prefill a sliding-window layer is
-    a view that keeps the whole prompt's memory alive, from the first step on it has a tensor of its window. What is
-    summed is the memory behind the key and value tensors of all layers, each counted once. Raises RefusedError.
+    Sums the distinct storages of the key and value tensors of all layers. The last token is a decode step: right after
+    a prefill the tensors of a sliding-window layer are views on the whole prompt. Raises RefusedError.
     """
     vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
     cache: Any = None
@@ -199,17 +195,17 @@ def measured_cache_bytes(model: PreTrainedModel, tokens: int, batch: int) -> lis
 
 
 def random_tokens(vocabulary: int, batch: int, tokens: int) -> Tensor:
-    """Token ids (batch, tokens), always the same."""
+    """Random token ids (batch, tokens), from a fixed seed."""
     return torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(SEED))
 
 
 def in_dtype(cache: KVCache, model: PreTrainedModel) -> KVCache:
-    """A checkpoint's cache as it is where the model computes in another dtype than it is stored in."""
+    """A checkpoint's cache in the dtype of the loaded model."""
     return replace(cache, bytes_per_number=model.dtype.itemsize)
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once all that was asked of the device is done."""
+    """Seconds, after the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

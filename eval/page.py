@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no other file, as gqa-eval and gqa-ablate write it (page.html.jinja)."""
+"""The report of gqa-eval and gqa-ablate: one HTML page without other files (page.html.jinja)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ PAGE = "report.html"
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What is on it, from above; all text is escaped.
+    """Content of a report, from top to bottom; all text is escaped.
 
-    verdicts: a line each; pictures: names and captions, the one that shows the verdict first; tables: of which the
-    first is unfolded; samples: of each prompt what every model writes after it, the base model first: its name, the
-    text as far as it is the base model's, and the rest; commands: that made it.
+    verdicts: one line each; pictures: names and captions; tables: the first is unfolded; samples: each prompt with the
+    models' texts, base model first, as (name, prefix equal to the base model's text, rest); commands: to reproduce it.
     """
 
     title: str
@@ -38,7 +37,7 @@ class Page:
     foot: str = ""
 
     def write(self, directory: Path) -> None:
-        """As report.html in the directory where each picture is, as NAME.svg."""
+        """Write report.html into the directory that has the pictures as NAME.svg."""
         environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
         environment.filters["kinds"] = _kinds
         environment.filters["base64"] = lambda name: b64encode((directory / f"{name}.svg").read_bytes()).decode()
@@ -47,8 +46,8 @@ class Page:
 
 @contextmanager
 def made_aside(directory: Path) -> Iterator[Path]:
-    """A place where files are made; at the end they go to `directory`, in the place of earlier ones, and others stay
-    there. What keeps one from being made leaves the directory as it was.
+    """Yield a temporary directory whose files replace those of `directory` at the end; an error leaves `directory`
+    unchanged.
     """
     with TemporaryDirectory(prefix=".report-", dir=nearest(directory)) as aside:
         yield Path(aside)
@@ -58,20 +57,20 @@ def made_aside(directory: Path) -> Iterator[Path]:
 
 
 def nearest(path: Path) -> Path:
-    """The path itself, or the nearest parent that is there: where it would be made."""
+    """The path itself, or its nearest existing parent."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 def no_pictures() -> str:
-    """Why a report has no pictures; nothing where it has."""
+    """Why a report has no pictures; empty if it has."""
     if find_spec("matplotlib"):
         return ""
     return "no pictures, for which matplotlib is missing: pip install 'gqa[report]'"
 
 
 def _kinds(table: Table) -> list[str]:
-    """Of its columns: numbers, of which a few may be words as `failed` is; words on one line; or longer words."""
+    """CSS class of each column: numbers (with at most half of the cells words), words, or long words."""
 
     def kind(column: Sequence[str]) -> str:
         if 2 * sum(bool(re.search("[a-z]{3}", cell)) for cell in column) <= len(column):

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation, as SVG and PNG: colours that the colour-blind tell apart, readable at half size."""
+"""Pictures of an evaluation, as SVG and PNG, in colours that colour-blind readers can distinguish."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.ticker import NullLocator
 
 Results = dict[str, Any]
 
-# Okabe and Ito's palette, with a marker and a dash each: what colour says is said twice.
+# Okabe and Ito's palette; a marker repeats the information of each colour.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLE: dict[Any, Any] = {
@@ -35,8 +35,8 @@ def look(index: int) -> dict[str, Any]:
 def panels(
     directory: Path, name: str, columns: int = 1, *, width: float = 8, height: float = 5, sharey: bool = False
 ) -> Iterator[Any]:
-    """(1, columns) axes, saved as NAME.svg and NAME.png. The legend of the first is below them, where it hides no line:
-    in as few lines as the width allows, all of a length.
+    """Yield (1, columns) axes and save them as NAME.svg and NAME.png, with the legend of the first below, in as few
+    lines as the width allows.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -52,7 +52,7 @@ def panels(
 
 
 def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
-    """All pictures that the results have numbers for, as (name, how to read it)."""
+    """Draw all pictures that the results have numbers for; (name, caption) of each."""
     models: list[Results] = results["models"]
     drawn = []
     for name, (title, caption, plot) in _PICTURES.items():
@@ -65,7 +65,7 @@ def draw(results: Results, directory: Path) -> list[tuple[str, str]]:
 
 
 def _points(axes: Axes, x: list[float], y: list[float], low: list[float], high: list[float], **style: Any) -> None:
-    """A line through y with bars from low to high."""
+    """Draw a line through y with error bars from low to high."""
     axes.errorbar(x, y, np.abs(np.array([low, high]) - y), capsize=3, **style)
 
 
@@ -97,19 +97,19 @@ def _decode(models: list[Results], axes: Axes) -> None:
 
 
 def powers_of_two(axes: Axes, ticks: Iterable[float]) -> None:
-    """A logarithmic x with these ticks and no others."""
+    """Make x logarithmic, with exactly these ticks."""
     shown = sorted(set(ticks))
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, [f"{tick:,.10g}" for tick in shown])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-# By what each is called in a record too.
+# By the key of the numbers in a record.
 _PICTURES = {
     "recall": (
-        "Second copies: what a model finds again in its context",
-        "How many tokens of a second copy are the most probable ones; error bars: 95 % intervals. Only the first copy "
-        "tells random tokens.",
+        "Recall of second copies in the context",
+        "Share of tokens of a second copy that are the most probable ones; error bars: 95 % intervals. Only the "
+        "first copy determines random tokens.",
         _recall,
     ),
     "decode": ("Time per generated token", "Medians; error bars: the fastest and the slowest run.", _decode),

@@ -1,4 +1,4 @@
-"""A record of measurements as verdicts and tables, and as report.html beside results.json and the pictures."""
+"""Verdicts and tables of an evaluation's record; report.html, results.json and pictures."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ NAME: Column = ("model", lambda m: str(m["name"]))
 
 
 def verdicts(results: Record) -> list[str]:
-    """What was measured of each model but the first, in a line: what it saves and what that costs."""
+    """One line for each converted model: the cache it saves and the quality it loses."""
     first, *converted = results["models"]
     lines = [(model["name"], verdict(first, model)) for model in converted]
     return [line if len(lines) == 1 else f"{name}: {line}" for name, line in lines if line]
 
 
 def verdict(first: Record, model: Record) -> str:
-    """What a model saves and what that costs, in a line."""
+    """The cache that a model saves against the first, and the quality it loses, in one line."""
     parts, heads = [], ""
     if "heads" in first and "heads" in model:
         heads = f"{model['heads']['kv']} of {first['heads']['kv']} heads: "
@@ -66,7 +66,7 @@ def verdict(first: Record, model: Record) -> str:
 
 
 def cache_bytes(model: Record) -> int:
-    """Of one token, and of one of the source where there is an encoder."""
+    """KV cache bytes of one token, plus one source token for an encoder-decoder."""
     return int(model["kv_cache"]["bytes_per_token"] + model["kv_cache"].get("cross_bytes_per_token", 0))
 
 
@@ -76,7 +76,7 @@ def _times(ratio: float) -> str:
 
 
 def recalled(model: Record) -> dict[str, float]:
-    """Of each kind of question, the share of all answers, at whatever distance, that are right."""
+    """Accuracy of each kind of question over all distances."""
     shares: dict[str, float] = {}
     for kind in dict.fromkeys(line["kind"] for line in model["recall"]):
         lines = [line for line in model["recall"] if line["kind"] == kind]
@@ -86,7 +86,7 @@ def recalled(model: Record) -> dict[str, float]:
 
 
 def tables(results: Record, every: bool = False) -> list[Table]:
-    """What was measured: the columns and tables for a glance, or `every` one."""
+    """Tables of a record: those of the terminal with their short columns, or `every` table and column."""
     models: list[Record] = results["models"]
     measured = {name for model in models for name, value in model.items() if value}
     built = [
@@ -122,7 +122,7 @@ def _quality(models: list[Record], text: Record) -> Table:
 
 
 def what_is_scored(text: Record) -> str:
-    """In which windows, and how much."""
+    """Protocol, windows and size of the text, in words."""
     stride = f", stride {text['stride']:,}" if text.get("stride") else ""
     kinds = {"pairs": "source and target texts", "spans": "left out spans of blocks"}
     kind = kinds.get(text["protocol"], f"{text['protocol']} windows")
@@ -168,7 +168,7 @@ def _recall(models: list[Record], settings: Record) -> Table:
 
 
 def _written(models: list[Record]) -> Table:
-    """Of encoder-decoders, what they write for the sources."""
+    """Greedy agreement of encoder-decoders."""
     columns: list[Column] = [
         NAME,
         ("greedy", lambda m: f"{m['greedy']['tokens']:.1f}"),
@@ -236,7 +236,7 @@ def _cache(models: list[Record], memory: Record | None) -> Table:
 
 
 def _fits(fits: Record, name: str) -> str:
-    """A batch or a length, in words where there is no number."""
+    """A batch or a length; words if there is no number."""
     none = "-" if "impossible" in fits else "no limit"
     return none if fits[name] is None else f"{fits[name]:,}"
 
@@ -266,15 +266,15 @@ def _decode(models: list[Record]) -> Table:
 
 
 def as_json(results: Record, indent: int | None = None) -> str:
-    """JSON that any reader takes: NaN becomes null, infinity a string."""
+    """Strict JSON: NaN becomes null, infinity a string."""
     return json.dumps(finite(results, infinity=str), indent=indent, allow_nan=False)
 
 
 def check_output(directory: Path, overwrite: bool) -> None:
-    """Find out before hours of measuring what would keep a report from being written. Leaves nothing behind.
+    """Check, before hours of measuring, that a report can be written to `directory`.
 
-    Raises OutputError, and RefusedError where files that are no report's would be overwritten, and where an earlier
-    report would be unless `overwrite` is said.
+    Raises OutputError if it cannot, RefusedError if it would replace other files, or an earlier report without
+    `overwrite`.
     """
     try:
         tempfile.TemporaryFile(dir=nearest(directory)).close()
@@ -292,8 +292,8 @@ def check_output(directory: Path, overwrite: bool) -> None:
 
 @contextmanager
 def reserved(directory: Path | None, overwrite: bool) -> Iterator[None]:
-    """Check the output, and keep it for this run until its report is written. Raises what `check_output` does, and
-    RefusedError where another run is going to write there.
+    """Check the output and lock it until the report is written. Raises the errors of `check_output`, and RefusedError
+    if another run has the lock.
     """
     if directory is None:
         yield
@@ -311,16 +311,16 @@ _FILES = ("results.json", PAGE, *(f"{name}.{suffix}" for name in PICTURES for su
 
 
 def measured_with(record: Record) -> str:
-    """When and with what, as `gqa.eval.evaluate.environment` has it."""
+    """Time, device and versions of `gqa.eval.evaluate.environment`, in words."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     threads = f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
     return f"{record['created']}, {record['device']}, {threads}; {versions}"
 
 
 def write_report(results: Record, directory: Path) -> list[str]:
-    """results.json, report.html and, where matplotlib is installed, pictures; returns the names of what was written.
+    """Write results.json, report.html and, with matplotlib, pictures; returns their names.
 
-    An earlier report is replaced, other files in the directory stay.
+    Replaces an earlier report; other files in the directory stay.
     """
     try:
         with made_aside(directory) as aside:
@@ -333,7 +333,7 @@ def write_report(results: Record, directory: Path) -> list[str]:
 
 
 def texts_beside(models: list[Record]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Prompts, and what each model writes after one: its name, as far as it is the first model's text, and the rest."""
+    """Each prompt, with (name, prefix equal to the first model's text, rest) of the models' greedy texts."""
     for lines in zip(*(model.get("samples", []) for model in models), strict=True):
         texts = [line["text"] for line in lines]
         same = [len(os.path.commonprefix([text, texts[0]])) for text in texts]  # noqa: RUF071 - of characters

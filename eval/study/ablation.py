@@ -1,5 +1,5 @@
-"""What `gqa-ablate` runs: a loop over cells that converts, trains and evaluates. A study is a directory; running it
-again continues it.
+"""`gqa-ablate`: a loop over cells that converts, trains and evaluates. A study is a directory; running it again
+continues it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ STEPS, REPEATS = 32, 5  # of decoding
 
 @dataclass(frozen=True)
 class Study:
-    """A study that can run: everything that can be refused has been checked, and nothing is written.
+    """A study that has passed all checks; nothing is written yet.
 
-    config: of the source; identity: what a directory's rows must have in common with this study; left_out: methods that
-    the model cannot have, and why.
+    config: of the source; identity: options and hashes that all rows of the directory must share; left_out: methods
+    that the model cannot have, with the reasons.
     """
 
     options: AblateOptions
@@ -76,8 +76,8 @@ class Study:
 
 
 def open_study(options: AblateOptions) -> Study:
-    """Check everything. Raises RefusedError and CorpusError, before anything is written; methods of the default that
-    this model cannot have are left out instead.
+    """Check all options before anything is written. Raises RefusedError and CorpusError; default methods that the
+    model cannot have are left out instead.
     """
     options.check()
     assert options.model
@@ -121,10 +121,11 @@ def open_study(options: AblateOptions) -> Study:
 
 
 def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[ModelConfig, Grid, dict[str, str]]:
-    """The source's config, the grid with its numbers of groups and without the methods that are left out, and these.
-    Raises RefusedError for a method or a number of groups that this model cannot have.
+    """The source's config; the grid with its numbers of groups and without methods that the model cannot have; these
+    methods, with reasons.
 
-    Other methods than those that align merge neighbours whatever `grouping` says.
+    Raises RefusedError instead for methods that the user named (`strict`) and for numbers of groups that the model
+    cannot have. `grouping` applies to methods that align; the others merge neighbours.
     """
     config, left_out = make_plan(subject.checkpoint, (grid.groups or (1,))[0], "mean").config, {}
     methods = list(grid.methods)
@@ -147,7 +148,7 @@ def _settle(subject: Subject, grid: Grid, grouping: str, strict: bool) -> tuple[
 
 
 def _check_training(subject: Subject, training: TrainOptions) -> None:
-    """Raise RefusedError or CorpusError where there is too little data for one step."""
+    """Raise RefusedError or CorpusError if there is too little data for one step."""
     training.check(1)
     size = find_block_size(subject.config, subject.tokenizer, subject.checkpoint, training)
     if subject.encoder:
@@ -157,8 +158,8 @@ def _check_training(subject: Subject, training: TrainOptions) -> None:
 
 
 def _text(subject: Subject, options: AblateOptions) -> Text:
-    """Held-out documents or pairs, whole, in the order of a hash of their text, which spreads a part of them over all;
-    for an encoder-decoder without a column of targets, blocks of which spans are left out.
+    """Held-out documents or pairs, sorted by a hash of their text so that --eval-tokens takes a spread sample; span
+    corruption for an encoder-decoder without --target-field.
     """
     training, encoder = options.training, subject.encoder
     if not (sources := heldout_sources(training)):
@@ -311,7 +312,8 @@ class _Runner:
 
     def _train(self, cell: Cell, converted: Path, seconds: float) -> tuple[Subject, Row]:
         """The model of a cell, and the columns of its conversion and training."""
-        path, columns = converted, {"seconds_converting": seconds, "train_tokens": 0, "seconds_training": 0.0}
+        path = converted
+        columns: Row = {"seconds_converting": seconds, "train_tokens": 0, "seconds_training": 0.0}
         if cell.alpha:
             start, options = time.perf_counter(), self._study.options.training_of(cell, self._work / cell.conversion)
             assert options.output

@@ -27,12 +27,12 @@ FILES = (ROWS, PAGE, *(f"{name}.{suffix}" for name in PICTURES for suffix in ("s
 
 
 class UnwrittenError(OutputError):
-    """A study cannot be written to: nothing that is measured could be kept."""
+    """The study's directory cannot be written."""
 
 
 @contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Raises UnwrittenError, in one line, for what keeps a study from being written."""
+    """Turn an OSError into an UnwrittenError."""
     try:
         yield
     except OSError as error:
@@ -46,7 +46,7 @@ class Rows:
     """The rows in `directory`, the latest of each cell, in the order of the grid."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises RefusedError where results.jsonl is none of a study's."""
+        """Raises RefusedError if results.jsonl is not a study's."""
         self._path = directory / ROWS
         try:
             text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
@@ -64,7 +64,7 @@ class Rows:
         return len(self._rows)
 
     def add(self, row: Row) -> None:
-        """Durable when this returns; half a line that a killed run left is cut off. Raises UnwrittenError."""
+        """Append a row and fsync; half a line of a killed run is cut off first. Raises UnwrittenError."""
         line = json.dumps(finite(row)).encode() + b"\n"
         with writing(self._path.parent), self._path.open("ab+") as stream:
             stream.seek(0)
@@ -82,7 +82,7 @@ class Rows:
 
 
 def forget(directory: Path) -> None:
-    """Remove a study. Raises RefusedError where the directory holds something else, or another process runs it."""
+    """Remove a study. Raises RefusedError if the directory holds something else, or another process runs the study."""
     check_directory(directory)
     if directory.exists():
         with locked_work(directory) as work:
@@ -94,7 +94,7 @@ def forget(directory: Path) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """Raise RefusedError where there is something that no study has written."""
+    """Raise RefusedError if the directory holds files and no study."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     if directory.exists() and (not directory.is_dir() or (not {ROWS, WORK} & {*names} and names)):
         raise RefusedError(f"{directory} exists and holds no study; give another directory with -o")

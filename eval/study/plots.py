@@ -26,13 +26,13 @@ _TICKS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10)  # nats per token above the base model
 
 
 def draw_study(points: pandas.DataFrame, source: Row, directory: Path) -> list[tuple[str, str]]:
-    """All pictures that there are numbers for, as (name, caption), of the `points` of a study."""
+    """Draw all pictures that the `points` of a study have numbers for; (name, caption) of each."""
     pictures = {"tradeoff": draw_tradeoff, "alphas": draw_alphas}
     return [(name, caption) for name, draw in pictures.items() if (caption := draw(points, source, directory))]
 
 
 def draw_tradeoff(points: pandas.DataFrame, source: Row, directory: Path) -> str:
-    """Figure 3 of the paper: what is lost for the bytes that are saved, by heads and bits."""
+    """Figure 3 of the paper: loss against KV cache bytes, by heads and bits."""
     smaller = points[points.kv_bytes_per_token < source["kv_bytes_per_token"]]
     if smaller.empty:
         return ""
@@ -84,13 +84,13 @@ def draw_alphas(points: pandas.DataFrame, source: Row, directory: Path) -> str:
 
 
 def _best(points: pandas.DataFrame, column: str) -> pandas.DataFrame:
-    """Of each series and number of heads what has the least of a column."""
+    """The point with the smallest value of a column, for each series and number of heads."""
     return points.loc[points.groupby(["groups", "series"], sort=False)[column].idxmin()]
 
 
 def _above_base(axes: Sequence[Axes], increases: pandas.Series) -> None:
-    """The y axes of panels side by side in nats above the base model, logarithmic from the smallest of the `increases`
-    on, so that what has lost everything does not squeeze the rest; on the right the ratio of perplexities.
+    """Set the y axes to nats above the base model, logarithmic from the smallest of the `increases`, so that failed
+    conversions do not flatten the rest; perplexity ratios are on the right.
     """
     positive = increases[increases > 0]
     least = max([tick for tick in _TICKS if len(positive) and tick <= positive.min()], default=_TICKS[0])
@@ -111,8 +111,8 @@ def _above_base(axes: Sequence[Axes], increases: pandas.Series) -> None:
 
 
 def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
-    """Of each series: a colour and marker of its method, the same in every study; dashed, and hollow or half so, where
-    it is not the first way to train it or to keep its cache.
+    """Style of each series: colour and marker of its method, the same in every study; dashes and fill distinguish the
+    trainings and caches of a method.
     """
     methods, styles = list(dict.fromkeys([*_METHODS, *METHODS])), {}
     first_points = merged.drop_duplicates("series")
@@ -130,12 +130,12 @@ def _looks(merged: pandas.DataFrame) -> dict[str, Row]:
 
 
 def _method_look(index: int) -> Row:
-    """Colour and marker of the index-th method. Black is the source's: colours come round first, with other markers."""
+    """Colour and marker of the index-th method; black is the source's. Colours repeat with other markers."""
     return {"color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[(index + 1) % len(MARKERS)]}
 
 
 def _error_bars(line: pandas.DataFrame) -> Any:
-    """From the mean down to the lowest seed and up to the highest; no bar where there is one seed."""
+    """Distances from the mean to the lowest and highest seed; None, or NaN, for one seed."""
     if (line.seeds == 1).all():
         return None
     return np.where(line.seeds > 1, [line.loss - line.lowest, line.highest - line.loss], np.nan)

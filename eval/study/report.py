@@ -1,4 +1,4 @@
-"""A study as a page with pictures, from its rows alone."""
+"""The report of a study: tables, pictures and the recommendation, from its rows."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Results:
 
 
 def is_base(row: Row) -> bool:
-    """Whether it is the row of the base model with its whole cache."""
+    """Whether a row is the base model's with an unquantised cache."""
     return Cell.of(row).is_source and not row["bits"] and not row["error"]
 
 
 def open_results(directory: Path) -> Results:
-    """Raises RefusedError where there is no study, or none of its cells is measured."""
+    """Read a study. Raises RefusedError if there is none, or its base model is not measured."""
     rows = list(Rows(directory))
     if not any(map(is_base, rows)):
         raise RefusedError(f"{directory} holds no study of which anything is measured: name a MODEL to make one")
@@ -93,7 +93,7 @@ def open_results(directory: Path) -> Results:
 
 
 def _tables(results: Results) -> Iterator[Table]:
-    """All of the report, the short one first."""
+    """Tables of the report, the short one first."""
     yield short_table(results)
     yield _recall(results)
     if failed := results.failed:
@@ -103,7 +103,7 @@ def _tables(results: Results) -> Iterator[Table]:
 
 
 def short_table(results: Results) -> Table:
-    """What fits into a terminal: losses by method and number of heads, a column for each alpha."""
+    """Losses by method and number of heads, with a column for each alpha, for the terminal."""
     note = "nats per token on held-out text, means over seeds ± half of their range"
     if failed := len(results.failed):
         note += f"; {failed} of {len(results.rows)} cells failed, as the report says"
@@ -112,7 +112,7 @@ def short_table(results: Results) -> Table:
 
 
 def _recall(results: Results) -> Table:
-    """What the recommendation goes by, in the shape of the short table."""
+    """Recall of second copies, laid out as the short table."""
     title, source = "Recall: second copies of the text", results.source
     if "recall_text" not in source:
         return not_measured(title, source.get("recall_refused", "this study has no numbers of it"))
@@ -155,10 +155,7 @@ def _cells(results: Results) -> Table:
 
 
 def write_study_report(results: Results, bounds: Bounds) -> list[str]:
-    """report.html and, where matplotlib is installed, pictures beside the rows; returns all names.
-
-    All are made aside first. Raises OutputError where they cannot be written; the rows are not touched.
-    """
+    """Write report.html and, with matplotlib, pictures beside the rows; returns all names. Raises OutputError."""
     with writing(results.directory), made_aside(results.directory) as aside:
         _make(results, aside, bounds)
         return [*sorted((path.name for path in aside.iterdir()), key=lambda name: (name != PAGE, name)), ROWS]
@@ -188,7 +185,7 @@ def _make(results: Results, directory: Path, bounds: Bounds) -> None:
 
 
 def _texts(results: Results) -> list[Any]:
-    """What the base model writes and, of each smaller number of heads, the result of the least loss."""
+    """Greedy texts of the base model and of the best result for each smaller number of heads."""
     source, points = results.source, results.points
     if "samples" not in source or "samples" not in points.columns:
         return []
@@ -199,7 +196,7 @@ def _texts(results: Results) -> list[Any]:
 
 
 def _verdicts(results: Results, advised: Recommendation) -> list[str]:
-    """What is recommended and what that costs, and why."""
+    """The recommendation with its costs, and the reasons."""
     chosen, source = advised.chosen, results.source
     lines = [f"{label}: {line}." if label else f"{line}." for label, line in advised.lines]
     lines = [line[:1].upper() + line[1:] for line in lines]

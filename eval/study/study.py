@@ -1,4 +1,4 @@
-"""What a study asks: a grid of conversions and lengths of training, and what all of its cells have in common."""
+"""The grid of conversions and trainings of a study, and the options that all of its cells share."""
 
 from __future__ import annotations
 
@@ -55,19 +55,17 @@ class Cell(NamedTuple):
 
     @property
     def heads(self) -> str:
-        """Cells with the same one have the same heads in all layers."""
+        """Label of the heads of all layers."""
         return f"{self.groups:g}" if self.budget is None else f"budget{self.budget:g}"
 
     @property
     def conversion(self) -> str:
-        """Cells that differ in training alone share one."""
+        """Name of the conversion, which cells that differ in training share."""
         return f"{self.method}-g{self.heads}-s{self.seed}"
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """By groups, methods from the plainest on, alpha, and whole caches before those of fewer and fewer bits: the
-        same whatever was measured first.
-        """
+        """Sort key: groups, method, training, alpha, then unquantised caches before fewer and fewer bits."""
         names = (*UNMERGED, *METHODS)
         return (
             self.groups, names.index(self.method), self.seed, SCOPES.index(self.train), TEACHERS.index(self.teacher),
@@ -76,7 +74,7 @@ class Cell(NamedTuple):
 
     @property
     def is_source(self) -> bool:
-        """Whether it is the model itself, perhaps with a quantised cache."""
+        """Whether this is the source, perhaps with a quantised cache."""
         return self.method == UNMERGED[0] and not self.alpha
 
     @classmethod
@@ -107,8 +105,8 @@ class Grid:
         return tuple(self.groups or sorted({*divisors[:1], *divisors[-2:], *control}))
 
     def cells(self, heads: int) -> list[Cell]:
-        """In order, for a source with so many key/value heads, which is the first. Where none is merged all methods are
-        the same one.
+        """Sorted cells for a source with so many KV heads; the source is first. Without merged heads all methods are
+        one.
         """
         bits = self.cache_bits or ()
         scope = self.train[0] if self.train[0] != AUTO else "all"
@@ -222,14 +220,14 @@ class AblateOptions(Options):
 
     @property
     def training(self) -> TrainOptions:
-        """Of every cell, but for what the cell itself says; its model is the source, its output the study."""
+        """Training options that all cells share."""
         names = TrainOptions.__dataclass_fields__.keys() & type(self).__dataclass_fields__.keys() - {"train", "dry_run"}
         options = {name: getattr(self, name) for name in names}
         return TrainOptions(**options | {"precision": self.precision or "float32"})
 
     @property
     def maps(self) -> MapsOptions:
-        """How heads are calibrated, but for the seed and the device."""
+        """Calibration options, without seed and device."""
         text = CalibrationText(
             self.calibration or self.data or ("self",), self.calibration_tokens, self.calibration_context,
             field=self.field, target_field=self.target_field, trust_remote_code=self.trust_remote_code,
@@ -237,7 +235,7 @@ class AblateOptions(Options):
         return MapsOptions(text=text, grouping=self.grouping, refinement=Refinement(self.refine_steps))
 
     def check(self) -> None:
-        """Raises RefusedError where options do not go together, or no method uses one."""
+        """Raise RefusedError for options that conflict or that no method uses."""
         self.check_needs()
         bounds = [name for name in ("max_loss_increase", "max_recall_loss") if self.given(name)]
         if self.kv_bytes and bounds:
@@ -250,18 +248,18 @@ class AblateOptions(Options):
 
     @property
     def run_device(self) -> str:
-        """Raises RefusedError where the device that is asked for cannot be used."""
+        """Raises RefusedError if the device cannot be used."""
         from gqa.eval.evaluate import usable_device  # here: `--help` loads this file
 
         return usable_device(self.device)
 
     def identity(self) -> dict[str, Any]:
-        """What all cells of a study have in common."""
+        """Options that all cells of a study share."""
         options, bound = request(self, ())["options"], self.binding()
         return {name: value for name, value in options.items() if name in bound}
 
     def training_of(self, cell: Cell, directory: Path) -> TrainOptions:
-        """Of a conversion, up to the alpha of `cell`, with its result in `place`."""
+        """Training options of a cell, with the result in `directory`."""
         return replace(
             self.training, output=directory / f"{cell.train}-{cell.teacher}-{cell.alpha:g}", alpha=cell.alpha,
             train=cast(Scope, cell.train),
@@ -270,6 +268,6 @@ class AblateOptions(Options):
         )  # fmt: skip
 
     def maps_of(self, cell: Cell) -> MapsOptions:
-        """How the heads of its conversion are calibrated."""
+        """Calibration options of a cell's conversion."""
         maps, seed = replace(self.maps, device=self.run_device), cell.seed
         return replace(maps, text=replace(maps.text, seed=seed), refinement=replace(maps.refinement, seed=seed))

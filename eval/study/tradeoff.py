@@ -1,4 +1,4 @@
-"""What quality costs: combinations of a study over their seeds, the Pareto front, and what to take within a budget."""
+"""The combinations of a study over their seeds, the Pareto front, and the recommendation within bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBERS = ("loss", "loss_increase", "kl", "recall_text", "kv_bytes_per_token")
 
 
 def _series(cell: Cell, cells: Sequence[Cell]) -> str:
-    """The method, its training where it is trained in several ways, and what is unusual about its cache."""
+    """Label: the method, its training if the study trains it in several ways, budgets and cache bits."""
     same_method = [other for other in cells if other.method == cell.method]
     parts = [BASE if cell.method == "none" else cell.method]
     parts += [cell.train] * (len({other.train for other in same_method}) > 1)
@@ -61,7 +61,7 @@ def name(point: Point) -> str:
 
 
 def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
-    """Which (cost, loss) pairs no other is as good as in both and better than in one; by rising cost, falling loss."""
+    """Indices of the (cost, loss) pairs that no other pair dominates, by rising cost and falling loss."""
     best, front = math.inf, list[int]()
     for index in sorted(range(len(pairs)), key=lambda i: pairs[i]):
         if pairs[index][1] < best:
@@ -72,8 +72,8 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
 
 
 class Bounds(NamedTuple):
-    """How much worse than the source a result may be: nats per token, and points of recall (`recall_text`); or, instead
-    of both, how many bytes of KV cache a token may take.
+    """Largest loss against the source, in nats per token and in points of recall (`recall_text`); or, instead of both,
+    the largest KV cache of a token in bytes.
     """
 
     loss: float = 0.1
@@ -82,9 +82,7 @@ class Bounds(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """`chosen` is None where nothing that is smaller than the source is within the bounds; `lines` say why, each with
-    its label.
-    """
+    """`chosen` is None if nothing smaller than the source is within the bounds; `lines` are (label, reason)."""
 
     chosen: Point | None
     lines: list[tuple[str, str]]
@@ -95,9 +93,10 @@ class Recommendation(NamedTuple):
 
 
 def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
-    """The share of second copies of text that must be found, and why; 0 where recall decides nothing.
+    """The smallest allowed recall of second copies, and the reason; 0 without a bound.
 
-    A source recalls where it finds in second copies at least half of what it does not know of the first.
+    The bound applies if the source gets at least half of the tokens right in second copies that it gets wrong in first
+    copies.
     """
     share, first = source.get("recall_text"), source.get("recall_first_reading", 0.0)
     if share is None:
@@ -112,8 +111,8 @@ def least_recall(source: Row, bounds: Bounds) -> tuple[float, str]:
 
 
 def recommend(measured: pandas.DataFrame, source: Row, bounds: Bounds) -> Recommendation:
-    """The smallest KV cache of which every seed is within the bounds; of those with the same cache what trains on the
-    fewest tokens, and then what loses least. Of a bound in bytes, what loses least (its worst seed) within it.
+    """The smallest KV cache with every seed within the bounds; then the fewest training tokens, then the least loss.
+    With a bound in bytes, the least loss of the worst seed.
     """
     source_bytes, limit_bytes = source["kv_bytes_per_token"], bounds.kv_bytes
     smaller = measured[measured.kv_bytes_per_token < source_bytes]
@@ -171,7 +170,7 @@ def _why_smallest(
 
 
 def _bits_alone(chosen: Point, within: pandas.DataFrame, order: list[str], source_bytes: int) -> list[tuple[str, str]]:
-    """How far the base model comes whose KV cache is quantised, where that was measured and is within the bound."""
+    """The base model with a quantised KV cache, if that was measured and is within the bound."""
     alone = within[(within.method == UNMERGED[0]) & (within.alpha == 0)]
     if alone.empty:
         return []
@@ -192,7 +191,7 @@ def _with_cache(point: Point, source_bytes: int) -> str:
 
 
 def _named(point: Point) -> str:
-    """A point with what it costs in quality."""
+    """A point and its loss of quality, in words."""
     worst = f" (worst of {point.seeds} seeds {point.worst:+.4f})" if point.seeds > 1 else ""
     recall = f", {point.recall_worst:.1%} of second copies right" if pandas.notna(point.recall_worst) else ""
     return f"{name(point)}: {point.loss_increase:+.4f} nats per token{worst}{recall}"
