@@ -158,6 +158,13 @@ def test_modes_follow_the_umask(tmp_path: Path, mask: int) -> None:
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
 
 
+@pytest.fixture
+def falling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out loss falls with every step, so that the last weights are written whatever the rate is."""
+    losses = count(9, -1)
+    monkeypatch.setattr("gqa.uptrain.loop.heldout_losses", lambda *given: dict.fromkeys(("loss", "nats"), next(losses)))
+
+
 def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     """Stored names of tiny models in attention modules, and those that hold keys or values."""
     inside = {name for name, _ in model.named_parameters() if ".self_attn." in name or ".self_attention." in name}
@@ -170,14 +177,9 @@ def attention_of(model: PreTrainedModel) -> tuple[set[str], set[str]]:
     [*((name, "kv") for name in ("llama", "phi3", "falcon", "qwen2", "qwen2_vl")),
      *((name, scope) for name in ("phi3", "qwen2_vl") for scope in ("attention", "lora"))],
 )  # fmt: skip
-def test_exactly_what_was_asked_for_trains(
-    tmp_path: Path, name: str, scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Separate, fused, fused by group, with biases, under other names than are stored; at a rate that shows in
-    bfloat16, with each step taken for better than the one before.
-    """
-    better = count(9, -1)
-    monkeypatch.setattr("gqa.uptrain.loop.heldout_losses", lambda *given: dict.fromkeys(("loss", "nats"), next(better)))
+@pytest.mark.usefixtures("falling")
+def test_exactly_what_was_asked_for_trains(tmp_path: Path, name: str, scope: str) -> None:
+    """Separate, fused, fused by group, with biases, under other names than are stored."""
     source = tiny_checkpoint(tmp_path / "source", name, dtype="bfloat16")
     _, changed = train(source, tmp_path / "out", train=scope, learning_rate=0.05, weight_decay=1.0)
     assert changed
@@ -220,6 +222,7 @@ def test_the_held_out_loss_is_that_of_what_is_written(tmp_path: Path, scope: str
 ADAPTED = ["phimoe", "falcon_h1", "llama4_text", "nemotron_h", "glm4_moe", "zamba"]
 
 
+@pytest.mark.usefixtures("falling")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_on_routers_mixers_experts_and_shared_layers(tmp_path: Path, name: str) -> None:
     """Layers that return tuples or are read without being called stay as they are."""
