@@ -120,9 +120,9 @@ def plan_within(
         return made
 
     def check(checkpoint: Checkpoint) -> None:
+        planned = plan(checkpoint, uneven(checkpoint, share, ranks))
         if out:
-            OutputDirectory(Path(out), checkpoint.directory, overwrite)
-        plan(checkpoint, uneven(checkpoint, share, ranks))
+            require_space(planned.total_bytes, OutputDirectory(Path(out), checkpoint.directory, overwrite).out)
 
     source = open_model(os.fspath(model), revision, check=check)
     check(source)

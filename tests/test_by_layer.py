@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,6 +368,9 @@ def test_refused_before_anything_is_measured(
     (tmp_path / "out").mkdir()
     (tmp_path / "out/config.json").write_text("{}")
     check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "out"), "--overwrite")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        check_refused(run(uneven, "--kv-budget", "0.5", "-o", tmp_path / "new"), "1,000 are free at", code=1)
     gpt2 = write_checkpoint(
         build(next(tiny for tiny in SOURCES if tiny.name == "gpt2"), QUERY_HEADS), tmp_path / "gpt2"
     )

@@ -96,7 +96,8 @@ def test_a_base_model_that_is_not_there(converted: Path, tmp_path: Path) -> None
     assert record["teacher"] is None
 
 
-BROKEN = [None, [], {}, {"source": 3}, {"source": {"model": 3}}, {"source": {"model": "..\u0000/x", "path": "\u0000"}}]
+MODELS = [{"model": 3}, {"model": ""}, {"model": "..\u0000/x", "path": "\u0000"}]
+BROKEN = [None, [], {}, {"source": 3}, *({"source": model} for model in MODELS)]
 
 
 @pytest.mark.parametrize("record", BROKEN)

@@ -71,7 +71,7 @@ def find_base(
     It is looked for where it lay from the result, beside the result, and at the hub where it came from there.
     """
     source = conversion.get("source")
-    if not isinstance(source, dict) or not isinstance(name := source.get("model"), str):
+    if not isinstance(source, dict) or not isinstance(name := source.get("model"), str) or not name:
         return None, f"{checkpoint.name} has no {PROVENANCE} that names its base model"
     assert checkpoint.directory is not None
     here = checkpoint.directory.resolve()
