@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from gqa.uptrain.loop import DivergedError, StoppedError
     from gqa.uptrain.options import TrainOptions
 
-    from .conversion import convert_model
-    from .measuring import ablate, evaluate
+    from .commands import ablate, convert_model, evaluate, uptrain_model
     from .results import ConvertedModel, Evaluation, Study, TrainedModel
-    from .training import uptrain_model
 
     __version__: str
 
-_HOMES = {
+_MODULES = {
     "gqa.checkpoint.errors": ("CorpusError", "CorruptError", "OutputError", "RefusedError"),
     "gqa.convert.api": ("Plan", "plan_conversion"),
     "gqa.convert.options": ("ConvertOptions",),
@@ -37,12 +35,9 @@ _HOMES = {
     "gqa.eval.study.study": ("AblateOptions",),
     "gqa.uptrain.loop": ("DivergedError", "StoppedError"),
     "gqa.uptrain.options": ("TrainOptions",),
-    "gqa.conversion": ("convert_model",),
-    "gqa.measuring": ("ablate", "evaluate"),
+    "gqa.commands": ("ablate", "convert_model", "evaluate", "uptrain_model"),
     "gqa.results": ("ConvertedModel", "Evaluation", "Study", "TrainedModel"),
-    "gqa.training": ("uptrain_model",),
 }
-_FOUND_IN = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - functions, what they give, what they take, what they raise
     "convert_model", "uptrain_model", "evaluate", "ablate", "plan_conversion",
     "ConvertedModel", "TrainedModel", "Evaluation", "Study", "Plan",
@@ -57,9 +52,10 @@ def __getattr__(name: str) -> Any:
 
     if name == "__version__":
         return import_module("gqa.checkpoint.provenance").version()
-    if name not in _FOUND_IN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_FOUND_IN[name]), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .given import called_from_python
+from .models import called_from_python
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,21 +114,22 @@ class Evaluation:
 
     @property
     def models(self) -> list[dict[str, Any]]:
-        """What was found of each model, the baseline first."""
+        """The record of each model, the baseline first."""
         return list(self.record["models"])
 
     def text(self, every: bool = False) -> str:
         """The verdicts and tables that gqa-eval prints; `every` table that there is."""
         from gqa.eval.report import tables, verdicts
 
-        found, shown = dict(self.record), [table.text() for table in tables(dict(self.record), every=every)]
-        return "\n\n".join(["\n".join(verdicts(found)), *shown]).lstrip()
+        record = dict(self.record)
+        texts = [table.text() for table in tables(record, every=every)]
+        return "\n\n".join(["\n".join(verdicts(record)), *texts]).lstrip()
 
     def __repr__(self) -> str:
         parts = []
         for model in self.models:
             quality, ratio = model.get("quality"), model.get("against_baseline", {}).get("ratio")
-            told = f" {quality['token_perplexity']:.4g}" if quality else ""
-            parts.append(f"{model['name']}{told}" + (f" (x{ratio:.4g})" if ratio else ""))
-        what = "perplexity of " if any("quality" in model for model in self.models) else ""
-        return f"<Evaluation {what}{', '.join(parts)}>"
+            perplexity = f" {quality['token_perplexity']:.4g}" if quality else ""
+            parts.append(f"{model['name']}{perplexity}" + (f" (x{ratio:.4g})" if ratio else ""))
+        measure = "perplexity of " if any("quality" in model for model in self.models) else ""
+        return f"<Evaluation {measure}{', '.join(parts)}>"

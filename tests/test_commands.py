@@ -26,7 +26,7 @@ from gqa.convert.merge.watcher import Bar
 from gqa.convert.options import ConvertOptions
 from gqa.eval.options import EvaluateOptions
 from gqa.eval.study.study import AblateOptions
-from gqa.given import called_from_python
+from gqa.models import called_from_python
 from gqa.uptrain.options import TrainOptions
 
 KINDS: dict[str, Any] = {

@@ -229,7 +229,7 @@ def test_options_say_everything(place: Path, tmp_path: Path, alone: None) -> Non
         lambda: gqa.uptrain_model(options, steps=2), lambda: gqa.evaluate(measured, context=64),
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(TypeError, match="Options says everything"):
+        with pytest.raises(TypeError, match="Options holds all options"):
             call()
     with pytest.raises(TypeError, match="unexpected keyword argument 'contxt'"):
         gqa.evaluate(place / "teacher", data=data, contxt=3)

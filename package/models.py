@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from gqa.checkpoint.errors import RefusedError, explain
 from gqa.checkpoint.hub_errors import without_bars
@@ -20,23 +20,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Model: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
-T = TypeVar("T")
-
-
-def read_options(kind: type[T], first: Any, fields: dict[str, Any], **models: Any) -> T:
-    """The options of a call: `first` if it is such a dataclass, else made of its fields, where models have their names.
-    Raises TypeError for both.
-    """
-    if not isinstance(first, kind):
-        names = {name: tuple(map(name_of, m)) if isinstance(m, tuple) else name_of(m) for name, m in models.items()}
-        return kind(**names, **fields)
-    if fields:
-        raise TypeError(f"{kind.__name__} says everything: change it instead of giving {', '.join(fields)} too")
-    return first
 
 
 def in_memory(model: object) -> bool:
-    """Whether it is a loaded model. Raises RefusedError for what is neither that nor the name of a place."""
+    """Whether it is a loaded model. Raises RefusedError for what is neither that nor a path nor a hub id."""
     if isinstance(model, str | os.PathLike):
         return False
     from transformers import PreTrainedModel
@@ -51,9 +38,9 @@ def in_memory(model: object) -> bool:
 
 
 @contextmanager
-def stored(model: Model, tokenizer: Any = None) -> Iterator[tuple[str, Any]]:
-    """Where the model lies. One in memory is written to a temporary directory, which is given too: the model in it goes
-    when the block ends, and the directory when nothing holds it.
+def saved(model: Model, tokenizer: Any = None) -> Iterator[tuple[str, Any]]:
+    """The model's path or hub id, and None. A model in memory is saved to a temporary directory, which is the second:
+    the copy is deleted when the block ends, and the directory when nothing refers to it.
 
     Raises RefusedError for a model that cannot be written, and for a tokenizer beside one that has its own.
     """
@@ -74,21 +61,21 @@ def stored(model: Model, tokenizer: Any = None) -> Iterator[tuple[str, Any]]:
 
 
 def name_of(model: Any) -> str:
-    """Where a model lies; what one in memory is called: where it is from, else its class."""
+    """The path or hub id of a model; of one in memory the last part of where it is from, or else its class."""
     if not in_memory(model):
         return str(os.fspath(model))
     name = Path(str(getattr(model, "name_or_path", "") or "")).name
     return name if name.strip(".") else type(model).__name__
 
 
-def _save(model: Any, place: Path) -> None:
-    """`save_pretrained` writes to the config of the model, which here is a copy meanwhile."""
+def _save(model: Any, path: Path) -> None:
+    """Save the model without a change to it: `save_pretrained` changes its config, which is a copy meanwhile."""
     if any(".base_layer." in name for name in model.state_dict()):
         raise RefusedError(f"{name_of(model)} holds an adapter, which would be saved alone; merge it first")
     configs = {name: vars(model)[name] for name in ("config", "generation_config") if name in vars(model)}
     try:
         vars(model).update(copy.deepcopy(configs))
-        model.save_pretrained(place)
+        model.save_pretrained(path)
     except (ValueError, NotImplementedError, RuntimeError) as error:
         raise RefusedError(f"transformers cannot save {name_of(model)}: {explain(error)}") from error
     finally:
@@ -103,19 +90,19 @@ def called_from_python(quiet: bool = False) -> Iterator[None]:
     from transformers.utils import logging
 
     utils: Any = import_module("huggingface_hub.utils")
-    silent, fetching = without_bars.set(quiet), not utils.are_progress_bars_disabled()
+    token, hub_bars = without_bars.set(quiet), not utils.are_progress_bars_disabled()
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:
         logging.set_verbosity_error()
         logging.disable_progress_bar()  # and that of huggingface_hub, which is for `quiet` to judge
-        if fetching:
+        if hub_bars:
             utils.enable_progress_bars()
         yield
     except RefusedError as error:
         error.args = (re.sub(r"(?<![\w-])--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error)),)
         raise
     finally:
-        without_bars.reset(silent)
+        without_bars.reset(token)
         logging.set_verbosity(verbosity)
         (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
-        (utils.enable_progress_bars if fetching else utils.disable_progress_bars)()
+        (utils.enable_progress_bars if hub_bars else utils.disable_progress_bars)()
