@@ -112,7 +112,7 @@ def test_two_nodes_train_as_one(runs: Runs, tmp_path: Path) -> None:
     """
 
     def words(name: str) -> list[str]:
-        return runs.words(tmp_path / name, steps=2, batch_size=4, precision="no", warmup=0, quiet=False, json=True)
+        return runs.words(tmp_path / name, steps=2, batch_size=4, precision="float32", warmup=0, quiet=False, json=True)
 
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(BY_NAME["two-nodes"])]
